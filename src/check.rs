@@ -1,0 +1,1 @@
+//! Validates everything and runs nothing.

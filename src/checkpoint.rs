@@ -1,0 +1,1 @@
+//! Checkpoint folders: written whole or not at all.

@@ -1,0 +1,1 @@
+//! Configuration: the wire type, the resolved type and the checks between them.

@@ -1,0 +1,1 @@
+//! Conversations in, one memory-mapped store of token ids out.

@@ -1,0 +1,1 @@
+//! Every way a command can end, with its exit code.

@@ -1,0 +1,1 @@
+//! Drafters in the z-lab layout, and the strict checker of that layout.

@@ -1,0 +1,1 @@
+//! Hugging Face model folders: configurations and weights on disk.

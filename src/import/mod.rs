@@ -1,0 +1,1 @@
+//! Turns a GGUF file into a Hugging Face folder.

@@ -1,0 +1,15 @@
+//! Draftmill: trains the draft model of a speculative decoder while the frozen target produces its training signal.
+
+pub mod check;
+pub mod checkpoint;
+pub mod cli;
+pub mod config;
+pub mod data;
+pub mod engines;
+pub mod exit;
+pub mod export;
+pub mod hf;
+pub mod import;
+#[cfg(feature = "torch")]
+pub mod model;
+pub mod state;

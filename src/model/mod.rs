@@ -1,0 +1,1 @@
+//! Target, drafter, loss and optimizer in tch.

@@ -1,0 +1,1 @@
+//! The run's SQLite file: plans, outcomes, checkpoints.

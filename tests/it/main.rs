@@ -1,0 +1,6 @@
+//! The integration tests: one binary, one module for each part.
+
+mod data;
+#[cfg(feature = "torch")]
+mod golden;
+mod import;
