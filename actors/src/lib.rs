@@ -1,7 +1,26 @@
 //! The actors of Draftmill and the types that they share; knows nothing of libtorch.
+//!
+//! The picture (see ARCHITECTURE.md): planner → dispatcher → targets → pool → drafters ⇄ trainer → planner.
 
 pub mod buckets;
+pub mod dispatcher;
+pub mod drafter;
 pub mod engine;
+pub mod fault;
+pub mod invariants;
+pub mod job;
 pub mod ledger;
+pub mod meter;
+pub mod metrics;
+pub mod mill;
 pub mod plan;
+pub mod planner;
+pub mod pool;
+pub mod pool_state;
+pub mod sim;
+pub mod target;
+pub mod trainer;
+pub mod trainer_state;
 pub mod types;
+
+mod ask;

@@ -1,0 +1,225 @@
+//! A drafter draws a batch, takes a ticket, runs forward and backward, and reports; when a step is complete it trades its
+//! gradient for the new weights.
+//!
+//! In: loans from the pool, tickets, the trainer's phase. Out: reports and gradients. It draws `prefetch` batches ahead, so
+//! that the next one is there when a ticket is. It ends when the trainer says so, after handing in what it has.
+//! Invariants: T1, T2.
+
+use crate::{
+    ask::answer,
+    engine::{DraftEngine, EngineError},
+    fault::{Fault, Gone, Stops},
+    meter::{Cause, Meter, Totals},
+    metrics as m,
+    pool::{self, Loan},
+    trainer::{self, Phase, Ticket},
+};
+use metrics::counter;
+use std::collections::VecDeque;
+use tokio::sync::{oneshot, watch};
+
+/// What shapes a drafter's work.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    pub index: usize,
+    /// Batches that it holds beside the one in work, at least 1.
+    pub prefetch: usize,
+    /// Failures in a row after which the drafter stops the run: its device is broken, not its batches.
+    pub max_failures_in_a_row: u32,
+}
+
+/// What a drafter did.
+#[derive(Clone, Debug, Default)]
+pub struct Work {
+    pub totals: Totals,
+    pub micro_batches: u64,
+    pub tokens: u64,
+    pub anchors: u64,
+}
+
+struct Drafter<E: DraftEngine> {
+    settings: Settings,
+    name: String,
+    engine: E,
+    pool: pool::Handle<E::Features>,
+    trainer: trainer::Handle<E::Gradient, E::Weights>,
+    in_hand: VecDeque<Loan<E::Features>>,
+    draw: Option<oneshot::Receiver<Option<Loan<E::Features>>>>,
+    ticket: Option<oneshot::Receiver<Option<Ticket>>>,
+    /// The pool has nothing more to give.
+    exhausted: bool,
+    /// The trainer needs nothing more from this drafter, and knows that nothing comes.
+    finished: bool,
+    failures_in_a_row: u32,
+    meter: Meter,
+    work: Work,
+}
+
+/// Runs until the trainer says that there is no further step.
+pub async fn run<E: DraftEngine>(
+    settings: Settings,
+    engine: E,
+    pool: pool::Handle<E::Features>,
+    trainer: trainer::Handle<E::Gradient, E::Weights>,
+    stops: Stops,
+) -> Result<Work, Fault> {
+    let mut drafter = Drafter {
+        name: format!("drafter {}", settings.index),
+        engine,
+        pool,
+        trainer,
+        in_hand: VecDeque::new(),
+        draw: None,
+        ticket: None,
+        exhausted: false,
+        finished: false,
+        failures_in_a_row: 0,
+        meter: Meter::new("drafter", settings.index, &[Cause::Batch, Cause::Step]),
+        work: Work::default(),
+        settings,
+    };
+    let ended = stops.abort.run_until_cancelled(drafter.serve()).await;
+    ended.unwrap_or_else(|| Err(Fault::aborted(drafter.name.clone())))?;
+    Ok(Work { totals: drafter.meter.totals(), ..drafter.work })
+}
+
+enum Event<F> {
+    Phase(Result<(), watch::error::RecvError>),
+    Ticket(Result<Option<Ticket>, oneshot::error::RecvError>),
+    Loan(Result<Option<Loan<F>>, oneshot::error::RecvError>),
+}
+
+impl<E: DraftEngine> Drafter<E> {
+    async fn serve(&mut self) -> Result<(), Fault> {
+        let mut phase = self.trainer.phase();
+        let mut reduced = 0;
+        loop {
+            let now = *phase.borrow_and_update();
+            match now {
+                Phase::End => return Ok(()),
+                Phase::Reduce { step } if step > reduced => {
+                    self.reduce(step).await?;
+                    reduced = step;
+                    continue;
+                }
+                Phase::Reduce { .. } | Phase::Collect { .. } => {}
+            }
+            self.ask().await?;
+            let cause = if self.in_hand.is_empty() && !self.exhausted { Cause::Batch } else { Cause::Step };
+            let next = async {
+                // A finished step comes first: the others wait for this drafter's gradient.
+                tokio::select! {
+                    biased;
+                    changed = phase.changed() => Event::Phase(changed),
+                    ticket = answer(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
+                    loan = answer(&mut self.draw), if self.draw.is_some() => Event::Loan(loan),
+                }
+            };
+            match self.meter.wait(cause, next).await {
+                Event::Phase(changed) => changed.map_err(|_| self.gone(Gone("trainer")))?,
+                Event::Ticket(ticket) => {
+                    self.ticket = None;
+                    match ticket.map_err(|_| self.gone(Gone("trainer")))? {
+                        Some(ticket) => self.train(ticket).await?,
+                        None => self.finished = true,
+                    }
+                }
+                Event::Loan(loan) => {
+                    self.draw = None;
+                    match loan.map_err(|_| self.gone(Gone("pool")))? {
+                        Some(loan) => self.in_hand.push_back(loan),
+                        None => self.exhausted = true,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Asks for whatever is wanted next.
+    async fn ask(&mut self) -> Result<(), Fault> {
+        self.ask_for_batch().await?;
+        if self.finished || self.ticket.is_some() {
+            return Ok(());
+        }
+        let index = self.settings.index;
+        if !self.in_hand.is_empty() {
+            self.ticket = Some(self.trainer.ticket(index).await.map_err(|g| self.gone(g))?);
+        } else if self.exhausted {
+            self.trainer.finished(index).await.map_err(|g| self.gone(g))?;
+            self.finished = true;
+        }
+        Ok(())
+    }
+
+    async fn ask_for_batch(&mut self) -> Result<(), Fault> {
+        if !self.exhausted
+            && !self.finished
+            && self.draw.is_none()
+            && self.in_hand.len() < self.settings.prefetch.max(1)
+        {
+            self.draw = Some(self.pool.draw().await.map_err(|g| self.gone(g))?);
+        }
+        Ok(())
+    }
+
+    async fn train(&mut self, ticket: Ticket) -> Result<(), Fault> {
+        let Some(Loan { batch, room }) = self.in_hand.pop_front() else {
+            return self.trainer.give_back(ticket).await.map_err(|g| self.gone(g));
+        };
+        // The next batch is on its way while this one is in work.
+        self.ask_for_batch().await?;
+        let job = batch.job;
+        let result = self.meter.busy(self.engine.micro_batch(job.id(), batch.features)).await;
+        drop(room);
+        match result {
+            Ok(report) if !report.loss_numerator.is_finite() => Err(Fault::new(
+                &self.name,
+                format!(
+                    "the loss of job {} is {}; lower optimizer.learning_rate or train in f32",
+                    job.id(),
+                    report.loss_numerator
+                ),
+            )),
+            Ok(report) => {
+                self.failures_in_a_row = 0;
+                self.work.micro_batches += 1;
+                self.work.tokens += report.tokens;
+                self.work.anchors += report.anchors;
+                let index = self.settings.index.to_string();
+                counter!(m::DRAFTER_MICRO_BATCHES, "index" => index.clone()).increment(1);
+                counter!(m::DRAFTER_TOKENS, "index" => index.clone()).increment(report.tokens);
+                counter!(m::DRAFTER_ANCHORS, "index" => index).increment(report.anchors);
+                self.trainer.report(ticket, job, report).await.map_err(|g| self.gone(g))
+            }
+            Err(e) => {
+                self.failures_in_a_row += 1;
+                let lost = matches!(e, EngineError::Lost(_));
+                tracing::warn!(drafter = self.settings.index, job = %job.id(), error = %e, "micro-batch failed");
+                let attempts = job.attempts + 1;
+                job.receipt.skip(format!("the drafter could not train it: {e}"), attempts);
+                if lost || self.failures_in_a_row >= self.settings.max_failures_in_a_row {
+                    let n = self.failures_in_a_row;
+                    return Err(Fault::new(
+                        &self.name,
+                        format!("{n} micro-batches failed in a row, the last one because: {e}"),
+                    ));
+                }
+                self.trainer.give_back(ticket).await.map_err(|g| self.gone(g))
+            }
+        }
+    }
+
+    async fn reduce(&mut self, step: u64) -> Result<(), Fault> {
+        let gradient = self.meter.busy(self.engine.take_gradient()).await;
+        let gradient =
+            gradient.map_err(|e| Fault::new(&self.name, format!("its gradient of step {step} is lost: {e}")))?;
+        let traded = self.trainer.exchange(self.settings.index, step, gradient);
+        let weights = self.meter.wait(Cause::Step, traded).await.map_err(|g| self.gone(g))?;
+        let loaded = self.meter.busy(self.engine.load_weights(weights)).await;
+        loaded.map_err(|e| Fault::new(&self.name, format!("it could not load the weights of step {step}: {e}")))
+    }
+
+    fn gone(&self, gone: Gone) -> Fault {
+        Fault::gone(self.name.clone(), gone)
+    }
+}

@@ -1,0 +1,52 @@
+//! How an actor's end reaches the others: the first fault is the one reported, and everybody hears of it at once (S1).
+
+use std::fmt;
+use thiserror::Error;
+use tokio_util::sync::CancellationToken;
+
+/// Why an actor ended before its work was done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The actor that ended, with its index where there are several.
+    pub actor: String,
+    /// A sentence for a person.
+    pub message: String,
+    /// False when the actor ended only because another one did: such a fault never hides the one that caused it.
+    pub root: bool,
+}
+
+impl Fault {
+    pub fn new(actor: impl Into<String>, message: impl fmt::Display) -> Self {
+        Self { actor: actor.into(), message: message.to_string(), root: true }
+    }
+
+    /// The end of an actor whose neighbour is gone.
+    pub fn gone(actor: impl Into<String>, gone: Gone) -> Self {
+        Self { root: false, ..Self::new(actor, gone) }
+    }
+
+    /// The end of an actor that was told to abort.
+    pub fn aborted(actor: impl Into<String>) -> Self {
+        Self { root: false, ..Self::new(actor, "stopped at once") }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.actor, self.message)
+    }
+}
+
+impl std::error::Error for Fault {}
+
+/// The actor that was asked is gone.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("the {0} is gone")]
+pub struct Gone(pub &'static str);
+
+/// What ends actors: `stop` asks for an orderly end, `abort` for an immediate one.
+#[derive(Clone, Debug, Default)]
+pub struct Stops {
+    pub stop: CancellationToken,
+    pub abort: CancellationToken,
+}

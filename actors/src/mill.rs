@@ -1,0 +1,206 @@
+//! The wiring: starts every actor, sink to source, and waits for them. The one place where the whole pipeline is visible.
+
+use crate::{
+    dispatcher, drafter,
+    engine::{DraftEngine, Optimizer, TargetEngine},
+    fault::{Fault, Stops},
+    ledger::Ledger,
+    planner, pool, pool_state, target,
+    trainer::{self, StepRecord},
+    types::BatchSource,
+};
+use std::{collections::HashMap, sync::Arc, time::Duration};
+use tokio::{
+    sync::{mpsc, watch},
+    task::{Id, JoinSet},
+};
+
+/// Jobs on their way from planner to dispatcher. The dispatcher's queue is what should hold them.
+const FEED: usize = 2;
+
+/// What shapes a run.
+#[derive(Clone)]
+pub struct Settings {
+    pub planner: planner::Settings,
+    pub dispatcher: dispatcher::Settings,
+    pub pool: pool_state::Settings,
+    pub trainer: trainer::Settings,
+    /// Batches that a drafter holds beside the one in work.
+    pub prefetch: usize,
+    /// Failures in a row after which a target or drafter stops the run.
+    pub max_failures_in_a_row: u32,
+    /// Time that actors have to end once the run is aborted.
+    pub grace: Duration,
+}
+
+/// The engines and stores that actors work with. Index in the list is index of the actor.
+pub struct Parts<T, D, O, S, L> {
+    pub targets: Vec<T>,
+    pub drafters: Vec<D>,
+    pub optimizer: O,
+    pub source: Arc<S>,
+    pub ledger: L,
+    /// Gets one record a step.
+    pub records: mpsc::Sender<StepRecord>,
+}
+
+/// What a whole run did.
+#[derive(Debug, Default)]
+pub struct Report<L> {
+    pub jobs: planner::Counts,
+    pub targets: Vec<target::Work>,
+    pub drafters: Vec<drafter::Work>,
+    pub trainer: trainer::Work,
+    pub pool: pool::Peaks,
+    pub ledger: Option<L>,
+}
+
+enum Ended<L> {
+    Planner(planner::Counts, L),
+    Dispatcher,
+    Target(usize, target::Work),
+    Pool(pool::Peaks),
+    Drafter(usize, drafter::Work),
+    Trainer(trainer::Work),
+}
+
+/// Runs everything until the plan is trained, `stops.stop` brought an orderly end, or a fault ended it.
+pub async fn run<T, D, O, S, L>(
+    settings: Settings,
+    parts: Parts<T, D, O, S, L>,
+    stops: Stops,
+) -> Result<Report<L>, Fault>
+where
+    T: TargetEngine,
+    D: DraftEngine<Features = T::Features>,
+    O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
+    S: BatchSource,
+    L: Ledger,
+{
+    let Settings { prefetch, max_failures_in_a_row, grace, .. } = settings;
+    let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new() };
+    let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
+
+    let (planner, planner_inbox) = planner::channel();
+    let (trainer, trainer_inbox) = trainer::channel(settings.trainer.start_step);
+    let (pool, pool_inbox) = pool::channel();
+    let (dispatcher, dispatcher_inbox) = dispatcher::channel();
+    let (shares, shares_seen) = watch::channel(Arc::from([]));
+    let (feed, fed) = mpsc::channel(FEED);
+
+    let work = trainer::run(settings.trainer, parts.optimizer, trainer_inbox, planner, parts.records, stops.clone());
+    mill.start("trainer".into(), async { work.await.map(Ended::Trainer) });
+    for (index, engine) in parts.drafters.into_iter().enumerate() {
+        let settings = drafter::Settings { index, prefetch, max_failures_in_a_row };
+        let work = drafter::run(settings, engine, pool.clone(), trainer.clone(), stops.clone());
+        mill.start(format!("drafter {index}"), async move { work.await.map(|w| Ended::Drafter(index, w)) });
+    }
+    drop(trainer);
+    let work = pool::run(settings.pool, pool_inbox, shares_seen, stops.clone());
+    mill.start("pool".into(), async { work.await.map(Ended::Pool) });
+    for (index, engine) in parts.targets.into_iter().enumerate() {
+        let settings = target::Settings { index, max_failures_in_a_row };
+        let work = target::run(settings, engine, dispatcher.clone(), pool.clone(), stops.clone());
+        mill.start(format!("target {index}"), async move { work.await.map(|w| Ended::Target(index, w)) });
+    }
+    drop(dispatcher);
+    let work = dispatcher::run(settings.dispatcher, parts.source, dispatcher_inbox, fed, pool, stops.clone());
+    mill.start("dispatcher".into(), async { work.await.map(|()| Ended::Dispatcher) });
+    let work = planner::run(settings.planner, parts.ledger, planner_inbox, feed, shares, stops.clone());
+    mill.start("planner".into(), async { work.await.map(|(counts, ledger)| Ended::Planner(counts, ledger)) });
+
+    let mut report = Report {
+        targets: vec![target::Work::default(); n_targets],
+        drafters: vec![drafter::Work::default(); n_drafters],
+        jobs: planner::Counts::default(),
+        trainer: trainer::Work::default(),
+        pool: pool::Peaks::default(),
+        ledger: None,
+    };
+    mill.join(&stops, grace, |ended| match ended {
+        Ended::Planner(counts, ledger) => (report.jobs, report.ledger) = (counts, Some(ledger)),
+        Ended::Dispatcher => {}
+        Ended::Target(i, work) => report.targets[i] = work,
+        Ended::Pool(peaks) => report.pool = peaks,
+        Ended::Drafter(i, work) => report.drafters[i] = work,
+        Ended::Trainer(work) => {
+            report.trainer = work;
+            // Nothing that the others still prepare can be trained any more.
+            stops.stop.cancel();
+        }
+    })
+    .await?;
+    Ok(report)
+}
+
+struct Mill<L> {
+    tasks: JoinSet<Result<Ended<L>, Fault>>,
+    names: HashMap<Id, String>,
+}
+
+impl<L: Send + 'static> Mill<L> {
+    fn start(&mut self, name: String, work: impl Future<Output = Result<Ended<L>, Fault>> + Send + 'static) {
+        let id = self.tasks.spawn(work).id();
+        self.names.insert(id, name);
+    }
+
+    /// Waits for every actor. On a fault it aborts the others and returns the fault that caused the rest (S1).
+    async fn join(&mut self, stops: &Stops, grace: Duration, mut ended: impl FnMut(Ended<L>)) -> Result<(), Fault> {
+        let mut first: Option<Fault> = None;
+        let aborted = async {
+            stops.abort.cancelled().await;
+            tokio::time::sleep(grace).await;
+        };
+        tokio::pin!(aborted);
+        loop {
+            let joined = tokio::select! {
+                joined = self.tasks.join_next_with_id() => joined,
+                () = &mut aborted => {
+                    tracing::error!(still_running = ?self.names.values(), "actors did not end within the grace period");
+                    break;
+                }
+            };
+            let fault = match joined {
+                None => break,
+                Some(Ok((id, result))) => {
+                    self.names.remove(&id);
+                    match result {
+                        Ok(work) => {
+                            ended(work);
+                            continue;
+                        }
+                        Err(fault) => fault,
+                    }
+                }
+                Some(Err(e)) => {
+                    let name = self.names.remove(&e.id()).unwrap_or_default();
+                    Fault::new(name, format!("panicked: {}", panic_text(e)))
+                }
+            };
+            if fault.root {
+                tracing::error!(%fault, "an actor failed");
+            }
+            // A fault that another one caused never hides its cause.
+            if first.as_ref().is_none_or(|f| !f.root && fault.root) {
+                first = Some(fault);
+            }
+            stops.abort.cancel();
+        }
+        match first {
+            Some(fault) => Err(fault),
+            None if stops.abort.is_cancelled() => Err(Fault::aborted("run")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn panic_text(e: tokio::task::JoinError) -> String {
+    match e.try_into_panic() {
+        Ok(payload) => match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
+            (Some(text), _) => (*text).to_owned(),
+            (_, Some(text)) => text.clone(),
+            _ => "no message".into(),
+        },
+        Err(e) => e.to_string(),
+    }
+}

@@ -1,0 +1,408 @@
+//! The planner owns the plan and the ledger: it writes each epoch's plan, streams its jobs, and records what became of each.
+//!
+//! In: outcomes (from the trainer as one message a step, from everyone else through receipts). Out: jobs, in plan order.
+//! When the dispatcher's queue is full it waits; outcomes are still recorded. At a stop it hands out no further job and
+//! ends when every receipt has come home. Invariants: P1, P2, D1.
+
+use crate::{
+    ask::answer,
+    dispatcher::Feed,
+    fault::{Fault, Gone, Stops},
+    invariant,
+    job::{Job, Receipt, Settled},
+    ledger::Ledger,
+    metrics as m,
+    plan::{Plan, PlanSettings, plan_epoch},
+    types::{JobId, JobSpec, Outcome},
+};
+use metrics::{counter, gauge};
+use std::{collections::VecDeque, sync::Arc};
+use tokio::sync::{
+    mpsc::{self, OwnedPermit},
+    oneshot, watch,
+};
+
+/// Requests wait here: the trainer's, one a step.
+const INBOX: usize = 16;
+/// One slot for each job between planner and outcome. What really bounds these is the queue and the pool.
+const IN_FLIGHT: usize = 1 << 16;
+/// Outcomes that are recorded in one transaction at most.
+const RECORD_AT_ONCE: usize = 4096;
+
+/// What shapes the planner's work.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub plan: PlanSettings,
+    /// Tokens of each sample; the index is the sample's id.
+    pub lengths: Arc<[u32]>,
+    /// Epochs to train; the first is 0.
+    pub epochs: u32,
+    /// Wait between epochs until the pool is empty.
+    pub epoch_barrier: bool,
+    /// Skipped jobs above this share of an epoch stop the run.
+    pub max_skip_fraction: f64,
+}
+
+/// What the planner is asked to do.
+pub enum Msg {
+    /// These jobs are part of the update of `step`.
+    Trained { step: u64, receipts: Vec<Receipt> },
+    /// A checkpoint of `step` lies complete under `name`; answered when the ledger has it.
+    Checkpoint { step: u64, name: String, reply: oneshot::Sender<()> },
+}
+
+/// Speaks to the planner.
+#[derive(Clone)]
+pub struct Handle {
+    inbox: mpsc::Sender<Msg>,
+}
+
+impl Handle {
+    /// Reports that the jobs of these receipts were trained by `step` (the first step is 1).
+    pub async fn trained(&self, step: u64, receipts: Vec<Receipt>) -> Result<(), Gone> {
+        self.inbox.send(Msg::Trained { step, receipts }).await.map_err(|_| Gone("planner"))
+    }
+
+    /// Makes a checkpoint exist in the ledger, after the outcomes that were reported before it.
+    pub async fn checkpoint(&self, step: u64, name: String) -> Result<(), Gone> {
+        let (reply, done) = oneshot::channel();
+        self.inbox.send(Msg::Checkpoint { step, name, reply }).await.map_err(|_| Gone("planner"))?;
+        done.await.map_err(|_| Gone("planner"))
+    }
+}
+
+/// What the planner did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Jobs that this run handed out.
+    pub planned: u64,
+    pub trained: u64,
+    pub skipped: u64,
+    /// Jobs that came back without an outcome; they stay open.
+    pub unfinished: u64,
+    pub real_tokens: u64,
+    pub padded_tokens: u64,
+}
+
+/// What to do next, decided by `State`.
+#[derive(Debug, PartialEq)]
+pub enum Next {
+    /// Plan this epoch and give the plan to `State::begin`.
+    Plan(u32),
+    /// Hand this job out.
+    Job(JobSpec),
+    /// Wait until everything that was handed out has left the pool.
+    Barrier,
+    /// Nothing is left to hand out.
+    Ended,
+}
+
+/// Every decision of the planner, without waiting for anything.
+#[derive(Debug)]
+pub struct State {
+    epochs: u32,
+    barrier: bool,
+    max_skip_fraction: f64,
+    epoch: u32,
+    open: Option<VecDeque<JobSpec>>,
+    barrier_due: bool,
+    jobs_in_epoch: u64,
+    skipped_in_epoch: u64,
+    stopped: bool,
+    counts: Counts,
+}
+
+impl State {
+    pub fn new(epochs: u32, barrier: bool, max_skip_fraction: f64) -> Self {
+        Self {
+            epochs,
+            barrier,
+            max_skip_fraction,
+            epoch: 0,
+            open: None,
+            barrier_due: false,
+            jobs_in_epoch: 0,
+            skipped_in_epoch: 0,
+            stopped: false,
+            counts: Counts::default(),
+        }
+    }
+
+    /// What comes next; a job is taken out by this call.
+    pub fn take_next(&mut self) -> Next {
+        if self.stopped || self.epoch >= self.epochs {
+            return Next::Ended;
+        }
+        let Some(open) = &mut self.open else {
+            if std::mem::take(&mut self.barrier_due) {
+                return Next::Barrier;
+            }
+            return Next::Plan(self.epoch);
+        };
+        match open.pop_front() {
+            Some(job) => Next::Job(job),
+            None => {
+                self.open = None;
+                self.epoch += 1;
+                self.barrier_due = self.barrier;
+                self.take_next()
+            }
+        }
+    }
+
+    /// Starts the epoch that `Next::Plan` named. `ended[i]` says whether job `i` already has an outcome.
+    pub fn begin(&mut self, plan: Plan, ended: &[bool]) {
+        self.jobs_in_epoch = plan.jobs.len() as u64;
+        self.skipped_in_epoch = 0;
+        let jobs = plan.jobs.into_iter().zip(ended).filter(|(_, ended)| !**ended).map(|(job, _)| job);
+        self.open = Some(jobs.collect());
+    }
+
+    /// Counts a job that leaves.
+    pub fn on_handed_out(&mut self, job: &JobSpec) {
+        self.counts.planned += 1;
+        self.counts.real_tokens += u64::from(job.tokens);
+        self.counts.padded_tokens += job.padded_tokens();
+    }
+
+    /// Counts what became of a job. `Err` when too many were skipped.
+    pub fn on_outcome(&mut self, job: JobId, outcome: &Outcome) -> Result<(), String> {
+        let Outcome::Skipped { reason, .. } = outcome else {
+            self.counts.trained += 1;
+            return Ok(());
+        };
+        self.counts.skipped += 1;
+        self.skipped_in_epoch += 1;
+        let share = self.skipped_in_epoch as f64 / self.jobs_in_epoch.max(1) as f64;
+        if share <= self.max_skip_fraction {
+            return Ok(());
+        }
+        Err(format!(
+            "{} of the {} jobs of epoch {} were skipped, more than dispatch.max_skip_fraction = {} allows; the last one, {job}: {reason}",
+            self.skipped_in_epoch, self.jobs_in_epoch, job.epoch, self.max_skip_fraction
+        ))
+    }
+
+    pub fn on_unfinished(&mut self) {
+        self.counts.unfinished += 1;
+    }
+
+    /// Hands out nothing more.
+    pub fn stop(&mut self) {
+        self.stopped = true;
+    }
+
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+}
+
+// === the loop ===
+
+/// Starts the planner's channels. `run` with the second value.
+pub fn channel() -> (Handle, Inbox) {
+    let (tx, inbox) = mpsc::channel(INBOX);
+    let (receipts, returns) = mpsc::channel(IN_FLIGHT);
+    (Handle { inbox: tx }, Inbox { inbox, receipts: Some(receipts), returns })
+}
+
+/// What the planner listens to.
+pub struct Inbox {
+    inbox: mpsc::Receiver<Msg>,
+    receipts: Option<mpsc::Sender<Settled>>,
+    returns: mpsc::Receiver<Settled>,
+}
+
+struct Planner<L> {
+    settings: Settings,
+    state: State,
+    /// Away while a blocking thread uses it.
+    ledger: Option<L>,
+    shares: watch::Sender<Arc<[u64]>>,
+}
+
+/// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
+///
+/// `shares` tells the pool how many jobs of each bucket the running epoch has.
+pub async fn run<L: Ledger>(
+    settings: Settings,
+    ledger: L,
+    mut inbox: Inbox,
+    feed: mpsc::Sender<Feed>,
+    shares: watch::Sender<Arc<[u64]>>,
+    stops: Stops,
+) -> Result<(Counts, L), Fault> {
+    let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
+    let mut planner = Planner { settings, state, ledger: Some(ledger), shares };
+    let mut feed = Some(feed);
+    let mut next: Option<JobSpec> = None;
+    let mut barrier: Option<oneshot::Receiver<()>> = None;
+    let (mut asked, mut settled) = (Vec::new(), Vec::new());
+    let mut asking = true;
+
+    loop {
+        if next.is_none() && barrier.is_none() && feed.is_some() {
+            match planner.state.take_next() {
+                Next::Plan(epoch) => {
+                    planner.begin(epoch).await?;
+                    continue;
+                }
+                Next::Job(job) => next = Some(job),
+                Next::Barrier => {
+                    let (reply, drained) = oneshot::channel();
+                    if let Some(feed) = &feed {
+                        feed.send(Feed::Barrier(reply)).await.map_err(|_| gone("dispatcher"))?;
+                    }
+                    barrier = Some(drained);
+                }
+                // Dropping the feed tells the dispatcher that the plan has ended; dropping the last sender of
+                // receipts lets `returns` end when every receipt has come home.
+                Next::Ended => (feed, inbox.receipts) = (None, None),
+            }
+        }
+        let slot = match &inbox.receipts {
+            Some(receipts) if next.is_some() => receipts.clone().try_reserve_owned().ok(),
+            _ => None,
+        };
+        tokio::select! {
+            biased;
+            () = stops.abort.cancelled() => return Err(Fault::aborted("planner")),
+            () = stops.stop.cancelled(), if feed.is_some() => {
+                planner.state.stop();
+                (feed, inbox.receipts, next, barrier) = (None, None, None, None);
+            }
+            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking => {
+                asking = n > 0;
+                planner.on_asked(&mut asked).await?;
+            }
+            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE) => {
+                if n == 0 && !asking {
+                    break;
+                }
+                planner.on_settled(&mut settled).await?;
+                if n == 0 {
+                    // Every receipt is home; the trainer may still ask for a checkpoint.
+                    while inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE).await > 0 {
+                        planner.on_asked(&mut asked).await?;
+                    }
+                    break;
+                }
+            }
+            permit = reserve(feed.clone()), if slot.is_some() => {
+                let permit = permit.ok_or_else(|| gone("dispatcher"))?;
+                if let (Some(spec), Some(slot)) = (next.take(), slot) {
+                    planner.state.on_handed_out(&spec);
+                    let receipt = Receipt::new(spec.id, slot);
+                    permit.send(Feed::Job(Job { spec, attempts: 0, receipt }));
+                }
+            }
+            drained = answer(&mut barrier), if barrier.is_some() => {
+                drained.map_err(|_| gone("dispatcher"))?;
+                barrier = None;
+            }
+        }
+    }
+    let counts = planner.state.counts().clone();
+    let ledger = planner.ledger.ok_or_else(|| fault("the ledger was lost"))?;
+    Ok((counts, ledger))
+}
+
+impl<L: Ledger> Planner<L> {
+    async fn begin(&mut self, epoch: u32) -> Result<(), Fault> {
+        let settings = self.settings.clone();
+        let planned = tokio::task::spawn_blocking(move || plan_epoch(&settings.lengths, &settings.plan, epoch));
+        let plan = planned.await.map_err(fault)?.map_err(fault)?;
+        let mut jobs_of_bucket = vec![0_u64; plan.bounds.len()];
+        for job in &plan.jobs {
+            jobs_of_bucket[usize::from(job.bucket)] += 1;
+            invariant!(
+                "P1",
+                job.padded_tokens() <= u64::from(self.settings.plan.job_tokens),
+                "job {} has {} token slots, the budget is {}",
+                job.id,
+                job.padded_tokens(),
+                self.settings.plan.job_tokens
+            );
+        }
+        let (plan, ended) =
+            self.with_ledger(move |ledger| Ok((ledger.begin_epoch(&plan)?, plan)).map(|(e, p)| (p, e))).await?;
+        gauge!(m::EPOCH).set(f64::from(epoch));
+        tracing::info!(epoch, jobs = plan.jobs.len(), open = ended.iter().filter(|e| !**e).count(), "epoch planned");
+        self.shares.send_replace(jobs_of_bucket.into());
+        self.state.begin(plan, &ended);
+        Ok(())
+    }
+
+    async fn on_asked(&mut self, asked: &mut Vec<Msg>) -> Result<(), Fault> {
+        let mut outcomes = Vec::new();
+        for msg in asked.drain(..) {
+            match msg {
+                Msg::Trained { step, receipts } => {
+                    outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
+                }
+                Msg::Checkpoint { step, name, reply } => {
+                    self.record(std::mem::take(&mut outcomes)).await?;
+                    self.with_ledger(move |ledger| ledger.checkpoint(step, &name)).await?;
+                    // The trainer may have given up waiting; the checkpoint exists all the same.
+                    let _ = reply.send(());
+                }
+            }
+        }
+        self.record(outcomes).await
+    }
+
+    async fn on_settled(&mut self, settled: &mut Vec<Settled>) -> Result<(), Fault> {
+        let mut outcomes = Vec::new();
+        for s in settled.drain(..) {
+            match s {
+                Settled::Unfinished { .. } => self.state.on_unfinished(),
+                Settled::Skipped { job, reason, attempts } => {
+                    tracing::warn!(%job, reason, attempts, "job skipped");
+                    outcomes.push((job, Outcome::Skipped { reason, attempts }));
+                }
+            }
+        }
+        self.record(outcomes).await
+    }
+
+    async fn record(&mut self, outcomes: Vec<(JobId, Outcome)>) -> Result<(), Fault> {
+        if outcomes.is_empty() {
+            return Ok(());
+        }
+        let outcomes = self.with_ledger(move |ledger| ledger.record(&outcomes).map(|()| outcomes)).await?;
+        for (job, outcome) in &outcomes {
+            let label = if matches!(outcome, Outcome::Trained { .. }) { "trained" } else { "skipped" };
+            counter!(m::JOBS, "outcome" => label).increment(1);
+            self.state.on_outcome(*job, outcome).map_err(fault)?;
+        }
+        Ok(())
+    }
+
+    /// Uses the ledger on a blocking thread: it waits for the disk.
+    async fn with_ledger<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce(&mut L) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, Fault> {
+        let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
+        let (ledger, result) = tokio::task::spawn_blocking(move || {
+            let result = work(&mut ledger);
+            (ledger, result)
+        })
+        .await
+        .map_err(fault)?;
+        self.ledger = Some(ledger);
+        result.map_err(fault)
+    }
+}
+
+async fn reserve(feed: Option<mpsc::Sender<Feed>>) -> Option<OwnedPermit<Feed>> {
+    feed?.reserve_owned().await.ok()
+}
+
+fn fault(message: impl std::fmt::Display) -> Fault {
+    Fault::new("planner", message)
+}
+
+fn gone(who: &'static str) -> Fault {
+    Fault::gone("planner", Gone(who))
+}

@@ -1,0 +1,311 @@
+//! The pool holds features between targets and drafters, within a promise: bytes and batches never exceed their limits.
+//!
+//! In: reservations (before a forward), features (moved), draws. Out: grants and loans. A reservation waits while there is
+//! no room; a draw waits until `min_ready` batches are ready, or the pool is draining. A batch's bytes count from its
+//! reservation until its drafter is done with it. At a stop it answers every draw with "no more".
+//! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
+
+use crate::{
+    fault::{Fault, Gone, Stops},
+    job::Job,
+    metrics as m,
+    pool_state::{Action, Settings, State},
+};
+use metrics::{counter, gauge};
+use std::{collections::BTreeMap, sync::Arc};
+use thiserror::Error;
+use tokio::sync::{
+    mpsc::{self, OwnedPermit},
+    oneshot, watch,
+};
+
+/// Requests wait here: at most one of each target, one of each drafter, and the dispatcher's.
+const INBOX: usize = 256;
+/// One slot for each reservation and each loan; what really bounds these is `max_batches` and the drafters' prefetch.
+const RETURNS: usize = 1 << 16;
+
+/// Names a waiting reservation or draw.
+pub type RequestId = u64;
+
+/// A batch that waits: its job and what the target made of it.
+#[derive(Debug)]
+pub struct Batch<F> {
+    pub job: Job,
+    pub features: F,
+}
+
+enum Msg<F> {
+    Reserve { bytes: u64, reply: oneshot::Sender<Result<Reservation<F>, TooLarge>> },
+    Draw { reply: oneshot::Sender<Option<Loan<F>>> },
+    Drain { last: bool, done: Option<oneshot::Sender<()>> },
+}
+
+enum Return<F> {
+    /// A reservation is filled.
+    Filled { bytes: u64, batch: Batch<F> },
+    /// A reservation is given up.
+    Cancelled { bytes: u64 },
+    /// A drafter is done with a batch.
+    Done { bytes: u64 },
+}
+
+/// The batch can never fit.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("a batch of {bytes} bytes cannot fit into pool.max_bytes = {max_bytes}; raise it, or lower plan.job_tokens")]
+pub struct TooLarge {
+    pub bytes: u64,
+    pub max_bytes: u64,
+}
+
+/// Room for one batch. Dropping it gives the room back.
+#[derive(Debug)]
+pub struct Reservation<F> {
+    bytes: u64,
+    slot: Option<OwnedPermit<Return<F>>>,
+}
+
+impl<F> Reservation<F> {
+    /// Moves a batch into the pool. Never waits: its slot was reserved with the room.
+    pub fn fill(mut self, job: Job, features: F) {
+        if let Some(slot) = self.slot.take() {
+            slot.send(Return::Filled { bytes: self.bytes, batch: Batch { job, features } });
+        }
+    }
+}
+
+impl<F> Drop for Reservation<F> {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            slot.send(Return::Cancelled { bytes: self.bytes });
+        }
+    }
+}
+
+/// A drawn batch. Its room returns when `room` is dropped.
+#[derive(Debug)]
+pub struct Loan<F> {
+    pub batch: Batch<F>,
+    pub room: Room<F>,
+}
+
+/// The bytes that a drafter holds.
+#[derive(Debug)]
+pub struct Room<F> {
+    bytes: u64,
+    slot: Option<OwnedPermit<Return<F>>>,
+}
+
+impl<F> Drop for Room<F> {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            slot.send(Return::Done { bytes: self.bytes });
+        }
+    }
+}
+
+/// Speaks to the pool.
+pub struct Handle<F> {
+    inbox: mpsc::Sender<Msg<F>>,
+}
+
+impl<F> Clone for Handle<F> {
+    fn clone(&self) -> Self {
+        Self { inbox: self.inbox.clone() }
+    }
+}
+
+impl<F> Handle<F> {
+    /// Waits for room of exactly `bytes`.
+    pub async fn reserve(&self, bytes: u64) -> Result<Result<Reservation<F>, TooLarge>, Gone> {
+        let (reply, granted) = oneshot::channel();
+        self.inbox.send(Msg::Reserve { bytes, reply }).await.map_err(|_| Gone("pool"))?;
+        granted.await.map_err(|_| Gone("pool"))
+    }
+
+    /// Asks for a batch. The receiver yields it, or `None` when there will be no more.
+    pub async fn draw(&self) -> Result<oneshot::Receiver<Option<Loan<F>>>, Gone> {
+        let (reply, loan) = oneshot::channel();
+        self.inbox.send(Msg::Draw { reply }).await.map_err(|_| Gone("pool"))?;
+        Ok(loan)
+    }
+
+    /// Everything that will come is here: give it all out. `done` is answered when the pool is empty.
+    pub async fn drain(&self, last: bool, done: Option<oneshot::Sender<()>>) -> Result<(), Gone> {
+        self.inbox.send(Msg::Drain { last, done }).await.map_err(|_| Gone("pool"))
+    }
+}
+
+/// What the pool held at most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Peaks {
+    /// Reserved, waiting and loaned bytes together.
+    pub bytes: u64,
+    pub batches: usize,
+}
+
+/// Starts the pool's channels. `run` with the second value.
+pub fn channel<F>() -> (Handle<F>, Inbox<F>) {
+    let (tx, inbox) = mpsc::channel(INBOX);
+    let (slots, returns) = mpsc::channel(RETURNS);
+    (Handle { inbox: tx }, Inbox { inbox, slots, returns })
+}
+
+/// What the pool listens to.
+pub struct Inbox<F> {
+    inbox: mpsc::Receiver<Msg<F>>,
+    slots: mpsc::Sender<Return<F>>,
+    returns: mpsc::Receiver<Return<F>>,
+}
+
+struct Pool<F> {
+    state: State<Batch<F>>,
+    slots: mpsc::Sender<Return<F>>,
+    reserving: BTreeMap<RequestId, oneshot::Sender<Result<Reservation<F>, TooLarge>>>,
+    drawing: BTreeMap<RequestId, oneshot::Sender<Option<Loan<F>>>>,
+    drained: Vec<oneshot::Sender<()>>,
+    peaks: Peaks,
+}
+
+/// Runs until nobody can ask any more. `shares` is how many jobs of each bucket the running epoch has.
+pub async fn run<F: Send + 'static>(
+    settings: Settings,
+    mut inbox: Inbox<F>,
+    shares: watch::Receiver<Arc<[u64]>>,
+    stops: Stops,
+) -> Result<Peaks, Fault> {
+    gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
+    let mut pool = Pool {
+        state: State::new(settings),
+        slots: inbox.slots,
+        reserving: BTreeMap::new(),
+        drawing: BTreeMap::new(),
+        drained: Vec::new(),
+        peaks: Peaks::default(),
+    };
+    let mut requests: RequestId = 0;
+    let mut stopping = false;
+    loop {
+        pool.state.set_shares(&shares.borrow());
+        let actions = tokio::select! {
+            // Returns come first: room that is free serves the oldest request.
+            biased;
+            () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
+            () = stops.stop.cancelled(), if !stopping => {
+                stopping = true;
+                pool.state.on_stop()
+            }
+            Some(back) = inbox.returns.recv() => pool.on_return(back),
+            msg = inbox.inbox.recv() => {
+                requests += 1;
+                match msg {
+                    Some(Msg::Reserve { bytes, reply }) => {
+                        pool.reserving.insert(requests, reply);
+                        pool.state.on_reserve(requests, bytes)
+                    }
+                    Some(Msg::Draw { reply }) => {
+                        pool.drawing.insert(requests, reply);
+                        pool.state.on_draw(requests)
+                    }
+                    Some(Msg::Drain { last, done }) => {
+                        pool.drained.extend(done);
+                        // What was moved in before the order to drain was sent is already in this channel.
+                        let mut actions = Vec::new();
+                        while let Ok(back) = inbox.returns.try_recv() {
+                            actions.extend(pool.on_return(back));
+                        }
+                        actions.extend(pool.state.on_drain(last));
+                        actions
+                    }
+                    None => break,
+                }
+            }
+        };
+        pool.apply(actions)?;
+        pool.observe();
+    }
+    Ok(pool.peaks)
+}
+
+impl<F> Pool<F> {
+    fn on_return(&mut self, back: Return<F>) -> Vec<Action<Batch<F>>> {
+        match back {
+            Return::Filled { bytes, batch } => {
+                let bucket = batch.job.spec.bucket;
+                self.state.on_filled(bucket, bytes, batch)
+            }
+            Return::Cancelled { bytes } => self.state.on_cancelled(bytes),
+            Return::Done { bytes } => self.state.on_done(bytes),
+        }
+    }
+
+    fn apply(&mut self, actions: Vec<Action<Batch<F>>>) -> Result<(), Fault> {
+        let mut actions: std::collections::VecDeque<_> = actions.into();
+        while let Some(action) = actions.pop_front() {
+            match action {
+                Action::Grant { request, bytes } => {
+                    let reservation = Reservation { bytes, slot: Some(self.slot()?) };
+                    // If the target is gone, the reservation comes back as it is dropped.
+                    if let Some(reply) = self.reserving.remove(&request) {
+                        let _ = reply.send(Ok(reservation));
+                    }
+                }
+                Action::Refuse { request, bytes, max_bytes } => {
+                    if let Some(reply) = self.reserving.remove(&request) {
+                        let _ = reply.send(Err(TooLarge { bytes, max_bytes }));
+                    }
+                }
+                Action::Give { request, bucket, bytes, batch } => {
+                    let loan = Loan { batch, room: Room { bytes, slot: Some(self.slot()?) } };
+                    let undelivered = match self.drawing.remove(&request) {
+                        Some(reply) => reply.send(Some(loan)).err().flatten(),
+                        None => Some(loan),
+                    };
+                    match undelivered {
+                        None => {
+                            counter!(m::POOL_DRAWS, "bucket" => bucket.to_string()).increment(1);
+                            actions.extend(self.state.on_delivered());
+                        }
+                        Some(Loan { batch, mut room }) => {
+                            room.slot = None;
+                            actions.extend(self.state.on_undelivered(bucket, bytes, batch));
+                        }
+                    }
+                }
+                Action::NoMore { request } => {
+                    if let Some(reply) = self.drawing.remove(&request) {
+                        let _ = reply.send(None);
+                    }
+                }
+                Action::Drained => {
+                    for done in self.drained.drain(..) {
+                        let _ = done.send(());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn slot(&self) -> Result<OwnedPermit<Return<F>>, Fault> {
+        self.slots.clone().try_reserve_owned().map_err(|_| {
+            Fault::new(
+                "pool",
+                format!("more than {RETURNS} batches are under way; lower pool.max_batches or drafter.prefetch"),
+            )
+        })
+    }
+
+    fn observe(&mut self) {
+        let held = self.state.held();
+        gauge!(m::POOL_BATCHES).set(held.ready_batches as f64);
+        gauge!(m::POOL_BYTES).set(held.ready_bytes as f64);
+        gauge!(m::POOL_RESERVED_BYTES).set(held.reserved_bytes as f64);
+        gauge!(m::POOL_LOANED_BYTES).set(held.loaned_bytes as f64);
+        gauge!(m::POOL_DRAINING).set(f64::from(u8::from(self.state.is_draining())));
+        for (bucket, depth) in self.state.depths().enumerate() {
+            gauge!(m::POOL_BUCKET_BATCHES, "bucket" => bucket.to_string()).set(depth as f64);
+        }
+        self.peaks.bytes = self.peaks.bytes.max(held.bytes());
+        self.peaks.batches = self.peaks.batches.max(held.batches());
+    }
+}

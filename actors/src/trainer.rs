@@ -1,0 +1,411 @@
+//! The trainer owns the optimizer step: it hands out tickets, waits until each is used, reduces, steps, and publishes the weights.
+//!
+//! In: requests for tickets, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
+//! planner), one record a step. A step has exactly `accumulation × drafters` micro-batches, or is the last of the run;
+//! whoever is ready takes the next ticket. At a stop it takes no part of an unfinished step into the weights: those jobs
+//! stay open. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
+
+use crate::{
+    engine::{MicroReport, Optimizer, StepRequest},
+    fault::{Fault, Gone, Stops},
+    job::{Job, Receipt},
+    meter::{Cause, Meter, Totals},
+    metrics as m, planner,
+    trainer_state::{Action, State},
+};
+use metrics::{counter, gauge};
+use serde::Serialize;
+use std::{collections::BTreeMap, sync::Arc};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::Instant,
+};
+
+/// Requests wait here: a drafter has at most a ticket request, a report and a gradient on the way.
+const INBOX: usize = 256;
+
+/// Learning rate of a step; the first step is 1.
+pub type LearningRate = Arc<dyn Fn(u64) -> f64 + Send + Sync>;
+
+/// What shapes the trainer's work.
+#[derive(Clone)]
+pub struct Settings {
+    pub drafters: usize,
+    /// Micro-batches of a step for each drafter, on average.
+    pub accumulation: usize,
+    pub learning_rate: LearningRate,
+    pub max_grad_norm: f64,
+    /// Steps that are in the weights already; the run goes on from here.
+    pub start_step: u64,
+    /// Stop after this step; 0 sets no limit.
+    pub max_steps: u64,
+    /// Steps between checkpoints; 0 leaves only the one at the end.
+    pub checkpoint_every: u64,
+}
+
+/// The right to train one micro-batch of a step.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ticket {
+    pub step: u64,
+    pub drafter: usize,
+}
+
+/// What drafters tell the trainer.
+pub(crate) enum Msg<G, W> {
+    /// Has a batch and wants to train it. Answered with `None` when no step will need it.
+    Ticket {
+        drafter: usize,
+        reply: oneshot::Sender<Option<Ticket>>,
+    },
+    Report {
+        ticket: Ticket,
+        job: Job,
+        report: MicroReport,
+    },
+    /// The ticket could not be used; another batch will use it.
+    GiveBack {
+        ticket: Ticket,
+    },
+    /// The drafter's part of the step, for its weights in return.
+    Gradient {
+        drafter: usize,
+        step: u64,
+        gradient: Option<G>,
+        reply: oneshot::Sender<W>,
+    },
+    /// The drafter has no batch and will get none.
+    Finished {
+        drafter: usize,
+    },
+}
+
+/// What the trainer tells all drafters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Tickets of this step are out.
+    Collect { step: u64 },
+    /// Every micro-batch of this step is in: hand in the gradients.
+    Reduce { step: u64 },
+    /// There will be no further step.
+    End,
+}
+
+/// Speaks to the trainer.
+pub struct Handle<G, W> {
+    inbox: mpsc::Sender<Msg<G, W>>,
+    phase: watch::Receiver<Phase>,
+}
+
+impl<G, W> Clone for Handle<G, W> {
+    fn clone(&self) -> Self {
+        Self { inbox: self.inbox.clone(), phase: self.phase.clone() }
+    }
+}
+
+impl<G, W> Handle<G, W> {
+    /// Asks for a ticket. The receiver yields it, or `None` when no further step is wanted.
+    pub async fn ticket(&self, drafter: usize) -> Result<oneshot::Receiver<Option<Ticket>>, Gone> {
+        let (reply, ticket) = oneshot::channel();
+        self.send(Msg::Ticket { drafter, reply }).await?;
+        Ok(ticket)
+    }
+
+    /// Reports a trained micro-batch.
+    pub async fn report(&self, ticket: Ticket, job: Job, report: MicroReport) -> Result<(), Gone> {
+        self.send(Msg::Report { ticket, job, report }).await
+    }
+
+    /// Gives a ticket back unused.
+    pub async fn give_back(&self, ticket: Ticket) -> Result<(), Gone> {
+        self.send(Msg::GiveBack { ticket }).await
+    }
+
+    /// Hands in the gradient of a step and waits for the new weights.
+    pub async fn exchange(&self, drafter: usize, step: u64, gradient: Option<G>) -> Result<W, Gone> {
+        let (reply, weights) = oneshot::channel();
+        self.send(Msg::Gradient { drafter, step, gradient, reply }).await?;
+        weights.await.map_err(|_| Gone("trainer"))
+    }
+
+    /// Says that this drafter will train nothing more.
+    pub async fn finished(&self, drafter: usize) -> Result<(), Gone> {
+        self.send(Msg::Finished { drafter }).await
+    }
+
+    /// The phase, and every change of it.
+    pub fn phase(&self) -> watch::Receiver<Phase> {
+        self.phase.clone()
+    }
+
+    async fn send(&self, msg: Msg<G, W>) -> Result<(), Gone> {
+        self.inbox.send(msg).await.map_err(|_| Gone("trainer"))
+    }
+}
+
+/// One optimizer step, for people and plots.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, serde::Deserialize)]
+pub struct StepRecord {
+    pub step: u64,
+    /// Mean loss in nats.
+    pub loss: f64,
+    /// Share of supervised positions that were right.
+    pub accuracy: f64,
+    pub learning_rate: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub micro_batches: u64,
+    /// Real context tokens.
+    pub tokens: u64,
+    pub supervised: u64,
+    pub anchors: u64,
+    /// Distinct length buckets among the micro-batches.
+    pub buckets: u64,
+    /// Since the trainer started, in seconds.
+    pub seconds: f64,
+}
+
+/// What the trainer did.
+#[derive(Clone, Debug, Default)]
+pub struct Work {
+    pub totals: Totals,
+    /// The last step that is in the weights.
+    pub step: u64,
+    /// Micro-batches of an unfinished step that a stop threw away; their jobs stay open.
+    pub discarded: u64,
+    /// The checkpoint of the last step, where one was written.
+    pub checkpoint: Option<String>,
+}
+
+/// What the trainer listens to.
+pub struct Inbox<G, W> {
+    inbox: mpsc::Receiver<Msg<G, W>>,
+    phase: watch::Sender<Phase>,
+}
+
+/// Starts the trainer's channels. `run` with the second value.
+pub fn channel<G, W>(start_step: u64) -> (Handle<G, W>, Inbox<G, W>) {
+    let (tx, inbox) = mpsc::channel(INBOX);
+    let (phase, watching) = watch::channel(Phase::Collect { step: start_step + 1 });
+    (Handle { inbox: tx, phase: watching }, Inbox { inbox, phase })
+}
+
+/// A drafter's gradient of the running step, and where its new weights go.
+type HandedIn<O> = (Option<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
+
+struct Trainer<O: Optimizer> {
+    settings: Settings,
+    state: State,
+    optimizer: O,
+    planner: planner::Handle,
+    records: mpsc::Sender<StepRecord>,
+    phase: watch::Sender<Phase>,
+    tickets: BTreeMap<usize, oneshot::Sender<Option<Ticket>>>,
+    gradients: BTreeMap<usize, HandedIn<O>>,
+    receipts: Vec<Receipt>,
+    meter: Meter,
+    born: Instant,
+    work: Work,
+    saved: u64,
+}
+
+/// Runs until no step can follow. Every step's record goes to `records`.
+pub async fn run<O: Optimizer>(
+    settings: Settings,
+    optimizer: O,
+    inbox: Inbox<O::Gradient, O::Weights>,
+    planner: planner::Handle,
+    records: mpsc::Sender<StepRecord>,
+    stops: Stops,
+) -> Result<Work, Fault> {
+    let Inbox { mut inbox, phase } = inbox;
+    let start = settings.start_step;
+    let mut t = Trainer {
+        state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
+        optimizer,
+        planner,
+        records,
+        phase,
+        tickets: BTreeMap::new(),
+        gradients: BTreeMap::new(),
+        receipts: Vec::new(),
+        meter: Meter::new("trainer", 0, &[Cause::MicroBatches]),
+        born: Instant::now(),
+        work: Work { step: start, ..Work::default() },
+        saved: start,
+        settings,
+    };
+    gauge!(m::STEP).set(start as f64);
+    let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &stops)).await;
+    ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
+    t.work.totals = t.meter.totals();
+    Ok(t.work)
+}
+
+impl<O: Optimizer> Trainer<O> {
+    async fn serve(
+        &mut self,
+        inbox: &mut mpsc::Receiver<Msg<O::Gradient, O::Weights>>,
+        stops: &Stops,
+    ) -> Result<(), Fault> {
+        let mut actions = self.state.start();
+        let mut stopping = false;
+        loop {
+            if self.apply(actions).await? {
+                return Ok(());
+            }
+            let next = async {
+                tokio::select! {
+                    biased;
+                    () = stops.stop.cancelled(), if !stopping => None,
+                    msg = inbox.recv() => Some(msg),
+                }
+            };
+            actions = match self.meter.wait(Cause::MicroBatches, next).await {
+                None => {
+                    stopping = true;
+                    self.state.on_stop()
+                }
+                Some(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
+                Some(Some(msg)) => self.on(msg),
+            };
+        }
+    }
+
+    fn on(&mut self, msg: Msg<O::Gradient, O::Weights>) -> Vec<Action> {
+        match msg {
+            Msg::Ticket { drafter, reply } => {
+                self.tickets.insert(drafter, reply);
+                self.state.on_ticket(drafter)
+            }
+            Msg::Report { ticket, job, report } => {
+                let bucket = job.spec.bucket;
+                self.receipts.push(job.receipt);
+                self.state.on_report(&ticket, bucket, &report)
+            }
+            Msg::GiveBack { ticket } => self.state.on_give_back(&ticket),
+            Msg::Gradient { drafter, step, gradient, reply } => {
+                self.gradients.insert(drafter, (gradient, reply));
+                self.state.on_gradient(drafter, step)
+            }
+            Msg::Finished { drafter } => self.state.on_finished(drafter),
+        }
+    }
+
+    /// Returns true at the end.
+    async fn apply(&mut self, actions: Vec<Action>) -> Result<bool, Fault> {
+        let mut actions: std::collections::VecDeque<Action> = actions.into();
+        while let Some(action) = actions.pop_front() {
+            match action {
+                Action::Issue { drafter, step } => {
+                    let undelivered = match self.tickets.remove(&drafter) {
+                        Some(reply) => reply.send(Some(Ticket { step, drafter })).err().flatten(),
+                        None => Some(Ticket { step, drafter }),
+                    };
+                    if let Some(ticket) = undelivered {
+                        actions.extend(self.state.on_give_back(&ticket));
+                    }
+                }
+                Action::Refuse { drafter } => {
+                    if let Some(reply) = self.tickets.remove(&drafter) {
+                        // A drafter that is gone needs no answer.
+                        let _ = reply.send(None);
+                    }
+                }
+                Action::Reduce { step } => drop(self.phase.send_replace(Phase::Reduce { step })),
+                Action::Step => actions.extend(self.step().await?),
+                Action::End => {
+                    self.end().await?;
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    async fn step(&mut self) -> Result<Vec<Action>, Fault> {
+        let Self { state, settings, .. } = self;
+        let (step, sum) = (state.step(), *state.sum());
+        let learning_rate = (settings.learning_rate)(step);
+        let mut record = StepRecord {
+            step,
+            loss: sum.loss(),
+            accuracy: sum.accuracy(),
+            learning_rate,
+            micro_batches: state.micro_batches(),
+            tokens: sum.tokens,
+            supervised: sum.supervised as u64,
+            anchors: sum.anchors,
+            buckets: state.distinct_buckets(),
+            ..StepRecord::default()
+        };
+        let request = StepRequest {
+            step,
+            denominator: sum.loss_denominator,
+            learning_rate,
+            max_grad_norm: settings.max_grad_norm,
+        };
+        let (gradients, replies): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.gradients).into_iter().map(|(d, (g, reply))| (g, (d, reply))).unzip();
+        let gradients = gradients.into_iter().flatten().collect();
+        let optimizer = &mut self.optimizer;
+        let published = self.meter.busy(async {
+            let report = optimizer.step(gradients, request).await?;
+            for (drafter, reply) in replies {
+                // A drafter that is gone is noticed by whoever runs it.
+                let _ = reply.send(optimizer.weights(drafter).await?);
+            }
+            Ok::<_, crate::engine::EngineError>(report)
+        });
+        let report = published.await.map_err(|e| Fault::new("trainer", format!("step {step}: {e}")))?;
+        record.grad_norm = report.grad_norm;
+        record.seconds = self.born.elapsed().as_secs_f64();
+        self.work.step = step;
+        self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
+        observe(&record);
+        let _ = self.records.send(record).await;
+        if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
+            self.save().await?;
+        }
+        let actions = self.state.on_stepped();
+        if !self.state.is_over() {
+            self.phase.send_replace(Phase::Collect { step: step + 1 });
+        }
+        Ok(actions)
+    }
+
+    async fn end(&mut self) -> Result<(), Fault> {
+        self.work.discarded = self.receipts.len() as u64;
+        self.receipts.clear();
+        if self.work.step > self.saved {
+            self.save().await?;
+        }
+        self.phase.send_replace(Phase::End);
+        Ok(())
+    }
+
+    async fn save(&mut self) -> Result<(), Fault> {
+        let step = self.work.step;
+        let name = match self.meter.busy(self.optimizer.save(step)).await {
+            Ok(name) => name,
+            Err(e) => {
+                counter!(m::CHECKPOINTS, "result" => "failed").increment(1);
+                return Err(Fault::new("trainer", format!("the checkpoint of step {step} could not be written: {e}")));
+            }
+        };
+        self.planner.checkpoint(step, name.clone()).await.map_err(|g| Fault::gone("trainer", g))?;
+        counter!(m::CHECKPOINTS, "result" => "written").increment(1);
+        tracing::info!(step, name, "checkpoint written");
+        (self.saved, self.work.checkpoint) = (step, Some(name));
+        Ok(())
+    }
+}
+
+fn observe(r: &StepRecord) {
+    gauge!(m::STEP).set(r.step as f64);
+    gauge!(m::LOSS).set(r.loss);
+    gauge!(m::ACCURACY).set(r.accuracy);
+    gauge!(m::LEARNING_RATE).set(r.learning_rate);
+    gauge!(m::GRAD_NORM).set(r.grad_norm);
+    counter!(m::CORRECT).increment((r.accuracy * r.supervised as f64).round() as u64);
+    counter!(m::SUPERVISED).increment(r.supervised);
+}

@@ -1,0 +1,187 @@
+//! Every decision of the trainer, without waiting for anything: who gets a ticket, when a step is complete, when it is over.
+
+use crate::{engine::MicroReport, invariant, trainer::Ticket, types::BucketId};
+use std::collections::{BTreeSet, VecDeque};
+
+/// What the loop must do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    Issue {
+        drafter: usize,
+        step: u64,
+    },
+    /// No step will need this drafter's batch.
+    Refuse {
+        drafter: usize,
+    },
+    /// Every micro-batch is in: ask for the gradients.
+    Reduce {
+        step: u64,
+    },
+    /// Every gradient is in: update, then call `State::on_stepped`.
+    Step,
+    /// Nothing will follow.
+    End,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Phase {
+    Collect,
+    /// Waiting for the gradients of these drafters.
+    Reduce(BTreeSet<usize>),
+    Over,
+}
+
+/// Every decision of the trainer.
+#[derive(Debug)]
+pub struct State {
+    drafters: usize,
+    micro_batches_per_step: u64,
+    max_steps: u64,
+    step: u64,
+    issued: u64,
+    reported: u64,
+    sum: MicroReport,
+    buckets: BTreeSet<BucketId>,
+    waiting: VecDeque<usize>,
+    finished: BTreeSet<usize>,
+    phase: Phase,
+    stopping: bool,
+}
+
+impl State {
+    /// `start_step` steps are in the weights already. `max_steps` 0 sets no limit.
+    pub fn new(drafters: usize, accumulation: usize, start_step: u64, max_steps: u64) -> Self {
+        Self {
+            drafters,
+            micro_batches_per_step: (drafters * accumulation) as u64,
+            max_steps,
+            step: start_step + 1,
+            issued: 0,
+            reported: 0,
+            sum: MicroReport::default(),
+            buckets: BTreeSet::new(),
+            waiting: VecDeque::new(),
+            finished: BTreeSet::new(),
+            phase: Phase::Collect,
+            stopping: false,
+        }
+    }
+
+    /// What there is to do before anybody asks.
+    pub fn start(&mut self) -> Vec<Action> {
+        self.decide()
+    }
+
+    pub fn on_ticket(&mut self, drafter: usize) -> Vec<Action> {
+        self.waiting.push_back(drafter);
+        self.decide()
+    }
+
+    pub fn on_report(&mut self, ticket: &Ticket, bucket: BucketId, report: &MicroReport) -> Vec<Action> {
+        invariant!("T1", ticket.step == self.step, "a report of step {} came in step {}", ticket.step, self.step);
+        self.reported += 1;
+        self.sum.add(report);
+        self.buckets.insert(bucket);
+        self.decide()
+    }
+
+    pub fn on_give_back(&mut self, ticket: &Ticket) -> Vec<Action> {
+        invariant!("T1", ticket.step == self.step && self.issued > self.reported, "a ticket came back that is not out");
+        self.issued = self.issued.saturating_sub(1);
+        self.decide()
+    }
+
+    pub fn on_gradient(&mut self, drafter: usize, step: u64) -> Vec<Action> {
+        invariant!("T1", step == self.step, "a gradient of step {step} came in step {}", self.step);
+        match &mut self.phase {
+            Phase::Reduce(missing) => {
+                missing.remove(&drafter);
+                if missing.is_empty() { vec![Action::Step] } else { Vec::new() }
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    pub fn on_finished(&mut self, drafter: usize) -> Vec<Action> {
+        self.finished.insert(drafter);
+        self.decide()
+    }
+
+    /// The update of the step is in the weights.
+    pub fn on_stepped(&mut self) -> Vec<Action> {
+        self.phase = Phase::Collect;
+        (self.issued, self.reported) = (0, 0);
+        self.sum = MicroReport::default();
+        self.buckets.clear();
+        self.step += 1;
+        self.decide()
+    }
+
+    /// Begins no further step and finishes none that lacks micro-batches.
+    pub fn on_stop(&mut self) -> Vec<Action> {
+        self.stopping = true;
+        self.decide()
+    }
+
+    /// The step that is collected or reduced.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    pub fn sum(&self) -> &MicroReport {
+        &self.sum
+    }
+
+    pub fn micro_batches(&self) -> u64 {
+        self.reported
+    }
+
+    pub fn distinct_buckets(&self) -> u64 {
+        self.buckets.len() as u64
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    fn decide(&mut self) -> Vec<Action> {
+        let mut actions = Vec::new();
+        if self.phase == Phase::Collect {
+            self.collect(&mut actions);
+        }
+        if self.phase == Phase::Over {
+            actions.extend(self.waiting.drain(..).map(|drafter| Action::Refuse { drafter }));
+        }
+        actions
+    }
+
+    fn collect(&mut self, actions: &mut Vec<Action>) {
+        let wanted = !self.stopping && (self.max_steps == 0 || self.step <= self.max_steps);
+        while wanted && self.issued < self.micro_batches_per_step {
+            let Some(drafter) = self.waiting.pop_front() else { break };
+            self.issued += 1;
+            actions.push(Action::Issue { drafter, step: self.step });
+        }
+        if self.reported < self.issued {
+            return;
+        }
+        let all_finished = self.finished.len() == self.drafters;
+        if self.reported == self.micro_batches_per_step || (wanted && all_finished && self.reported > 0) {
+            invariant!(
+                "T1",
+                self.reported == self.micro_batches_per_step || all_finished,
+                "step {} has {} micro-batches",
+                self.step,
+                self.reported
+            );
+            self.phase = Phase::Reduce((0..self.drafters).collect());
+            actions.push(Action::Reduce { step: self.step });
+        } else if !wanted || all_finished {
+            // What an unfinished step has collected goes back: its jobs stay open.
+            self.phase = Phase::Over;
+            actions.extend(self.waiting.drain(..).map(|drafter| Action::Refuse { drafter }));
+            actions.push(Action::End);
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! The test world: a whole pipeline with simulated engines on paused time, and knobs that break one part of it.
+
+use draftmill_actors::{
+    dispatcher,
+    engine::{DraftEngine, EngineError, FeatureShape, MicroReport, TargetEngine},
+    fault::{Fault, Stops},
+    ledger::MemoryLedger,
+    mill::{self, Parts, Report},
+    plan::{Order, PlanSettings},
+    planner, pool_state,
+    sim::{CostModel, SimDrafter, SimFeatures, SimOptimizer, SimSource, SimTarget},
+    trainer::{self, StepRecord},
+    types::{JobId, Outcome, PaddedBatch},
+};
+use std::{
+    collections::BTreeMap,
+    future::Future,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{sync::mpsc, time::Instant};
+
+/// What can be set; the defaults are a small healthy node.
+#[derive(Clone)]
+pub struct World {
+    pub lengths: Vec<u32>,
+    pub targets: Vec<Breakage>,
+    pub drafters: Vec<Breakage>,
+    pub costs: CostModel,
+    pub accumulation: usize,
+    pub epochs: u32,
+    pub epoch_barrier: bool,
+    pub max_steps: u64,
+    pub checkpoint_every: u64,
+    pub max_attempts: u32,
+    pub max_skip_fraction: f64,
+    pub max_failures_in_a_row: u32,
+    pub pool: pool_state::Settings,
+    /// Asks for an orderly end at this time.
+    pub stop_at: Option<Duration>,
+    pub abort_at: Option<Duration>,
+    /// Counts what each target has extracted.
+    pub counts: Vec<Arc<AtomicU64>>,
+}
+
+/// How an engine of the world misbehaves.
+#[derive(Clone, Default)]
+pub struct Breakage {
+    pub slowness: Option<f64>,
+    /// Every n-th unit of work (1-based) does this.
+    pub every: Option<(u64, Wrong)>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+pub enum Wrong {
+    Fail,
+    Lose,
+    Nan,
+    Short,
+    Panic,
+    Hang,
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self {
+            lengths: (0..400).map(|i| 10 + (i * 37) % 300).collect(),
+            targets: vec![Breakage::default(); 3],
+            drafters: vec![Breakage::default(); 2],
+            costs: CostModel { taps: 2, hidden_size: 8, ..CostModel::default() },
+            accumulation: 2,
+            epochs: 1,
+            epoch_barrier: false,
+            max_steps: 0,
+            checkpoint_every: 0,
+            max_attempts: 3,
+            max_skip_fraction: 0.0,
+            max_failures_in_a_row: 5,
+            pool: pool_state::Settings {
+                max_bytes: 1 << 20,
+                max_batches: 16,
+                min_ready: 4,
+                draw: pool_state::Draw::Proportional,
+                seed: 7,
+            },
+            stop_at: None,
+            abort_at: None,
+            counts: Vec::new(),
+        }
+    }
+}
+
+/// What came out.
+pub struct Outcomes {
+    pub result: Result<Report<MemoryLedger>, Fault>,
+    pub records: Vec<StepRecord>,
+    /// Virtual time.
+    pub took: Duration,
+}
+
+impl Outcomes {
+    /// The report of a run that must have gone well.
+    pub fn report(&self) -> &Report<MemoryLedger> {
+        match &self.result {
+            Ok(report) => report,
+            Err(fault) => panic!("the run failed: {fault}"),
+        }
+    }
+
+    pub fn ledger(&self) -> &MemoryLedger {
+        self.report().ledger.as_ref().expect("the planner returns its ledger")
+    }
+
+    pub fn outcomes(&self) -> &BTreeMap<JobId, Outcome> {
+        &self.ledger().outcomes
+    }
+
+    pub fn fault(&self) -> &Fault {
+        match &self.result {
+            Ok(_) => panic!("the run should have failed"),
+            Err(fault) => fault,
+        }
+    }
+}
+
+impl World {
+    /// Runs to the end under paused time; virtual days are the limit after which the run counts as hung.
+    pub fn run(self) -> Outcomes {
+        self.run_with(MemoryLedger::default(), 0)
+    }
+
+    pub fn run_with(self, ledger: MemoryLedger, start_step: u64) -> Outcomes {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(self.go(ledger, start_step))
+    }
+
+    /// Runs for a while with everything in place, then aborts; returns the jobs that each target had extracted.
+    pub fn run_for(self, time: Duration) -> Vec<u64> {
+        let counts: Vec<_> = self.targets.iter().map(|_| Arc::new(AtomicU64::new(0))).collect();
+        let world = World { counts: counts.clone(), abort_at: Some(time), ..self };
+        let ended = world.run();
+        assert!(ended.result.is_err(), "the run should have been aborted");
+        counts.iter().map(|c| c.load(Ordering::Relaxed)).collect()
+    }
+
+    async fn go(self, ledger: MemoryLedger, start_step: u64) -> Outcomes {
+        let bounds = draftmill_actors::buckets::optimal_bounds(&self.lengths, 4);
+        let lengths: Arc<[u32]> = self.lengths.clone().into();
+        let settings = mill::Settings {
+            planner: planner::Settings {
+                plan: PlanSettings { seed: 1, job_tokens: 1000, order: Order::Spread, bounds },
+                lengths: lengths.clone(),
+                epochs: self.epochs,
+                epoch_barrier: self.epoch_barrier,
+                max_skip_fraction: self.max_skip_fraction,
+            },
+            dispatcher: dispatcher::Settings { queue_jobs: 8, pad_ahead: 2, max_attempts: self.max_attempts },
+            pool: self.pool,
+            trainer: trainer::Settings {
+                drafters: self.drafters.len(),
+                accumulation: self.accumulation,
+                learning_rate: Arc::new(|_| 1e-3),
+                max_grad_norm: 1.0,
+                start_step,
+                max_steps: self.max_steps,
+                checkpoint_every: self.checkpoint_every,
+            },
+            prefetch: 1,
+            max_failures_in_a_row: self.max_failures_in_a_row,
+            grace: Duration::from_secs(10),
+        };
+        let (records, mut recorded) = mpsc::channel(16);
+        let slow = |b: &Breakage| b.slowness.unwrap_or(1.0);
+        let parts = Parts {
+            targets: self
+                .targets
+                .iter()
+                .enumerate()
+                .map(|(i, b)| BreakableTarget::new(self.costs, slow(b), b.clone(), self.counts.get(i).cloned()))
+                .collect(),
+            drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
+            optimizer: SimOptimizer { costs: self.costs, weight: 0.0 },
+            source: Arc::new(SimSource { lengths }),
+            ledger,
+            records,
+        };
+        let stops = Stops::default();
+        let started = Instant::now();
+        let run = tokio::spawn(mill::run(settings, parts, stops.clone()));
+        for (after, token) in [(self.stop_at, &stops.stop), (self.abort_at, &stops.abort)] {
+            let (Some(after), token) = (after, token.clone()) else { continue };
+            tokio::spawn(async move {
+                tokio::time::sleep(after).await;
+                token.cancel();
+            });
+        }
+        let collect = tokio::spawn(async move {
+            let mut all = Vec::new();
+            while let Some(record) = recorded.recv().await {
+                all.push(record);
+            }
+            all
+        });
+        let days = Duration::from_secs(10 * 24 * 3600);
+        let result = tokio::time::timeout(days, run).await.expect("the run hangs").expect("the mill panicked");
+        let took = started.elapsed();
+        Outcomes { result, records: collect.await.unwrap(), took }
+    }
+}
+
+struct Trouble {
+    breakage: Breakage,
+    count: u64,
+}
+
+impl Trouble {
+    async fn strike(&mut self) -> Option<Wrong> {
+        self.count += 1;
+        let (n, wrong) = self.breakage.every?;
+        if !self.count.is_multiple_of(n) {
+            return None;
+        }
+        match wrong {
+            Wrong::Panic => panic!("the engine panicked on purpose"),
+            Wrong::Hang => std::future::pending().await,
+            other => Some(other),
+        }
+    }
+}
+
+/// A simulated target that can misbehave.
+pub struct BreakableTarget {
+    inner: SimTarget,
+    trouble: Trouble,
+    count: Option<Arc<AtomicU64>>,
+}
+
+impl BreakableTarget {
+    fn new(costs: CostModel, slowness: f64, breakage: Breakage, count: Option<Arc<AtomicU64>>) -> Self {
+        Self { inner: SimTarget { costs, slowness }, trouble: Trouble { breakage, count: 0 }, count }
+    }
+}
+
+impl TargetEngine for BreakableTarget {
+    type Features = SimFeatures;
+
+    fn expected_shape(&self, batch: &PaddedBatch) -> FeatureShape {
+        self.inner.expected_shape(batch)
+    }
+
+    fn feature_bytes(&self, batch: &PaddedBatch) -> u64 {
+        self.inner.feature_bytes(batch)
+    }
+
+    async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<SimFeatures, EngineError> {
+        let wrong = self.trouble.strike().await;
+        let mut features = self.inner.extract(batch).await?;
+        if let Some(count) = &self.count {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        match wrong {
+            Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
+            Some(Wrong::Lose) => return Err(EngineError::Lost("the device fell off the bus".into())),
+            Some(Wrong::Nan) => features.finite = false,
+            Some(Wrong::Short) => features.shape.tokens -= 1,
+            _ => {}
+        }
+        Ok(features)
+    }
+}
+
+/// A simulated drafter that can misbehave.
+pub struct BreakableDrafter {
+    inner: SimDrafter,
+    trouble: Trouble,
+}
+
+impl BreakableDrafter {
+    fn new(costs: CostModel, slowness: f64, breakage: Breakage) -> Self {
+        Self { inner: SimDrafter::new(costs, slowness), trouble: Trouble { breakage, count: 0 } }
+    }
+}
+
+impl DraftEngine for BreakableDrafter {
+    type Features = SimFeatures;
+    type Gradient = f64;
+    type Weights = f64;
+
+    fn micro_batch(
+        &mut self,
+        job: JobId,
+        features: SimFeatures,
+    ) -> impl Future<Output = Result<MicroReport, EngineError>> + Send {
+        async move {
+            match self.trouble.strike().await {
+                Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
+                Some(Wrong::Lose) => return Err(EngineError::Lost("the device fell off the bus".into())),
+                _ => {}
+            }
+            let mut report = self.inner.micro_batch(job, features).await?;
+            if job.index.is_multiple_of(17) {
+                // A batch without a valid anchor: nothing to train, and no hang (Automodel#2468).
+                report = MicroReport { tokens: report.tokens, ..MicroReport::default() };
+            }
+            Ok(report)
+        }
+    }
+
+    async fn take_gradient(&mut self) -> Result<Option<f64>, EngineError> {
+        self.inner.take_gradient().await
+    }
+
+    async fn load_weights(&mut self, weights: f64) -> Result<(), EngineError> {
+        self.inner.load_weights(weights).await
+    }
+}
