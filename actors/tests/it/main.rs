@@ -1,5 +1,7 @@
 //! Tests of the actors: properties of each `State`, and the real loops with the simulated engine under paused time.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod dispatcher;
 mod faults;
 mod pipeline;

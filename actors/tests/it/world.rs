@@ -14,7 +14,6 @@ use draftmill_actors::{
 };
 use std::{
     collections::BTreeMap,
-    future::Future,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -289,24 +288,18 @@ impl DraftEngine for BreakableDrafter {
     type Gradient = f64;
     type Weights = f64;
 
-    fn micro_batch(
-        &mut self,
-        job: JobId,
-        features: SimFeatures,
-    ) -> impl Future<Output = Result<MicroReport, EngineError>> + Send {
-        async move {
-            match self.trouble.strike().await {
-                Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
-                Some(Wrong::Lose) => return Err(EngineError::Lost("the device fell off the bus".into())),
-                _ => {}
-            }
-            let mut report = self.inner.micro_batch(job, features).await?;
-            if job.index.is_multiple_of(17) {
-                // A batch without a valid anchor: nothing to train, and no hang (Automodel#2468).
-                report = MicroReport { tokens: report.tokens, ..MicroReport::default() };
-            }
-            Ok(report)
+    async fn micro_batch(&mut self, job: JobId, features: SimFeatures) -> Result<MicroReport, EngineError> {
+        match self.trouble.strike().await {
+            Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
+            Some(Wrong::Lose) => return Err(EngineError::Lost("the device fell off the bus".into())),
+            _ => {}
         }
+        let mut report = self.inner.micro_batch(job, features).await?;
+        if job.index.is_multiple_of(17) {
+            // A batch without a valid anchor: nothing to train, and no hang (Automodel#2468).
+            report = MicroReport { tokens: report.tokens, ..MicroReport::default() };
+        }
+        Ok(report)
     }
 
     async fn take_gradient(&mut self) -> Result<Option<f64>, EngineError> {
