@@ -81,8 +81,15 @@ pub fn read(text: &str, file: &str, sets: &[String]) -> (Written, Problems) {
     let mut problems = Vec::new();
     let mut table = parse(text, &mut written, &mut problems);
     for set in sets {
-        if let Err(problem) = apply_set(set, &mut table, &mut written) {
-            problems.push(problem);
+        if let Err(message) = apply_set(set, &mut table, &mut written) {
+            problems.push(Problem {
+                file: "--set".into(),
+                line: None,
+                key: set.into(),
+                value: String::new(),
+                message: message.into(),
+                remedy: "write --set section.key=value, for example --set run.seed=7".into(),
+            });
         }
     }
     let clean = keep_readable(table, &written, &mut problems);
@@ -118,23 +125,14 @@ fn parse(text: &str, written: &mut Written, problems: &mut Vec<Problem>) -> Tabl
 }
 
 /// Puts `section.key=value` into the table. The value is TOML; what is no TOML is taken as a string.
-fn apply_set(set: &str, table: &mut Table, written: &mut Written) -> Result<(), Problem> {
-    let problem = |message: &str| Problem {
-        file: "--set".into(),
-        line: None,
-        key: set.into(),
-        value: String::new(),
-        message: message.into(),
-        remedy: "write --set section.key=value, for example --set run.seed=7".into(),
-    };
-    let (path, text) = set.split_once('=').ok_or_else(|| problem("there is no \"=\" in it"))?;
-    let (section, key) = path.trim().split_once('.').ok_or_else(|| problem("the key has no section"))?;
+fn apply_set(set: &str, table: &mut Table, written: &mut Written) -> Result<(), &'static str> {
+    let (path, text) = set.split_once('=').ok_or("there is no \"=\" in it")?;
+    let (section, key) = path.trim().split_once('.').ok_or("the key has no section")?;
     let text = text.trim();
     let parsed = toml::from_str::<Table>(&format!("value = {text}")).ok().filter(|parsed| parsed.len() == 1);
     let value = parsed.and_then(|mut parsed| parsed.remove("value")).unwrap_or_else(|| Value::String(text.into()));
     let entry = table.entry(section).or_insert_with(|| Value::Table(Table::new()));
-    let entry =
-        entry.as_table_mut().ok_or_else(|| problem("the file has a plain value in the place of the section"))?;
+    let entry = entry.as_table_mut().ok_or("the file has a plain value in the place of the section")?;
     entry.insert(key.into(), value);
     written.places.insert(path.trim().into(), Place::Set);
     written.places.entry(section.into()).or_insert(Place::Set);

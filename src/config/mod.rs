@@ -1,12 +1,13 @@
 //! The configuration: TOML and `--set` in, settings with nothing left open out, every mistake told at once.
 //!
 //! ```text
-//! file, --set ──load──▶ Written (wire types + places) ──resolve──▶ Config ──shape──▶ DrafterShape
+//! file, --set ──load──▶ Written (wire types + places) ──resolve──▶ Config ──shape──▶ hf::DraftConfig
 //! ```
 //! The wire types are declared in [`wire`], once; what depends on the target's own config.json waits for [`shape`].
 
 mod example;
 mod load;
+pub mod mask;
 mod problem;
 mod resolve;
 pub mod shape;
@@ -18,7 +19,7 @@ pub use self::{
     load::Written,
     problem::{Problem, Problems},
     resolve::{Config, Data, Drafter, Plan, Run, Target, resolve},
-    shape::{DrafterShape, TargetFacts},
+    shape::{draft_config, feature_bytes_per_token, pool_problem},
     values::*,
     wire::{Admin, Apply, Checkpoint, Dispatch, FIELDS, Field, Log, Optimizer, Pool, Shutdown, Simulate, Wire},
 };

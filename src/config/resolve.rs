@@ -57,7 +57,7 @@ pub struct Target {
     pub dir: PathBuf,
     pub devices: Vec<Device>,
     pub dtype: Dtype,
-    /// `None`: by the formula, once the number of layers is known ([`super::shape::drafter_shape`]).
+    /// `None`: by the formula, once the number of layers is known ([`super::shape::draft_config`]).
     pub layer_ids: Option<Vec<u32>>,
     pub feature_dtype: FeatureDtype,
 }
@@ -72,7 +72,7 @@ pub struct Plan {
     pub epoch_barrier: bool,
 }
 
-/// What is `None` follows the target: [`super::shape::drafter_shape`] fills it in.
+/// What is `None` follows the target: [`super::shape::draft_config`] fills it in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Drafter {
     pub devices: Vec<Device>,

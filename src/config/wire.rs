@@ -181,7 +181,8 @@ sections! {
         /// Width of the MLP.
         Restart intermediate_size: Auto<u32> = Auto::Auto;
         /// Token that stands for "to be predicted": a row of the target's embedding that text never uses. "auto" = a mask
-        /// token of the tokenizer, else the first row that has no token, else a reserved or unused special token.
+        /// token of the tokenizer, else the first row that has no token, else a reserved or unused special token, else the
+        /// last special token that the chat template does not use.
         Restart mask_token_id: Auto<u32> = Auto::Auto;
         /// Number type of forward and backward (weights and moments are always f32); "auto" = f32 on CPU, bf16 on CUDA.
         Restart dtype: Auto<Dtype> = Auto::Auto;
