@@ -189,10 +189,10 @@ impl DraftConfig {
             Err(HfError::BadValue { file: file.into(), key: key.into(), value, expected })
         };
         let (heads, kv) = (self.num_attention_heads, self.num_key_value_heads);
-        if kv == 0 || heads % kv != 0 {
+        if kv == 0 || !heads.is_multiple_of(kv) {
             return bad("num_key_value_heads", kv.to_string(), format!("a divisor of num_attention_heads ({heads})"));
         }
-        if self.head_dim == 0 || self.head_dim % 2 != 0 {
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
             return bad("head_dim", self.head_dim.to_string(), "even and at least 2, for the rotary halves".into());
         }
         if self.block_size < 2 {

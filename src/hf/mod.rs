@@ -1,7 +1,9 @@
 //! Hugging Face model folders: configurations and weights on disk. Nothing here needs libtorch.
 
+pub mod config;
 pub mod draft;
 mod fields;
+pub mod tensors;
 
 pub use draftmill_actors::engine::FeatureDtype as Dtype;
 
