@@ -81,21 +81,25 @@ pub async fn serve(
 mod tests {
     use super::*;
     use metrics::{counter, histogram, with_local_recorder};
-    use tokio::{
-        io::{AsyncReadExt, AsyncWriteExt},
+    use std::{
+        io::{Read, Write},
         net::TcpStream,
-        sync::oneshot,
     };
+    use tokio::{sync::oneshot, task::spawn_blocking};
 
     const ANY_PORT: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 
-    async fn request(address: SocketAddr, path: &str) -> String {
-        let mut stream = TcpStream::connect(address).await.unwrap();
-        let text = format!("GET {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n");
-        stream.write_all(text.as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.unwrap();
-        answer
+    /// One raw request from a blocking thread.
+    async fn request(address: SocketAddr, path: &'static str) -> String {
+        spawn_blocking(move || {
+            let mut stream = TcpStream::connect(address).unwrap();
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            answer
+        })
+        .await
+        .unwrap()
     }
 
     #[tokio::test]
@@ -127,7 +131,7 @@ mod tests {
 
         stop.send(()).unwrap();
         server.await.unwrap().unwrap();
-        assert!(TcpStream::connect(address).await.is_err());
+        assert!(TcpStream::connect(address).is_err());
     }
 
     #[tokio::test]
