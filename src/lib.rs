@@ -1,5 +1,6 @@
 //! Draftmill: trains the draft model of a speculative decoder while the frozen target produces its training signal.
 
+pub mod admin;
 pub mod check;
 pub mod checkpoint;
 pub mod cli;

@@ -1,1 +1,59 @@
-//! Configuration: the wire type, the resolved type and the checks between them.
+//! The configuration: TOML and `--set` in, settings with nothing left open out, every mistake told at once.
+//!
+//! ```text
+//! file, --set ──load──▶ Written (wire types + places) ──resolve──▶ Config ──shape──▶ hf::DraftConfig
+//! ```
+//! The wire types are declared in [`wire`], once; what depends on the target's own config.json waits for [`shape`].
+
+mod example;
+mod load;
+pub mod mask;
+mod problem;
+mod resolve;
+pub mod shape;
+pub mod values;
+pub mod wire;
+
+pub use self::{
+    example::{annotated, differences, example},
+    load::Written,
+    problem::{Problem, Problems},
+    resolve::{Config, Data, Drafter, Plan, Run, Target, resolve},
+    shape::{draft_config, feature_bytes_per_token, pool_problem},
+    values::*,
+    wire::{Admin, Apply, Checkpoint, Dispatch, FIELDS, Field, Log, Optimizer, Pool, Shutdown, Simulate, Wire},
+};
+
+use std::path::Path;
+
+/// A configuration that can be worked with.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    pub config: Config,
+    /// What was written and where, to point at it: a value that turns out wrong later gives [`Written::problem`].
+    pub written: Written,
+}
+
+/// Reads the file (none: all defaults), puts the overrides (`section.key=value`) over it, and resolves.
+pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Loaded, Problems> {
+    finish(load::read_file(file, sets))
+}
+
+/// The same from text; `name` stands for the file in messages.
+pub fn load_text(text: &str, name: &str, sets: &[String]) -> Result<Loaded, Problems> {
+    finish(load::read(text, name, sets))
+}
+
+fn finish((written, mut problems): (Written, Problems)) -> Result<Loaded, Problems> {
+    match resolve(&written) {
+        Ok(config) if problems.0.is_empty() => Ok(Loaded { config, written }),
+        Ok(_) => Err(problems),
+        Err(more) => {
+            // A key that could not be read stands at its default here: what follows from that is no finding.
+            let more = more.0.into_iter().filter(|new| !problems.0.iter().any(|old| old.key == new.key));
+            let more: Vec<_> = more.collect();
+            problems.0.extend(more);
+            Err(problems)
+        }
+    }
+}

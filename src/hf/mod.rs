@@ -1,1 +1,55 @@
-//! Hugging Face model folders: configurations and weights on disk.
+//! Hugging Face model folders: configurations and weights on disk. Nothing here needs libtorch.
+
+pub mod config;
+pub mod draft;
+mod fields;
+pub mod tensors;
+
+pub use draftmill_actors::engine::FeatureDtype as Dtype;
+
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// What is wrong with a model folder. Each text is a sentence with the file, the key or tensor, the value and the remedy.
+#[derive(Debug, Error)]
+pub enum HfError {
+    #[error("{} cannot be read ({source}); give a folder that holds a Hugging Face model", path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{file} is not valid JSON ({reason}); fetch or write it again")]
+    Json { file: String, reason: String },
+    #[error("{file} lacks the key `{key}`; add it ({expected})")]
+    MissingKey { file: String, key: String, expected: String },
+    #[error("{file} has `{key}` = {value}, but it must be {expected}; correct the value")]
+    BadValue { file: String, key: String, value: String, expected: String },
+    #[error("{file} has `{key}` = {value}, which is not supported ({supported}); choose another model")]
+    Unsupported { file: String, key: String, value: String, supported: String },
+    #[error("{file} is not a whole safetensors file ({reason}); fetch or write it again")]
+    Safetensors { file: String, reason: String },
+    #[error("{file} holds no tensor `{name}`; the folder is incomplete or belongs to another architecture")]
+    MissingTensor { file: String, name: String },
+    #[error("{file} holds tensor `{name}` with shape {found:?}, but its config.json asks for {expected:?}")]
+    BadShape { file: String, name: String, found: Vec<usize>, expected: Vec<usize> },
+    #[error("{file} holds tensor `{name}` as {found}; only F32, F16 and BF16 weights can be loaded")]
+    BadDtype { file: String, name: String, found: String },
+}
+
+/// The name that config files give a number type.
+pub fn dtype_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "float32",
+        Dtype::F16 => "float16",
+        Dtype::Bf16 => "bfloat16",
+    }
+}
+
+/// The inverse of [`dtype_name`]; `None` for any other name.
+pub fn dtype_from_name(name: &str) -> Option<Dtype> {
+    [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().find(|&dtype| dtype_name(dtype) == name)
+}
+
+/// Reads one JSON file.
+pub fn read_json(path: &Path) -> Result<serde_json::Value, HfError> {
+    let bytes = std::fs::read(path).map_err(|source| HfError::Read { path: path.into(), source })?;
+    serde_json::from_slice(&bytes)
+        .map_err(|error| HfError::Json { file: path.display().to_string(), reason: error.to_string() })
+}

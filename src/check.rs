@@ -1,1 +1,0 @@
-//! Validates everything and runs nothing.

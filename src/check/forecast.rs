@@ -1,0 +1,209 @@
+//! What a run would do, computed from lengths, settings and shapes: counts, bytes, memory, disk. Runs nothing.
+
+use crate::{
+    config::{Config, Device, feature_bytes_per_token},
+    hf::{config::TargetConfig, draft::DraftConfig},
+};
+use draftmill_actors::{
+    buckets::optimal_bounds,
+    plan::{Plan, PlanError, PlanSettings, plan_epoch},
+};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The first epoch's plan in numbers, and what follows from it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Forecast {
+    pub samples: usize,
+    pub tokens: u64,
+    pub buckets: Vec<Bucket>,
+    /// Share of token slots that are padding, in 0..1.
+    pub padding_share: f64,
+    pub jobs_per_epoch: usize,
+    pub micro_batches_per_step: u64,
+    pub steps_per_epoch: f64,
+    /// Optimizer steps of the whole run.
+    pub steps: u64,
+    /// Hidden states with their ids and loss mask, per real token.
+    pub bytes_per_token: u64,
+    pub mean_job_bytes: u64,
+    pub largest_job_bytes: u64,
+    pub pool: PoolForecast,
+    /// Values that are trained; absent where the engine is simulated.
+    pub drafter_parameters: Option<u64>,
+    /// Memory of each device, as far as it is known before the run.
+    pub devices: Vec<DeviceMemory>,
+    pub disk: Disk,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Bucket {
+    /// Longest sample that belongs here.
+    pub bound: u32,
+    pub samples: usize,
+    pub jobs: usize,
+    pub tokens: u64,
+    pub padding_share: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PoolForecast {
+    pub max_bytes: u64,
+    /// `min_ready` times the largest job: what has to fit for the run never to stop.
+    pub min_ready_bytes: u64,
+    /// Jobs of mean size that fit, bounded by `max_batches`.
+    pub typical_batches: u64,
+}
+
+/// Weights and buffers of the models on one device. Working memory of forward and backward comes on top.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct DeviceMemory {
+    pub device: String,
+    pub targets: usize,
+    pub drafters: usize,
+    /// Target weights up to the last tapped layer, embedding included.
+    pub target_weights: u64,
+    /// Hidden states of the largest job while a target fills them.
+    pub features: u64,
+    /// Drafter weights and gradients, and the target's frozen embedding and head.
+    pub drafter_weights: u64,
+    /// f32 weights and both moments, beside the first drafter.
+    pub optimizer: u64,
+    /// The pool, which is on the host.
+    pub pool: u64,
+    pub total: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Disk {
+    /// f32 weights and both moments.
+    pub checkpoint: u64,
+    /// `keep_last` of them and the one that is being written.
+    pub checkpoints: u64,
+    pub export: u64,
+    pub total: u64,
+}
+
+/// Plans the first epoch and adds up. `models` are target and drafter; `None` where the engine is simulated.
+pub fn forecast(
+    config: &Config,
+    lengths: &[u32],
+    models: Option<(&TargetConfig, &DraftConfig)>,
+) -> Result<Forecast, PlanError> {
+    let bounds = config.plan.bucket_bounds.clone();
+    let bounds = bounds.unwrap_or_else(|| optimal_bounds(lengths, config.plan.buckets.into()));
+    let settings =
+        PlanSettings { seed: config.run.seed, job_tokens: config.plan.job_tokens, order: config.plan.order, bounds };
+    let plan = plan_epoch(lengths, &settings, 0)?;
+
+    let tokens: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
+    let bytes_per_token = match models {
+        Some((target, drafter)) => {
+            let taps = drafter.target_layer_ids.len();
+            feature_bytes_per_token(taps, target.hidden_size, config.target.feature_dtype)
+        }
+        None => config.simulate.feature_bytes_per_token.0,
+    };
+    let job_bytes = |tokens: u64| tokens.saturating_mul(bytes_per_token);
+    let jobs = plan.jobs.len();
+    let largest_job_bytes = job_bytes(plan.jobs.iter().map(|job| u64::from(job.tokens)).max().unwrap_or(0));
+    let mean_job_bytes = job_bytes(tokens) / (jobs.max(1) as u64);
+    let micro_batches_per_step = u64::from(config.optimizer.accumulation) * config.drafter.devices.len() as u64;
+    let steps = (jobs as u64 * u64::from(config.run.epochs)).div_ceil(micro_batches_per_step);
+    Ok(Forecast {
+        samples: lengths.len(),
+        tokens,
+        buckets: buckets(&plan),
+        padding_share: plan.padding_share().unwrap_or(0.0),
+        jobs_per_epoch: jobs,
+        micro_batches_per_step,
+        steps_per_epoch: jobs as f64 / micro_batches_per_step as f64,
+        steps: config.run.max_steps.map_or(steps, |most| steps.min(most)),
+        bytes_per_token,
+        mean_job_bytes,
+        largest_job_bytes,
+        pool: PoolForecast {
+            max_bytes: config.pool.max_bytes.0,
+            min_ready_bytes: largest_job_bytes.saturating_mul(config.pool.min_ready.into()),
+            typical_batches: (config.pool.max_bytes.0 / mean_job_bytes.max(1)).min(config.pool.max_batches.into()),
+        },
+        drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),
+        devices: models.map_or_else(Vec::new, |(target, drafter)| devices(config, target, drafter, largest_job_bytes)),
+        disk: models.map_or_else(Disk::default, |(_, drafter)| disk(config, drafter)),
+    })
+}
+
+fn buckets(plan: &Plan) -> Vec<Bucket> {
+    let mut buckets: Vec<_> = plan
+        .bounds
+        .iter()
+        .map(|&bound| Bucket { bound, samples: 0, jobs: 0, tokens: 0, padding_share: 0.0 })
+        .collect();
+    let mut slots = vec![0u64; buckets.len()];
+    for job in &plan.jobs {
+        let index = usize::from(job.bucket);
+        if let (Some(bucket), Some(slots)) = (buckets.get_mut(index), slots.get_mut(index)) {
+            bucket.samples += job.samples.len();
+            bucket.jobs += 1;
+            bucket.tokens += u64::from(job.tokens);
+            *slots += job.padded_tokens();
+        }
+    }
+    for (bucket, slots) in buckets.iter_mut().zip(slots) {
+        bucket.padding_share = if slots == 0 { 0.0 } else { 1.0 - bucket.tokens as f64 / slots as f64 };
+    }
+    buckets
+}
+
+fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_bytes: u64) -> Vec<DeviceMemory> {
+    let shapes = target.tensor_shapes();
+    let last_tap = drafter.target_layer_ids.iter().max().copied().unwrap_or(0);
+    let frozen = count(&shapes, |name| name == EMBEDDING || name == HEAD);
+    let forward = count(&shapes, |name| name == EMBEDDING || layer_of(name).is_some_and(|layer| layer <= last_tap));
+    let trained = count(&drafter.tensor_shapes(), |_| true);
+
+    let mut devices: BTreeMap<Device, DeviceMemory> = BTreeMap::new();
+    for device in &config.target.devices {
+        let memory = devices.entry(*device).or_default();
+        memory.targets += 1;
+        memory.target_weights += forward * config.target.dtype.bytes();
+        memory.features += job_bytes;
+    }
+    for (index, device) in config.drafter.devices.iter().enumerate() {
+        let memory = devices.entry(*device).or_default();
+        memory.drafters += 1;
+        memory.drafter_weights += (trained + frozen) * config.drafter.dtype.bytes() + trained * F32;
+        memory.optimizer += if index == 0 { trained * 3 * F32 } else { 0 };
+    }
+    devices.entry(Device::Cpu).or_default().pool = config.pool.max_bytes.0;
+    let named = devices.into_iter().map(|(device, memory)| DeviceMemory {
+        device: device.to_string(),
+        total: memory.target_weights + memory.features + memory.drafter_weights + memory.optimizer + memory.pool,
+        ..memory
+    });
+    named.collect()
+}
+
+fn disk(config: &Config, drafter: &DraftConfig) -> Disk {
+    let trained = count(&drafter.tensor_shapes(), |_| true);
+    let checkpoint = trained * 3 * F32;
+    let checkpoints = checkpoint * (u64::from(config.checkpoint.keep_last) + 1);
+    let export = trained * config.checkpoint.export_dtype.bytes();
+    Disk { checkpoint, checkpoints, export, total: checkpoints + export }
+}
+
+/// Bytes of an f32 value.
+const F32: u64 = 4;
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+
+/// The layer that a tensor of a target belongs to.
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
+/// Values in the tensors whose name is wanted.
+fn count(shapes: &BTreeMap<String, Vec<usize>>, wanted: impl Fn(&str) -> bool) -> u64 {
+    let values = |shape: &Vec<usize>| shape.iter().map(|&dim| dim as u64).product::<u64>();
+    shapes.iter().filter(|(name, _)| wanted(name)).map(|(_, shape)| values(shape)).sum()
+}

@@ -1,0 +1,1 @@
+//! `draftmill check`.

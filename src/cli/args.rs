@@ -1,0 +1,218 @@
+//! The arguments of every command, with the texts of `--help`.
+
+use crate::{config::Dtype, exit};
+use clap::{
+    ArgAction, Args, Parser, Subcommand,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
+use std::{path::PathBuf, str::FromStr};
+
+/// Trains the draft model of a speculative decoder while the frozen target model produces its training signal.
+///
+/// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `prepare` the data, `check` the
+/// configuration, `train`, `export`.
+#[derive(Debug, Parser)]
+#[command(version, after_help = exit::help(), disable_help_subcommand = true)]
+pub struct Cli {
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    Import(ImportArgs),
+    Prepare(PrepareArgs),
+    Check(CheckArgs),
+    Train(TrainArgs),
+    Export(ExportArgs),
+}
+
+/// How much is logged.
+#[derive(Args, Clone, Debug, Default)]
+pub struct LogArgs {
+    /// Log more: -v = debug, -vv = trace
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub verbose: u8,
+    /// Log filter in the place of log.level: error, warn, info, debug, trace, or by module ("info,draftmill::data=debug")
+    #[arg(long, global = true, value_name = "FILTER", conflicts_with = "verbose")]
+    pub log_level: Option<String>,
+}
+
+/// Where the configuration comes from.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ConfigArgs {
+    /// Configuration; every key that is not in it has its default (configs/example.toml lists them all)
+    #[arg(short, long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Overrides one key; may be repeated. The value is TOML, a bare word is a string
+    #[arg(short, long, value_name = "SECTION.KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+/// Turns a GGUF file into a Hugging Face folder: config.json, model.safetensors, tokenizer.json, chat template
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Example:
+  draftmill import --gguf SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2")]
+pub struct ImportArgs {
+    /// The file to read; quantised weights are turned into numbers
+    #[arg(long, value_name = "FILE")]
+    pub gguf: PathBuf,
+    /// The folder to write
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Number type of the written weights
+    #[arg(long, value_name = "DTYPE", default_value = "bf16",
+          value_parser = PossibleValuesParser::new(["f32", "bf16"]).try_map(|word| Dtype::from_str(&word)))]
+    pub dtype: Dtype,
+    /// Replace the folder if it exists
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// Turns conversations into the store of token ids that `train` reads
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Reads data.inputs (JSONL or JSON arrays, also .gz; OpenAI `messages`, ShareGPT `conversations`, or rows of `input_ids` and
+`loss_mask`), applies the target's chat template and tokenizer, supervises the assistant's turns, and writes data.store.
+Rejected rows are counted by reason in the closing table and kept with their line number in a rejects file.
+
+Examples:
+  draftmill prepare --config configs/demo.toml --set 'data.inputs=[\"chats.jsonl\", \"more.json.gz\"]'
+  draftmill prepare --config my.toml --json")]
+pub struct PrepareArgs {
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Write the closing table to stdout as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Validates everything and runs nothing, then tells what a run would do
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Every problem is told at once, each with file, key, value and remedy. Then come samples, buckets and padding, jobs and
+steps, bytes of hidden states, the pool's arithmetic, memory of each device, and disk.
+
+Examples:
+  draftmill check --config configs/qwen3-8b-8gpu.toml
+  draftmill check --config my.toml --set plan.buckets=12 --json | jq .plan.padding_share")]
+pub struct CheckArgs {
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Write problems and table to stdout as one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Trains a drafter, or goes on with a run that was interrupted
+#[derive(Args, Debug)]
+#[command(after_help = "\
+The run lives in run.dir. Started again with the same configuration, it goes on from its last checkpoint. SIGINT or
+SIGTERM finish the running work and write a checkpoint; a second one stops at once.
+
+Examples:
+  draftmill train --config configs/demo.toml
+  draftmill train --config my.toml --set run.dir=runs/second --set run.seed=7
+  draftmill train --config my.toml --fresh --force      # throw the old run away")]
+pub struct TrainArgs {
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Begin anew instead of going on; refused while run.dir holds a run, unless --force is given as well
+    #[arg(long)]
+    pub fresh: bool,
+    /// With --fresh: delete the run that run.dir holds
+    #[arg(long, requires = "fresh")]
+    pub force: bool,
+}
+
+/// Writes a trained drafter as a model folder that inference engines load, or checks such a folder
+#[derive(Args, Debug)]
+#[command(after_help = "\
+The layout is z-lab's DFlash format: config.json and model.safetensors.
+
+Examples:
+  draftmill export --run runs/demo --out drafters/demo
+  draftmill export --run runs/demo --checkpoint 500 --out drafters/demo-500 --dtype f32
+  draftmill export --check drafters/demo --json")]
+pub struct ExportArgs {
+    /// Folder of the run (run.dir)
+    #[arg(long, value_name = "DIR", required_unless_present = "check", requires = "out")]
+    pub run: Option<PathBuf>,
+    /// Checkpoint to export: "latest" or an optimizer step
+    #[arg(long, value_name = "STEP", default_value = "latest", conflicts_with = "check")]
+    pub checkpoint: WhichCheckpoint,
+    /// The folder to write
+    #[arg(long, value_name = "DIR", requires = "run")]
+    pub out: Option<PathBuf>,
+    /// Number type of the weights [default: checkpoint.export_dtype of the run]
+    #[arg(long, value_name = "DTYPE", conflicts_with = "check",
+          value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|word| Dtype::from_str(&word)))]
+    pub dtype: Option<Dtype>,
+    /// Replace the folder if it exists
+    #[arg(long, conflicts_with = "check")]
+    pub force: bool,
+    /// Check this folder instead: names, shapes and number types of all tensors, and the keys of config.json
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["run", "out"])]
+    pub check: Option<PathBuf>,
+    /// Write the result to stdout as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Which checkpoint of a run is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhichCheckpoint {
+    Latest,
+    Step(u64),
+}
+
+impl FromStr for WhichCheckpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "latest" => Ok(WhichCheckpoint::Latest),
+            _ => text
+                .parse()
+                .map(WhichCheckpoint::Step)
+                .map_err(|_| "write \"latest\" or a step, for example 500".into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn export_writes_or_checks_but_not_both() {
+        let parse = |line: &str| Cli::try_parse_from(line.split(' '));
+        for good in ["draftmill export --run a --out b --checkpoint 5 --dtype f32", "draftmill export --check a --json"]
+        {
+            assert!(parse(good).is_ok(), "{good}");
+        }
+        for bad in [
+            "draftmill export",
+            "draftmill export --run a",
+            "draftmill export --out b",
+            "draftmill export --check a --run b --out c",
+            "draftmill export --check a --dtype f32",
+            "draftmill export --run a --out b --checkpoint newest",
+            "draftmill export --run a --out b --dtype f8",
+            "draftmill train --force",
+            "draftmill import --gguf a --out b --dtype f16",
+            "draftmill check -v --log-level debug",
+        ] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! Log lines on stderr: for people on a terminal, JSON where a machine reads.
+
+use super::LogArgs;
+use crate::{
+    config::{Log, LogFormat},
+    exit::{Exit, Failure},
+};
+use std::io::{IsTerminal, stderr};
+use tracing_subscriber::{EnvFilter, fmt};
+
+/// Starts logging for the whole process. The command line wins over the configuration.
+pub fn start(args: &LogArgs, log: &Log) -> Result<(), Failure> {
+    let level = level(args, log);
+    let filter = EnvFilter::try_new(level).map_err(|error| {
+        Failure::new(
+            Exit::Usage,
+            format!("--log-level {level} is no log filter ({error}); choose error, warn, info, debug or trace"),
+        )
+    })?;
+    let builder = fmt().with_env_filter(filter).with_writer(stderr);
+    let started = if json(log.format, stderr().is_terminal()) {
+        builder.json().flatten_event(true).try_init()
+    } else {
+        builder.with_ansi(stderr().is_terminal()).with_target(false).try_init()
+    };
+    started.map_err(Failure::of(Exit::Internal))
+}
+
+fn level<'a>(args: &'a LogArgs, log: &'a Log) -> &'a str {
+    match (&args.log_level, args.verbose) {
+        (Some(level), _) => level,
+        (None, 0) => &log.level,
+        (None, 1) => "debug",
+        (None, _) => "trace",
+    }
+}
+
+fn json(format: LogFormat, terminal: bool) -> bool {
+    match format {
+        LogFormat::Auto => !terminal,
+        LogFormat::Human => false,
+        LogFormat::Json => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_wins_over_the_configuration() {
+        let log = Log { level: "warn".into(), ..Log::default() };
+        let args = |verbose, log_level: Option<&str>| LogArgs { verbose, log_level: log_level.map(Into::into) };
+        assert_eq!(level(&args(0, None), &log), "warn");
+        assert_eq!(level(&args(1, None), &log), "debug");
+        assert_eq!(level(&args(3, None), &log), "trace");
+        assert_eq!(level(&args(0, Some("error")), &log), "error");
+    }
+
+    #[test]
+    fn auto_is_json_unless_a_person_looks() {
+        assert!(json(LogFormat::Auto, false) && json(LogFormat::Json, true));
+        assert!(!json(LogFormat::Auto, true) && !json(LogFormat::Human, false));
+    }
+}

@@ -1,0 +1,319 @@
+//! From TOML text and `--set` overrides to the wire types. Every mistake is collected; none hides another.
+
+use super::{
+    problem::{Problem, Problems},
+    wire::{FIELDS, SECTIONS, Wire},
+};
+use serde::Deserialize;
+use std::{collections::BTreeMap, path::Path};
+use toml::{Table, Value, de::DeTable};
+
+/// The wire types with the place where each value was written.
+#[derive(Clone, Debug, Default)]
+pub struct Written {
+    pub wire: Wire,
+    /// The name of the file, for messages.
+    file: String,
+    /// Keys that were written, `section.key`, and where. Absent keys have their default.
+    places: BTreeMap<String, Place>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Line(usize),
+    Set,
+}
+
+impl Written {
+    /// A problem with the value of `key` (`section.key`).
+    pub fn problem(&self, key: &str, message: impl Into<String>, remedy: impl Into<String>) -> Problem {
+        let value = key.split_once('.').and_then(|(section, key)| {
+            Table::try_from(&self.wire).ok()?.get(section)?.get(key).map(ToString::to_string)
+        });
+        self.problem_with(key, value.unwrap_or_default(), message, remedy)
+    }
+
+    fn problem_with(
+        &self,
+        key: &str,
+        value: impl Into<String>,
+        message: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Problem {
+        let (file, line) = match self.places.get(key) {
+            Some(Place::Line(line)) => (self.file.clone(), Some(*line)),
+            Some(Place::Set) => ("--set".into(), None),
+            None => ("default".into(), None),
+        };
+        Problem { file, line, key: key.into(), value: value.into(), message: message.into(), remedy: remedy.into() }
+    }
+}
+
+/// Reads a file, if there is one, and puts the overrides over it.
+///
+/// With the problems comes what could be read in spite of them, so that the caller can look for more.
+pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
+    let Some(path) = file else { return read("", "", sets) };
+    let name = path.display().to_string();
+    match std::fs::read_to_string(path) {
+        Ok(text) => read(&text, &name, sets),
+        Err(error) => {
+            let (written, mut problems) = read("", &name, sets);
+            problems.0.insert(
+                0,
+                Problem {
+                    file: name,
+                    line: None,
+                    key: String::new(),
+                    value: String::new(),
+                    message: format!("the configuration cannot be read: {error}"),
+                    remedy: "give the path of a TOML file with --config; configs/example.toml shows every key".into(),
+                },
+            );
+            (written, problems)
+        }
+    }
+}
+
+/// Reads TOML text named `file` and puts the overrides over it.
+pub fn read(text: &str, file: &str, sets: &[String]) -> (Written, Problems) {
+    let mut written = Written { file: file.into(), ..Written::default() };
+    let mut problems = Vec::new();
+    let mut table = parse(text, &mut written, &mut problems);
+    for set in sets {
+        if let Err(message) = apply_set(set, &mut table, &mut written) {
+            problems.push(Problem {
+                file: "--set".into(),
+                line: None,
+                key: set.into(),
+                value: String::new(),
+                message: message.into(),
+                remedy: "write --set section.key=value, for example --set run.seed=7".into(),
+            });
+        }
+    }
+    let clean = keep_readable(table, &written, &mut problems);
+    match Wire::deserialize(clean) {
+        Ok(wire) => written.wire = wire,
+        Err(error) => problems.push(written.problem_with("", "", error.message(), "")),
+    }
+    (written, Problems(problems))
+}
+
+/// Parses the text, notes the line of every key, and turns every syntax error into a problem.
+fn parse(text: &str, written: &mut Written, problems: &mut Vec<Problem>) -> Table {
+    let line_of = |offset: usize| text.as_bytes().iter().take(offset).filter(|&&byte| byte == b'\n').count() + 1;
+    let (spanned, errors) = DeTable::parse_recoverable(text);
+    for error in &errors {
+        problems.push(Problem {
+            file: written.file.clone(),
+            line: error.span().map(|span| line_of(span.start)),
+            key: String::new(),
+            value: String::new(),
+            message: format!("this is not TOML: {}", error.message().replace('\n', ", ")),
+            remedy: "compare with configs/example.toml".into(),
+        });
+    }
+    for (section, value) in spanned.get_ref() {
+        let name = section.get_ref().to_string();
+        for (key, _) in value.get_ref().as_table().into_iter().flatten() {
+            written.places.insert(format!("{name}.{}", key.get_ref()), Place::Line(line_of(key.span().start)));
+        }
+        written.places.insert(name, Place::Line(line_of(section.span().start)));
+    }
+    if errors.is_empty() { toml::from_str(text).unwrap_or_default() } else { Table::new() }
+}
+
+/// Puts `section.key=value` into the table. The value is TOML; what is no TOML is taken as a string.
+fn apply_set(set: &str, table: &mut Table, written: &mut Written) -> Result<(), &'static str> {
+    let (path, text) = set.split_once('=').ok_or("there is no \"=\" in it")?;
+    let (section, key) = path.trim().split_once('.').ok_or("the key has no section")?;
+    let text = text.trim();
+    let parsed = toml::from_str::<Table>(&format!("value = {text}")).ok().filter(|parsed| parsed.len() == 1);
+    let value = parsed.and_then(|mut parsed| parsed.remove("value")).unwrap_or_else(|| Value::String(text.into()));
+    let entry = table.entry(section).or_insert_with(|| Value::Table(Table::new()));
+    let entry = entry.as_table_mut().ok_or("the file has a plain value in the place of the section")?;
+    entry.insert(key.into(), value);
+    written.places.insert(path.trim().into(), Place::Set);
+    written.places.entry(section.into()).or_insert(Place::Set);
+    Ok(())
+}
+
+/// Takes out of the table what has an unknown name or a value of the wrong type, with a problem for each.
+fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -> Table {
+    let mut clean = Table::new();
+    for (section, value) in table {
+        if !SECTIONS.iter().any(|(name, _)| *name == section) {
+            problems.push(unknown_section(&section, &value, written));
+            continue;
+        }
+        let Value::Table(entries) = value else {
+            let message = format!("\"{section}\" is a section, not a key");
+            problems.push(written.problem_with(&section, value.to_string(), message, format!("write [{section}]")));
+            continue;
+        };
+        let mut kept = Table::new();
+        for (key, value) in entries {
+            let path = format!("{section}.{key}");
+            if !FIELDS.iter().any(|field| field.section == section && field.key == key) {
+                let remedy = suggest_key(&section, &key);
+                problems.push(written.problem_with(&path, value.to_string(), "there is no such key", remedy));
+                continue;
+            }
+            let alone = Table::from_iter([(key.clone(), value.clone())]);
+            match Wire::deserialize(Table::from_iter([(section.clone(), Value::Table(alone))])) {
+                Ok(_) => drop(kept.insert(key, value)),
+                Err(error) => {
+                    let remedy = default_of(&section, &key).map(|value| format!("the default is {value}"));
+                    let message = error.message().trim().replace('\n', ", ");
+                    problems.push(written.problem_with(&path, value.to_string(), message, remedy.unwrap_or_default()));
+                }
+            }
+        }
+        clean.insert(section, Value::Table(kept));
+    }
+    clean
+}
+
+/// The default of a key as TOML writes it.
+pub fn default_of(section: &str, key: &str) -> Option<String> {
+    Table::try_from(Wire::default()).ok()?.get(section)?.get(key).map(ToString::to_string)
+}
+
+fn unknown_section(name: &str, value: &Value, written: &Written) -> Problem {
+    let names = SECTIONS.iter().map(|(name, _)| *name);
+    if value.is_table() {
+        let remedy = match closest(name, names.clone()) {
+            Some(close) => format!("did you mean [{close}]?"),
+            None => format!("the sections are {}", names.collect::<Vec<_>>().join(", ")),
+        };
+        return written.problem_with(name, "", "there is no such section", remedy);
+    }
+    let message = "a key must stand in a section";
+    let remedy = match FIELDS.iter().find(|field| field.key == name) {
+        Some(field) => format!("put it under [{}]", field.section),
+        None => "see configs/example.toml".into(),
+    };
+    written.problem_with(name, value.to_string(), message, remedy)
+}
+
+/// The key that was probably meant: one of the section that is spelt almost the same, or the same name elsewhere.
+fn suggest_key(section: &str, key: &str) -> String {
+    let keys = || FIELDS.iter().filter(move |field| field.section == section).map(|field| field.key);
+    if let Some(close) = closest(key, keys()) {
+        return format!("did you mean {section}.{close}?");
+    }
+    if let Some(field) = FIELDS.iter().find(|field| field.key == key) {
+        return format!("did you mean {}.{}?", field.section, field.key);
+    }
+    format!("the keys of [{section}] are {}", keys().collect::<Vec<_>>().join(", "))
+}
+
+/// The candidate that is fewest edits away, if that is few for its length.
+fn closest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    candidates
+        .map(|candidate| (edits(word, candidate), candidate))
+        .filter(|(edits, candidate)| *edits * 3 <= candidate.len().max(word.len()))
+        .min_by_key(|(edits, _)| *edits)
+        .map(|(_, candidate)| candidate)
+}
+
+/// Levenshtein distance in bytes.
+fn edits(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.bytes().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sets(texts: &[&str]) -> Vec<String> {
+        texts.iter().map(|text| text.to_string()).collect()
+    }
+
+    fn lines(problems: &Problems) -> Vec<String> {
+        problems.0.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn nothing_written_is_the_default() {
+        let (written, problems) = read("", "x.toml", &[]);
+        assert_eq!(problems, Problems::default());
+        assert_eq!(written.wire, Wire::default());
+    }
+
+    #[test]
+    fn every_mistake_is_told_with_its_line_and_the_key_that_was_meant() {
+        let text = "[pool]\nmax_byte = 1\nmin_ready = \"many\"\n\n[dispatsh]\n[plan]\norder = \"random\"\nepochs = 2\n";
+        let (_, problems) = read(text, "x.toml", &sets(&["pool.nothing=1", "seed=1", "run.seed"]));
+        let shown = lines(&problems).join("\n");
+        for expected in [
+            "x.toml:2: pool.max_byte = 1: there is no such key; did you mean pool.max_bytes?",
+            "x.toml:3: pool.min_ready = \"many\": invalid type: string \"many\", expected u32",
+            "x.toml:5: dispatsh: there is no such section; did you mean [dispatch]?",
+            "x.toml:7: plan.order = \"random\": unknown variant `random`, expected `shuffle` or `spread`",
+            "x.toml:8: plan.epochs = 2: there is no such key; did you mean run.epochs?",
+            "--set: pool.nothing = 1: there is no such key; the keys of [pool] are max_bytes, max_batches",
+            "--set: seed=1: the key has no section",
+            "--set: run.seed: there is no \"=\" in it",
+        ] {
+            assert!(shown.contains(expected), "{expected}\n  is not in\n{shown}");
+        }
+        assert_eq!(problems.0.len(), 8, "{shown}");
+    }
+
+    #[test]
+    fn a_top_level_key_is_sent_to_its_section() {
+        let (_, problems) = read("seed = 3\npool = 4\n", "x.toml", &[]);
+        assert_eq!(
+            lines(&problems),
+            [
+                "x.toml:2: pool = 4: \"pool\" is a section, not a key; write [pool]",
+                "x.toml:1: seed = 3: a key must stand in a section; put it under [run]",
+            ]
+        );
+    }
+
+    #[test]
+    fn all_syntax_errors_come_at_once() {
+        let (_, problems) = read("[run]\nseed = \n[pool]\nmin_ready = = 3\n", "x.toml", &[]);
+        let found: Vec<_> = problems.0.iter().filter_map(|problem| problem.line).collect();
+        assert!(found.contains(&2) && found.contains(&4), "{problems}");
+    }
+
+    #[test]
+    fn sets_are_toml_or_bare_words_and_win_over_the_file() {
+        let sets = sets(&["run.seed=7", "plan.order=shuffle", "pool.max_bytes=3 GiB", "data.inputs=[\"a\", \"b\"]"]);
+        let (written, problems) = read("[run]\nseed = 1\n", "x.toml", &sets);
+        assert_eq!(problems, Problems::default());
+        assert_eq!(written.wire.run.seed, 7);
+        assert_eq!(written.wire.plan.order, draftmill_actors::plan::Order::Shuffle);
+        assert_eq!(written.wire.pool.max_bytes.0, 3 << 30);
+        assert_eq!(written.wire.data.inputs.len(), 2);
+        assert_eq!(written.problem("run.seed", "m", "").to_string(), "--set: run.seed = 7: m");
+    }
+
+    #[test]
+    fn a_set_cannot_smuggle_in_a_second_key() {
+        let (written, problems) = read("", "", &sets(&["log.level=1\nx = 2"]));
+        assert_eq!(problems, Problems::default());
+        assert_eq!(written.wire.log.level, "1\nx = 2");
+    }
+
+    #[test]
+    fn edits_are_levenshtein() {
+        for (a, b, distance) in [("", "abc", 3), ("kitten", "sitting", 3), ("same", "same", 0), ("ab", "ba", 2)] {
+            assert_eq!(edits(a, b), distance, "{a} {b}");
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! The rule behind `drafter.mask_token_id = "auto"`: a row of the target's embedding that ordinary text never uses.
+//!
+//! The row has to exist in the target's file and is frozen with it, so it must not be one that text gives a meaning:
+//! falling back to padding, which often is the end of text, quietly costs acceptance (Automodel 2461).
+
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The row that stands for "to be predicted", and why it was taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MaskToken {
+    pub id: u32,
+    /// A phrase for people: "the first embedding row that has no token".
+    pub reason: String,
+}
+
+/// How tokenizers spell a token that is meant for the purpose.
+const MASK_WORDS: [&str; 5] = ["<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<|mask_token|>"];
+
+/// Chooses the row. `tokenizer` is the content of tokenizer.json, `rows` the rows of the embedding, `taken` the ids that
+/// config.json gives a role (begin, end, padding), `template` the chat template.
+///
+/// `None` where every row has a token that text may use: then the id has to be configured.
+pub fn mask_token(tokenizer: &Value, rows: u32, taken: &[u32], template: &str) -> Option<MaskToken> {
+    let mut tokens = BTreeMap::new();
+    for (text, id) in tokenizer.pointer("/model/vocab").and_then(Value::as_object).into_iter().flatten() {
+        tokens.extend(id.as_u64().map(|id| (id, text.as_str())));
+    }
+    let mut special = BTreeSet::new();
+    for token in tokenizer.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
+        let text = token.get("content").and_then(Value::as_str).unwrap_or_default();
+        let Some(id) = token.get("id").and_then(Value::as_u64) else { continue };
+        tokens.insert(id, text);
+        if token.get("special").and_then(Value::as_bool).unwrap_or(false) {
+            special.insert(id);
+        }
+    }
+    let free = |id: &u64, text: &str| {
+        *id < u64::from(rows) && !taken.iter().any(|taken| u64::from(*taken) == *id) && !template.contains(text)
+    };
+    let found = |id: u64, reason: String| Some(MaskToken { id: u32::try_from(id).ok()?, reason });
+
+    if let Some((id, text)) = tokens.iter().find(|(id, text)| MASK_WORDS.contains(text) && **id < u64::from(rows)) {
+        return found(*id, format!("the tokenizer's mask token {text}"));
+    }
+    if let Some(id) = (0..u64::from(rows)).find(|id| !tokens.contains_key(id)).filter(|_| !tokens.is_empty()) {
+        return found(id, "the first embedding row that has no token".into());
+    }
+    let special = || special.iter().filter_map(|id| tokens.get(id).map(|text| (*id, *text)));
+    let reserved = |text: &str| text.contains("reserved") || text.contains("unused");
+    if let Some((id, text)) = special().find(|(id, text)| reserved(text) && free(id, text)) {
+        return found(id, format!("the reserved token {text}"));
+    }
+    let (id, text) = special().rfind(|(id, text)| free(id, text))?;
+    found(id, format!("the last special token that the chat template does not use, {text}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn tokenizer(words: &[&str], special: &[(&str, u64)]) -> Value {
+        let vocab: serde_json::Map<_, _> =
+            words.iter().enumerate().map(|(id, word)| (word.to_string(), json!(id))).collect();
+        let added: Vec<_> =
+            special.iter().map(|(text, id)| json!({"content": text, "id": id, "special": true})).collect();
+        json!({"model": {"vocab": vocab}, "added_tokens": added})
+    }
+
+    fn id(tokenizer: &Value, rows: u32) -> Option<u32> {
+        mask_token(tokenizer, rows, &[2, 3], "{{ '<start>' }}").map(|mask| mask.id)
+    }
+
+    #[test]
+    fn the_rules_apply_in_their_order() {
+        let special = [("<end>", 2), ("<start>", 3), ("<reserved_7>", 4), ("<repo>", 5), ("[MASK]", 6)];
+        assert_eq!(id(&tokenizer(&["a", "b"], &special), 9), Some(6), "a mask token");
+        assert_eq!(id(&tokenizer(&["a", "b"], &special[..4]), 9), Some(6), "a padded row, as in Qwen3");
+        assert_eq!(id(&tokenizer(&["a", "b"], &special[..4]), 6), Some(4), "a reserved token, as in Llama 3");
+        assert_eq!(id(&tokenizer(&["a", "b", "c", "d", "<repo>"], &[("<end>", 2), ("<repo>", 4)]), 5), Some(4));
+    }
+
+    #[test]
+    fn what_text_or_template_use_is_never_taken() {
+        assert_eq!(id(&tokenizer(&["a", "b"], &[("<end>", 2), ("<start>", 3)]), 4), None);
+        assert_eq!(id(&tokenizer(&["a", "b", "c", "d", "<repo>"], &[("<repo>", 4)]), 4), None, "row 4 does not exist");
+        assert_eq!(id(&json!({}), 8), None, "no tokenizer");
+    }
+}

@@ -1,0 +1,180 @@
+//! What the configuration leaves to the target: the drafter's shape, the tapped layers, and bytes per token.
+
+use super::{
+    Config,
+    load::Written,
+    problem::{Problem, Problems},
+};
+use crate::hf::{
+    config::TargetConfig,
+    draft::{DraftConfig, default_target_layer_ids},
+};
+use draftmill_actors::engine::FeatureDtype;
+
+/// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
+const TOKEN_BYTES: u64 = 5;
+
+/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id and its loss mask.
+pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype) -> u64 {
+    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES
+}
+
+/// The drafter with nothing left open, or everything that does not fit the target.
+///
+/// `mask_token_id` is what [`super::mask::mask_token`] chose; a configured one wins over it.
+pub fn draft_config(
+    config: &Config,
+    written: &Written,
+    target: &TargetConfig,
+    mask_token_id: u32,
+) -> Result<DraftConfig, Problems> {
+    let drafter = &config.drafter;
+    let layers = drafter.layers as usize;
+    let or = |given: Option<u32>, target: usize| given.map_or(target, |given| given as usize);
+    let ids = match &config.target.layer_ids {
+        Some(ids) => ids.iter().map(|&id| id as usize).collect(),
+        None => default_target_layer_ids(target.num_hidden_layers, layers),
+    };
+    let mask = drafter.mask_token_id.unwrap_or(mask_token_id);
+    let mut shape = DraftConfig::for_target(target, layers, ids, drafter.block_size as usize, mask);
+    shape.intermediate_size = or(drafter.intermediate_size, target.intermediate_size);
+    shape.num_attention_heads = or(drafter.heads, target.num_attention_heads);
+    shape.num_key_value_heads = or(drafter.kv_heads, target.num_key_value_heads);
+    shape.head_dim = or(drafter.head_dim, target.head_dim);
+
+    let mut problems = Vec::new();
+    problems.extend(layer_problem(config, written, &shape));
+    let (heads, kv_heads) = (shape.num_attention_heads, shape.num_key_value_heads);
+    if !heads.is_multiple_of(kv_heads.max(1)) {
+        problems.push(written.problem(
+            if drafter.kv_heads.is_some() { "drafter.kv_heads" } else { "drafter.heads" },
+            format!("{heads} heads cannot be shared among {kv_heads} heads of keys and values"),
+            "choose heads as a multiple of kv_heads",
+        ));
+    }
+    if mask as usize >= target.vocab_size {
+        problems.push(written.problem(
+            "drafter.mask_token_id",
+            format!("the target's embedding has {} rows, so row {mask} does not exist", target.vocab_size),
+            "choose a row that exists and that text never uses, or \"auto\"",
+        ));
+    }
+    if problems.is_empty() {
+        // What the format itself demands; the checks above say it in terms of this configuration.
+        problems.extend(shape.validate().err().map(|error| written.problem("drafter.layers", error.to_string(), "")));
+    }
+    if problems.is_empty() { Ok(shape) } else { Err(Problems(problems)) }
+}
+
+fn layer_problem(config: &Config, written: &Written, shape: &DraftConfig) -> Option<Problem> {
+    let (ids, layers) = (&shape.target_layer_ids, shape.num_target_layers);
+    let last = layers.saturating_sub(1);
+    if config.target.layer_ids.is_none() && !ids.windows(2).all(|pair| pair[0] < pair[1]) {
+        return Some(written.problem(
+            "target.layer_ids",
+            format!("a target of {layers} layers has no {} different layers to tap by the formula", ids.len()),
+            "list the layers, for example [1, 2], or lower drafter.layers",
+        ));
+    }
+    let id = ids.iter().find(|&&id| id >= last)?;
+    Some(written.problem(
+        "target.layer_ids",
+        format!(
+            "layer {id} cannot be tapped: the target has layers 0 to {last}, and its last one is never tapped because \
+             engines hand it over normalised"
+        ),
+        format!("choose layers below {last}"),
+    ))
+}
+
+/// The rule that keeps the pool from stopping for good, for the largest job of a plan.
+///
+/// A reservation may wait while `min_ready - 1` batches are ready; if it then still finds no room, no draw ever makes
+/// any. So `min_ready` of the largest job have to fit.
+pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) -> Option<Problem> {
+    let (ready, most) = (config.pool.min_ready, config.pool.max_bytes);
+    let needed = u128::from(ready) * u128::from(largest_job_bytes);
+    if needed <= u128::from(most.0) {
+        return None;
+    }
+    // Rounded up, so that the remedy suffices.
+    let needed = format!("{} MiB", needed.div_ceil(1 << 20));
+    let job = super::ByteSize(largest_job_bytes);
+    Some(written.problem(
+        "pool.max_bytes",
+        format!(
+            "the run could stop for good: draws wait for pool.min_ready = {ready} batches, the largest takes {job}, and \
+             {ready} x {job} = {needed} is more than {most}"
+        ),
+        format!("raise it to at least {needed}, or lower pool.min_ready, plan.job_tokens or target.feature_dtype"),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::load_text;
+    use serde_json::json;
+
+    /// Numbers of Qwen3-8B's config.json.
+    fn qwen3_8b(layers: usize) -> TargetConfig {
+        TargetConfig::from_json(&json!({
+            "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": layers,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+            "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+            "tie_word_embeddings": false, "eos_token_id": 151_645
+        }))
+        .unwrap()
+    }
+
+    fn shape(text: &str, target: &TargetConfig) -> Result<DraftConfig, Problems> {
+        let loaded = load_text(text, "x.toml", &[]).unwrap();
+        draft_config(&loaded.config, &loaded.written, target, 151_669)
+    }
+
+    #[test]
+    fn the_default_drafter_is_the_published_one() {
+        let shape = shape("", &qwen3_8b(36)).unwrap();
+        assert_eq!(shape.target_layer_ids, [1, 9, 17, 25, 33]);
+        assert_eq!(shape.mask_token_id, 151_669);
+        let parameters: usize = shape.tensor_shapes().values().map(|dims| dims.iter().product::<usize>()).sum();
+        assert_eq!(parameters / 1_000_000, 1_048);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16), 40_960 + 5);
+    }
+
+    #[test]
+    fn given_sizes_win_over_the_targets() {
+        let text = "[drafter]\nheads = 16\nkv_heads = 4\nhead_dim = 64\nintermediate_size = 100\nmask_token_id = 9";
+        let shape = shape(text, &qwen3_8b(36)).unwrap();
+        assert_eq!((shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim), (16, 4, 64));
+        assert_eq!((shape.intermediate_size, shape.mask_token_id), (100, 9));
+    }
+
+    #[test]
+    fn everything_that_does_not_fit_the_target_is_told_at_once() {
+        let text = "[target]\nlayer_ids = [1, 35]\n[drafter]\nkv_heads = 5\nmask_token_id = 151936\n";
+        let keys: Vec<_> = shape(text, &qwen3_8b(36)).unwrap_err().0.into_iter().map(|p| (p.line, p.key)).collect();
+        let expected = [(2, "target.layer_ids"), (4, "drafter.kv_heads"), (5, "drafter.mask_token_id")];
+        assert_eq!(keys, expected.map(|(line, key)| (Some(line), key.to_string())));
+    }
+
+    #[test]
+    fn a_target_too_shallow_for_the_formula_is_refused() {
+        let problems = shape("", &qwen3_8b(6)).unwrap_err();
+        assert!(problems.to_string().contains("no 5 different layers"), "{problems}");
+        assert!(shape("[drafter]\nlayers = 2", &qwen3_8b(6)).is_ok());
+    }
+
+    #[test]
+    fn a_pool_that_would_stop_for_good_is_refused_with_the_arithmetic() {
+        let loaded = load_text("[pool]\nmax_bytes = \"3 GiB\"\nmin_ready = 4", "x.toml", &[]).unwrap();
+        let fits = 3 << 28;
+        assert_eq!(pool_problem(&loaded.config, &loaded.written, fits), None);
+        let problem = pool_problem(&loaded.config, &loaded.written, fits + 1).unwrap().to_string();
+        assert!(problem.starts_with("x.toml:2: pool.max_bytes = \"3 GiB\""), "{problem}");
+        assert!(
+            problem.contains("4 x 805306369 B = 3073 MiB is more than 3 GiB; raise it to at least 3073 MiB"),
+            "{problem}"
+        );
+    }
+}

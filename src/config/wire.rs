@@ -1,0 +1,263 @@
+//! The configuration as it is written: every section, key, default and comment, each declared once.
+//!
+//! `sections!` turns the declarations into one serde struct per section and into [`FIELDS`], the table from which the
+//! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
+
+use super::values::{
+    Auto, ByteSize, Device, Draw, Dtype, Engine, Listen, LogFormat, Overlong, Schedule, TimeSpan, UnknownRole,
+};
+use draftmill_actors::plan::Order;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// When a changed value takes effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Apply {
+    /// At once, in a running service.
+    Live,
+    /// At the next start.
+    Restart,
+}
+
+/// One key of the configuration.
+#[derive(Clone, Copy, Debug)]
+pub struct Field {
+    pub section: &'static str,
+    pub key: &'static str,
+    /// The comment, one line of text per line, each with its leading space.
+    pub doc: &'static str,
+    pub apply: Apply,
+}
+
+macro_rules! sections {
+    ($(
+        $(#[doc = $section_doc:literal])*
+        $section:ident: $Section:ident {
+            $( $(#[doc = $doc:literal])* $apply:ident $key:ident: $type:ty = $default:expr; )*
+        }
+    )*) => {
+        $(
+            $(#[doc = $section_doc])*
+            #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+            #[serde(default, deny_unknown_fields)]
+            pub struct $Section { $( $(#[doc = $doc])* pub $key: $type, )* }
+
+            impl Default for $Section {
+                fn default() -> Self {
+                    $Section { $( $key: $default, )* }
+                }
+            }
+        )*
+
+        /// The whole file.
+        #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct Wire { $( $(#[doc = $section_doc])* pub $section: $Section, )* }
+
+        /// The sections and their comments, in the order of the file.
+        pub const SECTIONS: &[(&str, &str)] =
+            &[$( (stringify!($section), concat!($($section_doc, "\n"),*)), )*];
+
+        /// Every key, in the order of the file.
+        pub const FIELDS: &[Field] = &[$( $( Field {
+            section: stringify!($section),
+            key: stringify!($key),
+            doc: concat!($($doc, "\n"),*),
+            apply: Apply::$apply,
+        }, )* )*];
+    };
+}
+
+sections! {
+    /// The run as a whole.
+    run: Run {
+        /// Folder of the run: resolved configuration, state.db, checkpoints, export. Relative paths start at the working
+        /// directory.
+        Restart dir: PathBuf = "runs/run".into();
+        /// Root of all randomness: plan, anchors, initial weights.
+        Restart seed: u64 = 42;
+        /// Passes over the data (the paper's recipe: 6).
+        Restart epochs: u32 = 6;
+        /// Stop after this many optimizer steps; 0 = no limit but the epochs.
+        Restart max_steps: u64 = 0;
+        /// "torch", or "simulated": a cost model that sleeps instead of computing (section [simulate]).
+        Restart engine: Engine = Engine::Torch;
+        /// CPU threads of one libtorch operation; "auto" = all cores shared among the CPU devices in use.
+        Restart threads: Auto<u32> = Auto::Auto;
+    }
+
+    /// What `draftmill prepare` reads, and the store that it writes.
+    data: Data {
+        /// JSONL or JSON arrays of conversations or pre-tokenised rows, also gzipped: ["chats.jsonl", "more.json.gz"].
+        Restart inputs: Vec<PathBuf> = vec![];
+        /// The prepared store; "auto" = data.safetensors in run.dir.
+        Restart store: Auto<PathBuf> = Auto::Auto;
+        /// Longest sample, in tokens.
+        Restart max_length: u32 = 3072;
+        /// Longer samples: "cut" off the end, or "drop" them.
+        Restart overlong: Overlong = Overlong::Cut;
+        /// A turn whose role is not known: "reject" the row, or "skip" the turn.
+        Restart unknown_role: UnknownRole = UnknownRole::Reject;
+        /// Samples with fewer supervised tokens are left out (counted, not an error).
+        Restart min_supervised: u32 = 32;
+        /// Share of samples, chosen by a hash of their content, that is kept apart for validation and never trained.
+        Restart validation_fraction: f64 = 0.01;
+        /// More rejected rows than this share end `prepare` with an error.
+        Restart max_reject_fraction: f64 = 0.05;
+        /// Longest row of an input; longer ones are rejected. Bounds the memory of `prepare`.
+        Restart max_row_bytes: ByteSize = ByteSize(16 << 20);
+    }
+
+    /// The frozen target model, whose hidden states are the drafter's input.
+    target: Target {
+        /// Hugging Face folder: config.json, *.safetensors, tokenizer.json, chat template.
+        Restart dir: PathBuf = "models/target".into();
+        /// One target per entry: "cpu" or "cuda:0"; "cpu" may be repeated.
+        Restart devices: Vec<Device> = vec![Device::Cpu];
+        /// Number type of the forward; "auto" = f32 on CPU, bf16 on CUDA.
+        Restart dtype: Auto<Dtype> = Auto::Auto;
+        /// Tapped layers, 0-based: id i is the residual stream after layer i. "auto" = one per drafter layer, spread
+        /// from 1 to L-3.
+        Restart layer_ids: Auto<Vec<u32>> = Auto::Auto;
+        /// Number type of hidden states while they wait; "auto" = as target.dtype.
+        Restart feature_dtype: Auto<Dtype> = Auto::Auto;
+    }
+
+    /// How an epoch is cut into jobs.
+    plan: Plan {
+        /// Most token slots of one job, padding included. A job is one forward of a target and one micro-batch.
+        Restart job_tokens: u32 = 16384;
+        /// Number of length buckets.
+        Restart buckets: u16 = 8;
+        /// Longest sample of each bucket, ascending: [512, 1024, 3072]. "auto" = the bounds that waste least padding.
+        Restart bucket_bounds: Auto<Vec<u32>> = Auto::Auto;
+        /// "spread" = each length evenly over the epoch; "shuffle" = uniformly at random.
+        Restart order: Order = Order::Spread;
+        /// Let every job of an epoch end before the next epoch begins. false keeps the pool full between epochs.
+        Restart epoch_barrier: bool = false;
+    }
+
+    /// The central queue from which targets pull.
+    dispatch: Dispatch {
+        /// Jobs of the plan that wait in the queue: enough that the planner is never waited for.
+        Restart queue_jobs: u32 = 64;
+        /// Jobs padded ahead on CPU threads.
+        Restart pad_ahead: u32 = 4;
+        /// A job that failed this often is skipped, with its reason recorded.
+        Restart max_attempts: u32 = 3;
+        /// More skipped jobs than this share of the epoch end the run.
+        Restart max_skip_fraction: f64 = 0.01;
+    }
+
+    /// Where hidden states wait for a drafter.
+    pool: Pool {
+        /// Bytes held and reserved never exceed this.
+        Restart max_bytes: ByteSize = ByteSize(4 << 30);
+        /// Batches held and reserved never exceed this.
+        Restart max_batches: u32 = 16;
+        /// Draws wait until this many batches are ready, so that every step mixes lengths.
+        Restart min_ready: u32 = 4;
+        /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch.
+        Restart draw: Draw = Draw::Proportional;
+    }
+
+    /// The drafter (DFlash). Everything that is "auto" follows the target.
+    drafter: Drafter {
+        /// One drafter per entry: "cpu" or "cuda:0"; "cpu" may be repeated.
+        Restart devices: Vec<Device> = vec![Device::Cpu];
+        /// Decoder layers.
+        Restart layers: u32 = 5;
+        /// Tokens of a block: one that is known and block_size - 1 that are predicted.
+        Restart block_size: u32 = 16;
+        /// Blocks trained in each sample, drawn anew each time (the paper's recipe: 512).
+        Restart anchors: u32 = 512;
+        /// Attention heads.
+        Restart heads: Auto<u32> = Auto::Auto;
+        /// Heads of keys and values; divides heads.
+        Restart kv_heads: Auto<u32> = Auto::Auto;
+        /// Values of one head; even.
+        Restart head_dim: Auto<u32> = Auto::Auto;
+        /// Width of the MLP.
+        Restart intermediate_size: Auto<u32> = Auto::Auto;
+        /// Token that stands for "to be predicted": a row of the target's embedding that text never uses. "auto" = a mask
+        /// token of the tokenizer, else the first row that has no token, else a reserved or unused special token, else the
+        /// last special token that the chat template does not use.
+        Restart mask_token_id: Auto<u32> = Auto::Auto;
+        /// Number type of forward and backward (weights and moments are always f32); "auto" = f32 on CPU, bf16 on CUDA.
+        Restart dtype: Auto<Dtype> = Auto::Auto;
+        /// Slot k of a block weighs exp(-(k-1)/gamma); 0 = all the same. "auto" = the paper's 4, 5 or 7 for blocks of up to
+        /// 8, up to 12, or more.
+        Restart loss_decay_gamma: Auto<f64> = Auto::Auto;
+        /// Batches that each drafter draws ahead while it computes.
+        Restart prefetch: u32 = 1;
+    }
+
+    /// AdamW on f32 weights, one update per step.
+    optimizer: Optimizer {
+        /// Peak learning rate (the paper's recipe: 6e-4).
+        Live learning_rate: f64 = 6e-4;
+        /// After the warm-up: "cosine" down to min_learning_rate at the last step, or "constant".
+        Restart schedule: Schedule = Schedule::Cosine;
+        /// Share of all steps over which the learning rate rises linearly.
+        Restart warmup_fraction: f64 = 0.04;
+        /// Learning rate at the end of the cosine.
+        Live min_learning_rate: f64 = 0.0;
+        /// Decoupled weight decay.
+        Live weight_decay: f64 = 0.0;
+        /// Decay of the first moment.
+        Restart beta1: f64 = 0.9;
+        /// Decay of the second moment.
+        Restart beta2: f64 = 0.999;
+        /// Added to the root of the second moment.
+        Restart eps: f64 = 1e-8;
+        /// Largest global L2 norm of the gradient; larger ones are scaled down to it.
+        Live max_grad_norm: f64 = 1.0;
+        /// Micro-batches per drafter in one step: a step has accumulation x drafters of them.
+        Restart accumulation: u32 = 1;
+    }
+
+    /// What is kept on disk.
+    checkpoint: Checkpoint {
+        /// Optimizer steps between checkpoints; one is always written at the end.
+        Live every_steps: u64 = 500;
+        /// Checkpoints that are kept; older ones are deleted.
+        Live keep_last: u32 = 3;
+        /// Number type of exported weights.
+        Live export_dtype: Dtype = Dtype::Bf16;
+    }
+
+    /// The HTTP port with /metrics (Prometheus) and /livez.
+    admin: Admin {
+        /// Address to listen on; there is no authentication, so keep it on loopback. "off" = no port.
+        Restart listen: Listen = Listen(Some(([127, 0, 0, 1], 9464).into()));
+    }
+
+    /// Log lines, on stderr.
+    log: Log {
+        /// error, warn, info, debug or trace, also per module: "info,draftmill::data=debug".
+        Live level: String = "info".into();
+        /// "human" or "json"; "auto" = human on a terminal.
+        Restart format: LogFormat = LogFormat::Auto;
+        /// Time between progress lines where stderr is no terminal.
+        Live progress_every: TimeSpan = TimeSpan(Duration::from_secs(5));
+    }
+
+    /// What happens on SIGINT and SIGTERM.
+    shutdown: Shutdown {
+        /// Time for running work and a last checkpoint; after it the process ends without.
+        Live grace: TimeSpan = TimeSpan(Duration::from_secs(120));
+    }
+
+    /// The cost model of run.engine = "simulated".
+    simulate: Simulate {
+        /// Time of a target per token slot, padding included.
+        Restart target_per_token: TimeSpan = TimeSpan(Duration::from_micros(20));
+        /// Time of a drafter per micro-batch.
+        Restart micro_batch: TimeSpan = TimeSpan(Duration::from_millis(200));
+        /// Time of the optimizer per step.
+        Restart step: TimeSpan = TimeSpan(Duration::from_millis(20));
+        /// Bytes of hidden states per token (Qwen3-8B, 5 taps, bf16: 40 KiB).
+        Restart feature_bytes_per_token: ByteSize = ByteSize(40 << 10);
+    }
+}

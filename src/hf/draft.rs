@@ -1,0 +1,451 @@
+//! The drafter's configuration in the z-lab layout: `config.json` in and out, and the exact tensors that belong to it.
+
+use super::fields::Fields;
+use super::{Dtype, HfError, dtype_name, read_json};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What a layer of the drafter may see of the context (`reference/dflash.md` section 1.6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerType {
+    /// All context before the anchor and the whole block.
+    Full,
+    /// Context within `sliding_window` and, inside the block, only slots up to its own.
+    Sliding,
+}
+
+/// Shape and settings of a DFlash drafter (`reference/dflash.md` section 2.1).
+#[derive(Clone, Debug, PartialEq)]
+pub struct DraftConfig {
+    /// Width of the residual stream; equal to the target's.
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    pub head_dim: usize,
+    pub rms_norm_eps: f64,
+    pub rope_theta: f64,
+    /// Rows of the target's embedding.
+    pub vocab_size: usize,
+    /// Slots of a block, the anchor included.
+    pub block_size: usize,
+    /// The token that fills every slot but the first.
+    pub mask_token_id: u32,
+    /// Tapped target layers, 0-based: id `i` is the residual stream after layer `i`.
+    pub target_layer_ids: Vec<usize>,
+    /// Layers of the target, tapped or not.
+    pub num_target_layers: usize,
+    pub max_position_embeddings: usize,
+    /// One entry for each drafter layer.
+    pub layer_types: Vec<LayerType>,
+    /// Positions that a sliding layer sees, its own included; `None` when every layer is full.
+    pub sliding_window: Option<usize>,
+    pub bos_token_id: Option<u32>,
+    pub eos_token_ids: Vec<u32>,
+    pub pad_token_id: Option<u32>,
+    /// Number type of the weights beside the config.
+    pub dtype: Dtype,
+}
+
+impl DraftConfig {
+    /// Reads `config.json` of a drafter folder.
+    pub fn load(folder: &Path) -> Result<DraftConfig, HfError> {
+        let path = folder.join("config.json");
+        DraftConfig::from_named_json(&path.display().to_string(), &read_json(&path)?)
+    }
+
+    /// Takes `block_size` and the rope settings in either place where writers put them. Refuses by name what the
+    /// architecture here does not do.
+    pub fn from_json(value: &Value) -> Result<DraftConfig, HfError> {
+        DraftConfig::from_named_json("config.json", value)
+    }
+
+    fn from_named_json(file: &str, value: &Value) -> Result<DraftConfig, HfError> {
+        let top = Fields::new(file, value)?;
+        refuse_other_architectures(&top)?;
+        let nested = top.nested("dflash_config")?.ok_or_else(|| {
+            top.missing("dflash_config", "an object with `mask_token_id`, `target_layer_ids` and `block_size`")
+        })?;
+        let heads = top.size("num_attention_heads")?;
+        let hidden_size = top.size("hidden_size")?;
+        let layers = top.size("num_hidden_layers")?;
+        let sliding_window =
+            if top.flag("use_sliding_window")?.unwrap_or(false) { top.count("sliding_window")? } else { None };
+        let config = DraftConfig {
+            hidden_size,
+            intermediate_size: top.size("intermediate_size")?,
+            num_hidden_layers: layers,
+            num_attention_heads: heads,
+            num_key_value_heads: top.count("num_key_value_heads")?.unwrap_or(heads),
+            head_dim: top.count("head_dim")?.unwrap_or(hidden_size / heads),
+            rms_norm_eps: top.positive("rms_norm_eps")?.unwrap_or(1e-6),
+            rope_theta: rope_theta(&top)?,
+            vocab_size: top.size("vocab_size")?,
+            block_size: block_size(&top, &nested)?,
+            mask_token_id: one_id(&nested, "mask_token_id")?
+                .ok_or_else(|| nested.missing("mask_token_id", "a token id that the target never produces"))?,
+            target_layer_ids: nested.ids("target_layer_ids")?.into_iter().map(|id| id as usize).collect(),
+            num_target_layers: top.size("num_target_layers")?,
+            max_position_embeddings: top.size("max_position_embeddings")?,
+            layer_types: layer_types(&top, layers, sliding_window)?,
+            sliding_window,
+            bos_token_id: one_id(&top, "bos_token_id")?,
+            eos_token_ids: top.ids("eos_token_id")?,
+            pad_token_id: one_id(&top, "pad_token_id")?,
+            dtype: top.dtype()?.unwrap_or(Dtype::Bf16),
+        };
+        config.check(file)?;
+        Ok(config)
+    }
+
+    /// Refuses values that contradict one another, by name. For a config that was put together in code.
+    pub fn validate(&self) -> Result<(), HfError> {
+        self.check("the drafter's configuration")
+    }
+
+    /// `config.json` as z-lab, SGLang, vLLM and both generations of transformers read it: `block_size` and the rope
+    /// settings stand in both of their places, the layer types are explicit, and nothing hints at a partial rotary.
+    /// `auto_map` is left out: it would promise a `dflash.py` beside the weights, which we do not ship.
+    pub fn to_json(&self) -> Value {
+        let kinds: Vec<&str> = self.layer_types.iter().map(|&kind| layer_type_name(kind)).collect();
+        let eos = match self.eos_token_ids.as_slice() {
+            [] => Value::Null,
+            [one] => json!(one),
+            many => json!(many),
+        };
+        json!({
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": self.target_layer_ids,
+                "block_size": self.block_size,
+            },
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "attention_bias": false,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": null,
+            "rope_parameters": { "rope_theta": self.rope_theta, "rope_type": "default" },
+            "layer_types": kinds,
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.sliding_window.is_some(),
+            "max_window_layers": self.num_hidden_layers,
+            "tie_word_embeddings": false,
+            "use_cache": true,
+            "dtype": dtype_name(self.dtype),
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos,
+            "pad_token_id": self.pad_token_id,
+        })
+    }
+
+    /// The `11 n + 3` tensors of a drafter with `n` layers, by name.
+    pub fn tensor_shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
+        let query = self.num_attention_heads * self.head_dim;
+        let key = self.num_key_value_heads * self.head_dim;
+        let mut shapes = BTreeMap::from([
+            ("fc.weight".to_string(), vec![hidden, self.target_layer_ids.len() * hidden]),
+            ("hidden_norm.weight".to_string(), vec![hidden]),
+            ("norm.weight".to_string(), vec![hidden]),
+        ]);
+        for layer in 0..self.num_hidden_layers {
+            for (name, shape) in [
+                ("input_layernorm", vec![hidden]),
+                ("post_attention_layernorm", vec![hidden]),
+                ("self_attn.q_proj", vec![query, hidden]),
+                ("self_attn.k_proj", vec![key, hidden]),
+                ("self_attn.v_proj", vec![key, hidden]),
+                ("self_attn.o_proj", vec![hidden, query]),
+                ("self_attn.q_norm", vec![self.head_dim]),
+                ("self_attn.k_norm", vec![self.head_dim]),
+                ("mlp.gate_proj", vec![inner, hidden]),
+                ("mlp.up_proj", vec![inner, hidden]),
+                ("mlp.down_proj", vec![hidden, inner]),
+            ] {
+                shapes.insert(format!("layers.{layer}.{name}.weight"), shape);
+            }
+        }
+        shapes
+    }
+
+    fn check(&self, file: &str) -> Result<(), HfError> {
+        let bad = |key: &str, value: String, expected: String| {
+            Err(HfError::BadValue { file: file.into(), key: key.into(), value, expected })
+        };
+        let (heads, kv) = (self.num_attention_heads, self.num_key_value_heads);
+        if kv == 0 || !heads.is_multiple_of(kv) {
+            return bad("num_key_value_heads", kv.to_string(), format!("a divisor of num_attention_heads ({heads})"));
+        }
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
+            return bad("head_dim", self.head_dim.to_string(), "even and at least 2, for the rotary halves".into());
+        }
+        if self.block_size < 2 {
+            return bad("block_size", self.block_size.to_string(), "at least 2: an anchor and a slot to draft".into());
+        }
+        if self.mask_token_id as usize >= self.vocab_size {
+            let expected = format!("below vocab_size ({}), as its embedding row must exist", self.vocab_size);
+            return bad("mask_token_id", self.mask_token_id.to_string(), expected);
+        }
+        let ids = &self.target_layer_ids;
+        let distinct = ids.iter().collect::<std::collections::BTreeSet<_>>().len() == ids.len();
+        if ids.is_empty() || !distinct || ids.iter().any(|&id| id + 1 >= self.num_target_layers) {
+            // The last layer has no agreed tap: engines capture it before or after the final norm, or not at all.
+            let expected = format!(
+                "a list of different layers below {}, the last of the target's layers excluded",
+                self.num_target_layers.saturating_sub(1)
+            );
+            return bad("target_layer_ids", format!("{ids:?}"), expected);
+        }
+        if self.layer_types.len() != self.num_hidden_layers {
+            let expected = format!("one entry for each of the {} layers", self.num_hidden_layers);
+            return bad("layer_types", format!("{} entries", self.layer_types.len()), expected);
+        }
+        let slides = self.layer_types.contains(&LayerType::Sliding);
+        match self.sliding_window {
+            Some(window) if window > 0 && slides => Ok(()),
+            None if !slides => Ok(()),
+            Some(window) if slides => bad("sliding_window", window.to_string(), "at least 1".into()),
+            other => bad("sliding_window", format!("{other:?}"), "set if and only if a layer type is sliding".into()),
+        }
+    }
+}
+
+/// z-lab's choice of `n` taps in a target of `num_target_layers` layers: from layer 1 to the last but two, evenly,
+/// rounded half to even as Python does (`reference/dflash.md` section 1.4). It means little for targets of fewer than
+/// five layers, where ids repeat; [`DraftConfig::validate`] refuses those.
+pub fn default_target_layer_ids(num_target_layers: usize, n: usize) -> Vec<usize> {
+    if n == 1 {
+        return vec![num_target_layers / 2];
+    }
+    let span = num_target_layers as f64 - 4.0;
+    (0..n).map(|i| (1.0 + i as f64 * span / (n as f64 - 1.0)).round_ties_even().max(0.0) as usize).collect()
+}
+
+fn layer_type_name(kind: LayerType) -> &'static str {
+    match kind {
+        LayerType::Full => "full_attention",
+        LayerType::Sliding => "sliding_attention",
+    }
+}
+
+fn refuse_other_architectures(top: &Fields<'_>) -> Result<(), HfError> {
+    if let Some(names) = top.get("architectures") {
+        let known = names.as_array().is_some_and(|list| list.iter().any(|name| name == "DFlashDraftModel"));
+        if !known {
+            return Err(top.unsupported("architectures", "only [\"DFlashDraftModel\"] is"));
+        }
+    }
+    if top.text("hidden_act")?.is_some_and(|name| name != "silu") {
+        return Err(top.unsupported("hidden_act", "only silu is"));
+    }
+    if top.flag("attention_bias")?.unwrap_or(false) {
+        return Err(top.unsupported("attention_bias", "drafters have no biases"));
+    }
+    // These would change the numbers of a drafter that was trained with a full rotary and plain logits.
+    for key in ["partial_rotary_factor", "mrope_section", "input_embedding_scale", "output_multiplier"] {
+        if top.get(key).is_some_and(|value| value.as_f64() != Some(1.0)) {
+            return Err(top.unsupported(key, "leave the key out"));
+        }
+    }
+    for key in ["final_logit_softcapping", "is_causal", "quantization_config"] {
+        if top.get(key).is_some() {
+            return Err(top.unsupported(key, "leave the key out"));
+        }
+    }
+    Ok(())
+}
+
+fn block_size(top: &Fields<'_>, nested: &Fields<'_>) -> Result<usize, HfError> {
+    match (nested.count("block_size")?, top.count("block_size")?) {
+        (Some(inner), Some(outer)) if inner != outer => {
+            Err(top.bad("block_size", &format!("{inner}, as in `dflash_config.block_size`")))
+        }
+        (Some(size), _) | (None, Some(size)) => Ok(size),
+        (None, None) => Err(top.missing("block_size", "a whole number of at least 2, here or in `dflash_config`")),
+    }
+}
+
+/// `rope_theta` at the top (transformers 4) or in `rope_parameters` (transformers 5); only unscaled rotary is known.
+fn rope_theta(top: &Fields<'_>) -> Result<f64, HfError> {
+    let mut theta = top.positive("rope_theta")?;
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(rope) = top.nested(key)? else { continue };
+        for name in ["rope_type", "type"] {
+            if rope.text(name)?.is_some_and(|kind| kind != "default") {
+                return Err(rope.unsupported(name, "drafters use the default rotary embedding"));
+            }
+        }
+        for name in ["partial_rotary_factor", "mrope_section"] {
+            if rope.get(name).is_some_and(|value| value.as_f64() != Some(1.0)) {
+                return Err(rope.unsupported(name, "leave the key out"));
+            }
+        }
+        match (rope.positive("rope_theta")?, theta) {
+            (Some(inner), Some(outer)) if inner != outer => {
+                return Err(rope.bad("rope_theta", &format!("{outer}, as in `rope_theta`")));
+            }
+            (Some(inner), _) => theta = Some(inner),
+            (None, _) => {}
+        }
+    }
+    theta.ok_or_else(|| top.missing("rope_theta", "the base of the rotary embedding, such as 1000000"))
+}
+
+fn layer_types(top: &Fields<'_>, layers: usize, window: Option<usize>) -> Result<Vec<LayerType>, HfError> {
+    let Some(value) = top.get("layer_types") else {
+        // transformers' rule for configs that leave them out.
+        let first = top.count("max_window_layers")?.unwrap_or(layers);
+        let sliding = |layer: usize| window.is_some() && layer >= first;
+        return Ok((0..layers).map(|l| if sliding(l) { LayerType::Sliding } else { LayerType::Full }).collect());
+    };
+    let expected = "a list of \"full_attention\" and \"sliding_attention\"";
+    let list = value.as_array().ok_or_else(|| top.bad("layer_types", expected))?;
+    list.iter()
+        .map(|entry| match entry.as_str() {
+            Some("full_attention") => Ok(LayerType::Full),
+            Some("sliding_attention") => Ok(LayerType::Sliding),
+            _ => Err(top.bad("layer_types", expected)),
+        })
+        .collect()
+}
+
+fn one_id(fields: &Fields<'_>, key: &str) -> Result<Option<u32>, HfError> {
+    match fields.ids(key)?.as_slice() {
+        [] => Ok(None),
+        [one] => Ok(Some(*one)),
+        _ => Err(fields.bad(key, "one token id")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> DraftConfig {
+        DraftConfig {
+            hidden_size: 48,
+            intermediate_size: 96,
+            num_hidden_layers: 3,
+            num_attention_heads: 6,
+            num_key_value_heads: 2,
+            head_dim: 10,
+            rms_norm_eps: 1e-6,
+            rope_theta: 5e5,
+            vocab_size: 300,
+            block_size: 6,
+            mask_token_id: 299,
+            target_layer_ids: vec![1, 4],
+            num_target_layers: 7,
+            max_position_embeddings: 1024,
+            layer_types: vec![LayerType::Sliding, LayerType::Full, LayerType::Full],
+            sliding_window: Some(32),
+            bos_token_id: Some(1),
+            eos_token_ids: vec![2, 3],
+            pad_token_id: None,
+            dtype: Dtype::Bf16,
+        }
+    }
+
+    #[test]
+    fn a_config_survives_the_way_through_json() {
+        let config = sample();
+        assert_eq!(DraftConfig::from_json(&config.to_json()).unwrap(), config);
+    }
+
+    /// SpecForge#742 and speculators#662: readers look in one of two places, so both must be written and read.
+    #[test]
+    fn specforge_742_both_spellings_are_written_and_either_is_read() {
+        let config = sample();
+        let whole = config.to_json();
+        for (key, inner) in [("block_size", "dflash_config"), ("rope_theta", "rope_parameters")] {
+            assert_eq!(whole[key], whole[inner][key]);
+            let mut outer_only = whole.clone();
+            outer_only[inner].as_object_mut().unwrap().remove(key);
+            assert_eq!(DraftConfig::from_json(&outer_only).unwrap(), config);
+            let mut inner_only = whole.clone();
+            inner_only.as_object_mut().unwrap().remove(key);
+            assert_eq!(DraftConfig::from_json(&inner_only).unwrap(), config);
+            let mut neither = outer_only;
+            neither.as_object_mut().unwrap().remove(key);
+            let text = DraftConfig::from_json(&neither).unwrap_err().to_string();
+            assert!(text.contains(key), "{text}");
+        }
+        assert_eq!(whole["rope_scaling"], Value::Null);
+    }
+
+    /// speculators#613, Automodel#3605: a leaked partial rotary made acceptance collapse in serving.
+    #[test]
+    fn speculators_613_partial_rotary_is_never_written_and_refused_when_read() {
+        let mut value = sample().to_json();
+        assert!(!value.to_string().contains("partial_rotary") && !value.to_string().contains("mrope"));
+        value["partial_rotary_factor"] = json!(0.25);
+        let text = DraftConfig::from_json(&value).unwrap_err().to_string();
+        assert!(text.contains("partial_rotary_factor") && text.contains("0.25"), "{text}");
+    }
+
+    #[test]
+    fn contradictions_are_refused_by_name() {
+        for (key, value) in [
+            ("num_target_layers", json!(5)),
+            ("num_key_value_heads", json!(4)),
+            ("vocab_size", json!(299)),
+            ("head_dim", json!(9)),
+            ("layer_types", json!(["full_attention"])),
+            ("use_sliding_window", json!(false)),
+            ("hidden_act", json!("gelu")),
+            ("attention_bias", json!(true)),
+            ("architectures", json!(["DFlash2DraftModel"])),
+        ] {
+            let mut config = sample().to_json();
+            config[key] = value;
+            assert!(DraftConfig::from_json(&config).is_err(), "{key}");
+        }
+    }
+
+    #[test]
+    fn a_drafter_has_11_n_plus_3_tensors() {
+        let config = sample();
+        let shapes = config.tensor_shapes();
+        assert_eq!(shapes.len(), 11 * config.num_hidden_layers + 3);
+        assert_eq!(shapes["fc.weight"], [48, 96]);
+        assert_eq!(shapes["layers.2.self_attn.o_proj.weight"], [48, 60]);
+    }
+
+    /// The table of `reference/dflash.md` section 1.4; 38, 62 and 94 tell half-to-even from half-up.
+    #[test]
+    fn taps_follow_the_published_table() {
+        for (layers, ids) in [
+            (24, [1, 6, 11, 16, 21]),
+            (28, [1, 7, 13, 19, 25]),
+            (32, [1, 8, 15, 22, 29]),
+            (36, [1, 9, 17, 25, 33]),
+            (38, [1, 10, 18, 26, 35]),
+            (40, [1, 10, 19, 28, 37]),
+            (48, [1, 12, 23, 34, 45]),
+            (60, [1, 15, 29, 43, 57]),
+            (61, [1, 15, 30, 44, 58]),
+            (62, [1, 16, 30, 44, 59]),
+            (64, [1, 16, 31, 46, 61]),
+            (94, [1, 24, 46, 68, 91]),
+        ] {
+            assert_eq!(default_target_layer_ids(layers, 5), ids, "{layers} layers");
+        }
+        assert_eq!(default_target_layer_ids(36, 1), [18]);
+    }
+}

@@ -1,0 +1,214 @@
+//! Weights on disk: safetensors files, mapped and looked up by name, sharded or not.
+
+use super::{HfError, read_json};
+use memmap2::Mmap;
+use safetensors::tensor::{Metadata, SafeTensors};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+pub use safetensors::tensor::Dtype as RawDtype;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Bytes before a file's header: its length.
+const LENGTH_BYTES: usize = 8;
+
+/// The tensors of one folder or file. The files stay mapped as long as this lives; nothing is read until it is used.
+pub struct TensorFiles {
+    /// What errors call it: the folder, or the file.
+    label: String,
+    files: Vec<MappedFile>,
+    /// Tensor name to its file's place in `files`.
+    names: BTreeMap<String, usize>,
+}
+
+/// One tensor as it lies on disk: little endian, row-major.
+#[derive(Clone, Copy, Debug)]
+pub struct RawTensor<'a> {
+    pub dtype: RawDtype,
+    pub shape: &'a [usize],
+    pub bytes: &'a [u8],
+}
+
+struct MappedFile {
+    path: PathBuf,
+    map: Mmap,
+    metadata: Metadata,
+    /// Offset of the first tensor byte.
+    start: usize,
+}
+
+impl TensorFiles {
+    /// Opens `model.safetensors`, or every shard that `model.safetensors.index.json` names.
+    pub fn open(folder: &Path) -> Result<TensorFiles, HfError> {
+        let index = folder.join(INDEX);
+        if !index.exists() {
+            let mut files = TensorFiles::open_file(&folder.join(SINGLE))?;
+            files.label = folder.display().to_string();
+            return Ok(files);
+        }
+        let label = index.display().to_string();
+        let bad = |reason: String| HfError::Json { file: label.clone(), reason };
+        let value = read_json(&index)?;
+        let map = value["weight_map"].as_object().ok_or_else(|| bad("`weight_map` is not an object".into()))?;
+        let mut files: Vec<MappedFile> = Vec::new();
+        let mut places: HashMap<&str, usize> = HashMap::new();
+        let mut names = BTreeMap::new();
+        for (name, shard) in map {
+            let shard = shard.as_str().ok_or_else(|| bad(format!("the shard of `{name}` is not a text")))?;
+            let place = match places.get(shard) {
+                Some(&place) => place,
+                None => {
+                    if Path::new(shard).file_name() != Some(shard.as_ref()) {
+                        return Err(bad(format!("the shard `{shard}` is not a plain file name")));
+                    }
+                    files.push(MappedFile::open(&folder.join(shard))?);
+                    places.insert(shard, files.len() - 1);
+                    files.len() - 1
+                }
+            };
+            if files[place].metadata.info(name).is_none() {
+                return Err(HfError::MissingTensor { file: files[place].label(), name: name.clone() });
+            }
+            names.insert(name.clone(), place);
+        }
+        Ok(TensorFiles { label: folder.display().to_string(), files, names })
+    }
+
+    /// Opens one safetensors file.
+    pub fn open_file(path: &Path) -> Result<TensorFiles, HfError> {
+        let file = MappedFile::open(path)?;
+        let names = file.metadata.tensors().into_keys().map(|name| (name, 0)).collect();
+        Ok(TensorFiles { label: path.display().to_string(), files: vec![file], names })
+    }
+
+    /// In alphabetical order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.names.keys().map(String::as_str)
+    }
+
+    /// The free-form metadata of the first file, such as `format`.
+    pub fn metadata(&self) -> Option<&HashMap<String, String>> {
+        self.files.first().and_then(|file| file.metadata.metadata().as_ref())
+    }
+
+    pub fn get(&self, name: &str) -> Result<RawTensor<'_>, HfError> {
+        let missing = || HfError::MissingTensor { file: self.label.clone(), name: name.into() };
+        let file = &self.files[*self.names.get(name).ok_or_else(missing)?];
+        let info = file.metadata.info(name).ok_or_else(missing)?;
+        let (begin, end) = info.data_offsets;
+        // The metadata was checked against the length of the file when it was opened.
+        let bytes = &file.map[file.start + begin..file.start + end];
+        Ok(RawTensor { dtype: info.dtype, shape: &info.shape, bytes })
+    }
+
+    /// A weight: of this shape, and F32, F16 or BF16.
+    pub fn weight(&self, name: &str, shape: &[usize]) -> Result<RawTensor<'_>, HfError> {
+        let raw = self.get(name)?;
+        if raw.shape != shape {
+            let (found, expected) = (raw.shape.to_vec(), shape.to_vec());
+            return Err(HfError::BadShape { file: self.label.clone(), name: name.into(), found, expected });
+        }
+        match raw.dtype {
+            RawDtype::F32 | RawDtype::F16 | RawDtype::BF16 => Ok(raw),
+            other => {
+                let found = format!("{other:?}");
+                Err(HfError::BadDtype { file: self.label.clone(), name: name.into(), found })
+            }
+        }
+    }
+
+    /// Checks every tensor of a model at once; tensors that are not in `shapes` are no error.
+    pub fn check(&self, shapes: &BTreeMap<String, Vec<usize>>) -> Vec<HfError> {
+        shapes.iter().filter_map(|(name, shape)| self.weight(name, shape).err()).collect()
+    }
+}
+
+impl MappedFile {
+    fn open(path: &Path) -> Result<MappedFile, HfError> {
+        let read = |source| HfError::Read { path: path.into(), source };
+        let file = File::open(path).map_err(read)?;
+        // SAFETY: the map is only read. Weight files are written once and renamed into place; a file that another
+        // process truncates while we read it would end this process with SIGBUS, as it would any reader of maps.
+        let map = unsafe { Mmap::map(&file) }.map_err(read)?;
+        let (header, metadata) = SafeTensors::read_metadata(&map)
+            .map_err(|error| HfError::Safetensors { file: path.display().to_string(), reason: error.to_string() })?;
+        Ok(MappedFile { path: path.into(), map, metadata, start: LENGTH_BYTES + header })
+    }
+
+    fn label(&self) -> String {
+        self.path.display().to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::TensorView;
+
+    fn write(path: &Path, tensors: &[(&str, &[usize], f32)]) {
+        let bytes: Vec<Vec<u8>> = tensors
+            .iter()
+            .map(|(_, shape, value)| value.to_le_bytes().repeat(shape.iter().product::<usize>()))
+            .collect();
+        let views = tensors.iter().zip(&bytes).map(|((name, shape, _), data)| {
+            (name.to_string(), TensorView::new(RawDtype::F32, shape.to_vec(), data).unwrap())
+        });
+        std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn a_single_file_and_shards_read_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        write(&folder.path().join(SINGLE), &[("a", &[2, 3], 1.5), ("b", &[4], -2.0)]);
+        let single = TensorFiles::open(folder.path()).unwrap();
+        let shards = tempfile::tempdir().unwrap();
+        write(&shards.path().join("one.safetensors"), &[("a", &[2, 3], 1.5)]);
+        write(&shards.path().join("two.safetensors"), &[("b", &[4], -2.0), ("unlisted", &[1], 0.0)]);
+        let index = r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}"#;
+        std::fs::write(shards.path().join(INDEX), index).unwrap();
+        let sharded = TensorFiles::open(shards.path()).unwrap();
+        assert_eq!(single.names().collect::<Vec<_>>(), sharded.names().collect::<Vec<_>>());
+        for (name, shape) in [("a", vec![2, 3]), ("b", vec![4])] {
+            let (left, right) = (single.weight(name, &shape).unwrap(), sharded.weight(name, &shape).unwrap());
+            assert_eq!(left.bytes, right.bytes);
+            assert!(!left.bytes.is_empty());
+        }
+    }
+
+    #[test]
+    fn errors_name_the_file_the_tensor_and_the_shapes() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = TensorFiles::open(folder.path()).err().unwrap().to_string();
+        assert!(text.contains(SINGLE), "{text}");
+        write(&folder.path().join(SINGLE), &[("a", &[2, 3], 0.0)]);
+        let files = TensorFiles::open(folder.path()).unwrap();
+        let text = files.weight("a", &[3, 2]).unwrap_err().to_string();
+        assert!(text.contains("[2, 3]") && text.contains("[3, 2]") && text.contains("`a`"), "{text}");
+        let text = files.weight("c", &[1]).unwrap_err().to_string();
+        assert!(text.contains("`c`"), "{text}");
+        assert_eq!(files.check(&BTreeMap::from([("a".into(), vec![2, 3]), ("d".into(), vec![1])])).len(), 1);
+    }
+
+    #[test]
+    fn a_truncated_file_and_a_false_index_are_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(SINGLE);
+        write(&path, &[("a", &[8], 0.0)]);
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+        assert!(matches!(TensorFiles::open(folder.path()), Err(HfError::Safetensors { .. })));
+        std::fs::write(&path, &whole).unwrap();
+        for (index, word) in [
+            (r#"{"weight_map": {"b": "model.safetensors"}}"#, "`b`"),
+            (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "plain file name"),
+            (r#"{"weight_map": {"a": "gone.safetensors"}}"#, "gone.safetensors"),
+            (r#"{}"#, "weight_map"),
+        ] {
+            std::fs::write(folder.path().join(INDEX), index).unwrap();
+            let text = TensorFiles::open(folder.path()).err().unwrap().to_string();
+            assert!(text.contains(word), "{text}");
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! A named list of tensors in one fixed order: weights and gradients as they travel between drafters and the optimizer.
+
+use super::ModelError;
+use crate::hf::draft::DraftConfig;
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+use tch::{Device, Kind, Tensor};
+
+/// Tensors with their names, sorted by name. Moved between owners, never shared: whoever holds a set holds the only
+/// alias of its storage, so that it may be written in place.
+pub struct ParamSet {
+    names: Vec<String>,
+    tensors: Vec<Tensor>,
+}
+
+/// What a drafter computes with.
+pub type Weights = ParamSet;
+/// The summed gradient of loss numerators, one tensor for each weight.
+pub type Gradient = ParamSet;
+
+impl ParamSet {
+    /// Sorts by name; the names must differ.
+    pub fn new(mut pairs: Vec<(String, Tensor)>) -> ParamSet {
+        pairs.sort_by(|a, b| a.0.cmp(&b.0));
+        debug_assert!(pairs.windows(2).all(|pair| pair[0].0 < pair[1].0), "parameter names must differ");
+        let (names, tensors) = pairs.into_iter().unzip();
+        ParamSet { names, tensors }
+    }
+
+    pub fn len(&self) -> usize {
+        self.names.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.names.is_empty()
+    }
+
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// In the order of [`ParamSet::names`].
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    pub fn tensors_mut(&mut self) -> &mut [Tensor] {
+        &mut self.tensors
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.names.iter().map(String::as_str).zip(&self.tensors)
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        self.names.binary_search_by(|known| known.as_str().cmp(name)).ok().map(|index| &self.tensors[index])
+    }
+
+    pub fn into_pairs(self) -> Vec<(String, Tensor)> {
+        self.names.into_iter().zip(self.tensors).collect()
+    }
+
+    /// A copy that shares no storage with this set, on `device` as `kind`.
+    pub fn deep_copy(&self, device: Device, kind: Kind) -> Result<ParamSet, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let tensors = self.tensors.iter().map(|t| t.detach().f_to_device_(device, kind, false, true));
+        Ok(ParamSet { names: self.names.clone(), tensors: tensors.collect::<Result<_, _>>()? })
+    }
+
+    /// Zeros of the same names and shapes, in fp32 on the same devices.
+    pub fn zeros_like(&self) -> Result<ParamSet, ModelError> {
+        let zeros = self.tensors.iter().map(|t| Tensor::f_zeros(t.size(), (Kind::Float, t.device())));
+        Ok(ParamSet { names: self.names.clone(), tensors: zeros.collect::<Result<_, _>>()? })
+    }
+}
+
+/// Fresh weights in fp32 on the CPU: N(0, 0.02) for matrices and ones for norms, as transformers initialises Qwen3.
+/// A function of (config, seed) alone: every tensor has its own stream, so neither threads nor order matter.
+pub fn init_params(config: &DraftConfig, seed: u64) -> Result<ParamSet, ModelError> {
+    let mut pairs = Vec::new();
+    for (stream, (name, shape)) in config.tensor_shapes().into_iter().enumerate() {
+        let sizes: Vec<i64> = shape.iter().map(|&n| n as i64).collect();
+        let values = if shape.len() == 1 {
+            vec![1.0; shape[0]]
+        } else {
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
+            rng.set_stream(stream as u64);
+            normal(&mut rng, shape.iter().product(), 0.02)
+        };
+        pairs.push((name, Tensor::f_from_slice(&values)?.f_reshape(sizes)?));
+    }
+    Ok(ParamSet::new(pairs))
+}
+
+/// Normal values by Box and Muller's method, which needs nothing but uniform ones.
+fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
+    let mut values = Vec::with_capacity(count + 1);
+    while values.len() < count {
+        let (u, v): (f64, f64) = (rng.random(), rng.random());
+        // 1 - u lies in (0, 1], so the logarithm is finite.
+        let radius = deviation * (-2.0 * (1.0 - u).ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * v).sin_cos();
+        values.push((radius * cos) as f32);
+        values.push((radius * sin) as f32);
+    }
+    values.truncate(count);
+    values
+}
