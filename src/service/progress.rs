@@ -1,0 +1,93 @@
+//! What a person sees while a run goes on: a live line on a terminal, a plain line every few seconds elsewhere.
+
+use draftmill_actors::trainer::StepRecord;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::{
+    io::{IsTerminal, stderr},
+    time::Duration,
+};
+use tokio::time::Instant;
+
+/// Shows steps as they come.
+pub struct Progress {
+    bar: Option<ProgressBar>,
+    total: u64,
+    every: Duration,
+    last: Option<Instant>,
+    born: Instant,
+    start_step: u64,
+    tokens: u64,
+}
+
+impl Progress {
+    /// `total` steps are expected, `start_step` of them are done. `every`: time between plain lines.
+    pub fn new(total: u64, start_step: u64, every: Duration) -> Progress {
+        let style = ProgressStyle::with_template("{spinner} step {pos}/{len} [{wide_bar}] {msg}");
+        let bar = stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(4));
+            if let Ok(style) = style {
+                bar.set_style(style);
+            }
+            bar.set_position(start_step);
+            bar.set_message("filling the pool");
+            bar.enable_steady_tick(Duration::from_millis(250));
+            bar
+        });
+        Progress { bar, total, every, last: None, born: Instant::now(), start_step, tokens: 0 }
+    }
+
+    /// A step is complete.
+    pub fn on_step(&mut self, record: &StepRecord) {
+        self.tokens += record.tokens;
+        let text = self.text(record);
+        if let Some(bar) = &self.bar {
+            bar.set_position(record.step);
+            bar.set_message(text);
+        } else if self.last.is_none_or(|at| at.elapsed() >= self.every) || record.step == self.total {
+            self.last = Some(Instant::now());
+            tracing::info!("step {}/{} {text}", record.step, self.total);
+        }
+    }
+
+    /// Clears the live line.
+    pub fn finish(self) {
+        if let Some(bar) = self.bar {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn text(&self, r: &StepRecord) -> String {
+        let seconds = self.born.elapsed().as_secs_f64().max(1e-9);
+        let done = (r.step - self.start_step).max(1) as f64;
+        let left = Duration::from_secs_f64(seconds / done * self.total.saturating_sub(r.step) as f64);
+        format!(
+            "loss {:.3} acc {:.1}% lr {:.1e} norm {:.2} {:.0} tok/s, {} left",
+            r.loss,
+            r.accuracy * 100.0,
+            r.learning_rate,
+            r.grad_norm,
+            self.tokens as f64 / seconds,
+            clock(left)
+        )
+    }
+}
+
+fn clock(time: Duration) -> String {
+    let s = time.as_secs();
+    match (s / 3600, s / 60 % 60, s % 60) {
+        (0, 0, s) => format!("{s}s"),
+        (0, m, s) => format!("{m}m{s:02}s"),
+        (h, m, _) => format!("{h}h{m:02}m"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_read_as_people_say_them() {
+        let text = |s| clock(Duration::from_secs(s));
+        assert_eq!((text(7), text(67), text(7_267)), ("7s".into(), "1m07s".into(), "2h01m".into()));
+    }
+}
