@@ -172,6 +172,30 @@ fn spread_does_not_end_on_the_part_full_job() {
     assert!((5..=45).contains(&closing), "1 epoch in 10 should end on it, not {closing} of 200");
 }
 
+/// Equal places: with one phase for all, buckets of 4, 2 and 4 jobs meet at 0 and at 1/2.
+#[test]
+fn spread_puts_the_shorter_bucket_first_where_places_are_equal() {
+    struct Same;
+    impl rand::TryRng for Same {
+        type Error = std::convert::Infallible;
+        fn try_next_u32(&mut self) -> Result<u32, Self::Error> {
+            Ok(0)
+        }
+        fn try_next_u64(&mut self) -> Result<u64, Self::Error> {
+            Ok(0)
+        }
+        fn try_fill_bytes(&mut self, bytes: &mut [u8]) -> Result<(), Self::Error> {
+            bytes.fill(0);
+            Ok(())
+        }
+    }
+    let job = |bucket, index| JobSpec { id: JobId { epoch: 0, index }, bucket, samples: vec![0], tokens: 1, width: 1 };
+    let buckets: Vec<Vec<JobSpec>> =
+        [(2, 4), (0, 2), (1, 4)].map(|(bucket, count)| (0..count).map(|i| job(bucket, i)).collect()).into();
+    let order: Vec<BucketId> = spread(buckets, &mut Same).iter().map(|job| job.bucket).collect();
+    assert_eq!(order, [0, 1, 2, 1, 2, 0, 1, 2, 1, 2]);
+}
+
 #[test]
 fn shuffle_is_uniform_over_permutations() {
     let mut seen = std::collections::BTreeMap::new();

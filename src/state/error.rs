@@ -1,0 +1,95 @@
+//! What can go wrong with a run folder's state, each as a sentence that names the file and the remedy.
+
+use super::{IdentityDifference, SCHEMA_VERSION};
+use draftmill_actors::types::{JobId, Outcome};
+use rusqlite::ErrorCode;
+use std::{io, path::PathBuf};
+use thiserror::Error;
+
+/// A failed operation on a run folder's state.
+#[derive(Debug, Error)]
+#[error("cannot {action} {}: {problem}", path.display())]
+pub struct StateError {
+    /// What was to be done, as a verb phrase that the path completes.
+    pub action: &'static str,
+    pub path: PathBuf,
+    pub problem: Problem,
+}
+
+#[derive(Debug, Error)]
+pub enum Problem {
+    #[error("{0}; check that the path is right and may be written")]
+    Io(#[from] io::Error),
+    #[error(
+        "another draftmill process{holder} works in this run folder; wait until it ends, or give this run another folder",
+        holder = holder.as_ref().map(|pid| format!(" (process {pid})")).unwrap_or_default()
+    )]
+    InUse { holder: Option<String> },
+    #[error("this is not an SQLite database; restore the file from a copy, or start a new run folder")]
+    NotADatabase,
+    #[error("the file is damaged ({0}); restore it from a copy, or start a new run folder")]
+    Damaged(String),
+    #[error("this is an SQLite database, but not Draftmill's; give the run another folder")]
+    Foreign,
+    #[error(
+        "the file has schema version {found}, and this draftmill knows versions up to {SCHEMA_VERSION}; use the newer \
+         draftmill that wrote it"
+    )]
+    Newer { found: u32 },
+    #[error("the disk is full; free some space and resume the run: nothing of this write was kept")]
+    Full,
+    #[error("the file or its folder is read-only; make both writable for this user")]
+    ReadOnly,
+    #[error("the file cannot be opened or created; check that the folder exists and is writable for this user")]
+    CannotOpen,
+    #[error("another program holds the database locked; close it (perhaps an sqlite3 shell) and try again")]
+    Busy,
+    #[error("the file system does not support SQLite's write-ahead log; put the run folder on a local disk")]
+    NoWal,
+    #[error(transparent)]
+    Sqlite(rusqlite::Error),
+    #[error("job {job} stands at place {place} of the plan of epoch {epoch}; this is a defect of the planner")]
+    Misplaced { job: JobId, place: usize, epoch: u32 },
+    #[error(
+        "epoch {epoch} was planned differently before: {difference}; resume with the data, seed and settings that the run \
+         began with, or start a new run folder"
+    )]
+    PlanDiffers { epoch: u32, difference: String },
+    #[error(
+        "job {job} already ended as {old:?} and cannot end again as {new:?}; this is a defect of the pipeline (invariant D1)"
+    )]
+    EndedTwice { job: JobId, old: Outcome, new: Outcome },
+    #[error("job {job} is in no plan of this run; this is a defect of the pipeline")]
+    Unplanned { job: JobId },
+    #[error(
+        "job {job} is said to be trained at step {step}, but only steps after the newest checkpoint (step {newest}) may \
+         still be recorded; this is a defect of the pipeline (invariant R1)"
+    )]
+    TooLate { job: JobId, step: u64, newest: u64 },
+    #[error(
+        "step {step} comes before the newest checkpoint, of step {newest}; resume from that one, or reopen the jobs after \
+         the step that the weights are of"
+    )]
+    OlderCheckpoint { step: u64, newest: u64 },
+    #[error("there is no checkpoint of step {step}; resume from one that exists, or from 0")]
+    NoCheckpoint { step: u64 },
+    #[error(
+        "this run began with another identity: {}; resume with what it began with, or start a new run folder",
+        differences.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+    )]
+    IdentityDiffers { differences: Vec<IdentityDifference> },
+}
+
+impl From<rusqlite::Error> for Problem {
+    fn from(error: rusqlite::Error) -> Self {
+        match error.sqlite_error_code() {
+            Some(ErrorCode::NotADatabase) => Problem::NotADatabase,
+            Some(ErrorCode::DatabaseCorrupt) => Problem::Damaged(error.to_string()),
+            Some(ErrorCode::DiskFull) => Problem::Full,
+            Some(ErrorCode::ReadOnly | ErrorCode::PermissionDenied) => Problem::ReadOnly,
+            Some(ErrorCode::CannotOpen) => Problem::CannotOpen,
+            Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => Problem::Busy,
+            _ => Problem::Sqlite(error),
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! What a resumed run asks of its state: is this the same run, where are its weights, and which jobs are open again.
+
+use super::{Problem, StateDb, StateError, Synced, unsigned::Unsigned};
+use rusqlite::{Connection, OptionalExtension};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
+
+/// What must be the same for a run to go on, by name: data, tokenizer, template, seed, buckets, target, taps.
+pub type Identity = BTreeMap<String, String>;
+
+/// A part of the identity that changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IdentityDifference {
+    pub name: String,
+    /// What the run began with; `None` if it did not have this part.
+    pub old: Option<String>,
+    pub new: Option<String>,
+}
+
+impl fmt::Display for IdentityDifference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = |value: &Option<String>| value.as_ref().map_or("absent".to_owned(), |v| format!("\"{v}\""));
+        write!(f, "{} was {} and is now {}", self.name, shown(&self.old), shown(&self.new))
+    }
+}
+
+/// A checkpoint that exists: its folder was complete and synced before it was named here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checkpoint {
+    pub step: u64,
+    pub name: String,
+}
+
+/// What became of an epoch's jobs so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EpochCounts {
+    pub epoch: u32,
+    pub jobs: u64,
+    pub trained: u64,
+    pub skipped: u64,
+}
+
+impl EpochCounts {
+    /// Jobs that have no outcome yet.
+    pub fn open(&self) -> u64 {
+        self.jobs - self.trained - self.skipped
+    }
+}
+
+impl StateDb {
+    /// The identity that the run began with; empty before it was set.
+    pub fn identity(&self) -> Result<Identity, StateError> {
+        self.read("read the identity from", identity)
+    }
+
+    /// Writes the identity at the run's first start. Later it only compares: the same identity is fine, another one is
+    /// an error that names every difference.
+    pub fn set_identity(&mut self, new: &Identity) -> Result<(), StateError> {
+        self.write("write the identity to", Synced::AtOnce, |tx| {
+            let old = identity(tx)?;
+            if !old.is_empty() {
+                let differences = differences(&old, new);
+                return if differences.is_empty() { Ok(()) } else { Err(Problem::IdentityDiffers { differences }) };
+            }
+            let mut insert = tx.prepare_cached("INSERT INTO meta (key, value) VALUES ('identity.' || ?1, ?2)")?;
+            for (name, value) in new {
+                insert.execute([name, value])?;
+            }
+            Ok(())
+        })
+    }
+
+    /// How `new` differs from the identity that the run began with, by name.
+    pub fn compare_identity(&self, new: &Identity) -> Result<Vec<IdentityDifference>, StateError> {
+        Ok(differences(&self.identity()?, new))
+    }
+
+    /// The newest checkpoint that exists; `None` before the first.
+    pub fn latest_checkpoint(&self) -> Result<Option<Checkpoint>, StateError> {
+        self.read("read the newest checkpoint from", |connection| {
+            let mut statement =
+                connection.prepare_cached("SELECT step, name FROM checkpoints ORDER BY step DESC LIMIT 1")?;
+            let read =
+                |row: &rusqlite::Row<'_>| Ok(Checkpoint { step: row.get::<_, Unsigned>(0)?.0, name: row.get(1)? });
+            Ok(statement.query_row([], read).optional()?)
+        })
+    }
+
+    /// Takes the ledger back to the checkpoint of `step` (0: to the start of the run), and returns how many jobs are open
+    /// again: those trained at a later step, whose gradients the surviving weights do not hold, and those skipped since.
+    ///
+    /// Why skipped jobs too: the history that survives ends at the checkpoint, where these jobs were still open. What
+    /// made them fail may have been the fault that ended the run, and an uninterrupted run would have tried them. Jobs
+    /// skipped before the checkpoint stay skipped. Later checkpoints are forgotten, as they belong to the lost history.
+    pub fn reopen_after(&mut self, step: u64) -> Result<usize, StateError> {
+        self.write("reopen jobs in", Synced::AtOnce, |tx| {
+            let at = Unsigned(step);
+            let exists: bool =
+                tx.query_row("SELECT EXISTS (SELECT 1 FROM checkpoints WHERE step = ?1)", [at], |row| row.get(0))?;
+            if step > 0 && !exists {
+                return Err(Problem::NoCheckpoint { step });
+            }
+            tx.execute("DELETE FROM checkpoints WHERE step > ?1", [at])?;
+            Ok(tx.execute("DELETE FROM outcomes WHERE step > ?1 OR (reason IS NOT NULL AND checkpoint >= ?1)", [at])?)
+        })
+    }
+
+    /// The epochs that have a plan, ascending.
+    pub fn planned_epochs(&self) -> Result<Vec<u32>, StateError> {
+        Ok(self.counts()?.iter().map(|counts| counts.epoch).collect())
+    }
+
+    /// For each planned epoch, ascending, what became of its jobs.
+    pub fn counts(&self) -> Result<Vec<EpochCounts>, StateError> {
+        self.read("count outcomes in", |connection| {
+            let mut statement = connection.prepare_cached(
+                "SELECT epoch, jobs, count(step), count(reason) FROM plans LEFT JOIN outcomes USING (epoch)
+                 GROUP BY epoch ORDER BY epoch",
+            )?;
+            let counts = statement.query_map([], |row| {
+                let count = |column| row.get::<_, Unsigned>(column).map(|Unsigned(n)| n);
+                Ok(EpochCounts { epoch: row.get(0)?, jobs: count(1)?, trained: count(2)?, skipped: count(3)? })
+            })?;
+            Ok(counts.collect::<Result<_, _>>()?)
+        })
+    }
+}
+
+/// The step of the newest checkpoint, 0 before the first.
+pub(super) fn newest_checkpoint(connection: &Connection) -> Result<u64, rusqlite::Error> {
+    connection
+        .prepare_cached("SELECT coalesce(max(step), 0) FROM checkpoints")?
+        .query_row([], |row| row.get(0))
+        .map(|Unsigned(step)| step)
+}
+
+fn identity(connection: &Connection) -> Result<Identity, Problem> {
+    let mut statement =
+        connection.prepare_cached("SELECT substr(key, 10), value FROM meta WHERE key LIKE 'identity.%'")?;
+    let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    Ok(rows.collect::<Result<_, _>>()?)
+}
+
+fn differences(old: &Identity, new: &Identity) -> Vec<IdentityDifference> {
+    let names: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
+    names
+        .into_iter()
+        .filter(|&name| old.get(name) != new.get(name))
+        .map(|name| IdentityDifference { name: name.clone(), old: old.get(name).cloned(), new: new.get(name).cloned() })
+        .collect()
+}
