@@ -5,7 +5,8 @@ use crate::{
     types::{JobId, Outcome},
 };
 
-/// Keeps plans and outcomes. Calls come from one writer, on a blocking thread, and return only when the data is durable.
+/// Keeps plans and outcomes. Calls come from one writer, on a blocking thread. What a call wrote survives the death of the
+/// process; plans and checkpoints, with every outcome before them, also survive a loss of power.
 /// Errors are sentences that name the file and the remedy.
 pub trait Ledger: Send + 'static {
     /// Writes the plan of an epoch, unless that epoch is already there: then compares it, and an `Err` names the difference.

@@ -273,6 +273,11 @@ pub async fn run<L: Ledger>(
             }
             n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking => {
                 asking = n > 0;
+                // What was given up before a checkpoint was asked for is recorded before it.
+                while let Ok(back) = inbox.returns.try_recv() {
+                    settled.push(back);
+                }
+                planner.on_settled(&mut settled).await?;
                 planner.on_asked(&mut asked).await?;
             }
             n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE) => {

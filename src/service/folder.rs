@@ -1,0 +1,124 @@
+//! The run folder: who may use it, whether it belongs to these settings, and where a run in it goes on.
+
+use crate::{
+    config::{Loaded, annotated},
+    exit::{Exit, Failure},
+    state::{Checkpoint, Identity, StateDb},
+};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The files and folders of a run.
+#[derive(Clone, Debug)]
+pub struct RunFolder {
+    root: PathBuf,
+}
+
+/// A run folder that this process holds, and where its run stands.
+#[derive(Debug)]
+pub struct Opened {
+    pub folder: RunFolder,
+    pub state: StateDb,
+    /// The checkpoint to go on from; `None` at the beginning.
+    pub from: Option<Checkpoint>,
+    /// Jobs that were trained after that checkpoint and are open again.
+    pub reopened: usize,
+}
+
+impl RunFolder {
+    pub fn new(root: &Path) -> RunFolder {
+        RunFolder { root: root.to_owned() }
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub fn checkpoints(&self) -> PathBuf {
+        self.root.join("checkpoints")
+    }
+
+    pub fn export(&self) -> PathBuf {
+        self.root.join("export")
+    }
+
+    pub fn summary(&self) -> PathBuf {
+        self.root.join("summary.json")
+    }
+
+    pub fn config(&self) -> PathBuf {
+        self.root.join("run.toml")
+    }
+
+    /// Takes the folder for this process and finds where its run stands. `identity` is what must not change between
+    /// starts. `fresh` throws an old run away, which needs `force`.
+    pub fn open(&self, loaded: &Loaded, identity: &Identity, fresh: bool, force: bool) -> Result<Opened, Failure> {
+        let exists = self.root.join("state.db").exists();
+        if fresh && exists {
+            if !force {
+                return Err(Failure::new(
+                    Exit::Config,
+                    format!(
+                        "{} holds a run; --fresh would throw it away. Add --force to do so, or choose another run.dir",
+                        self.root.display()
+                    ),
+                ));
+            }
+            self.clear()?;
+        }
+        let mut state = StateDb::open_or_create(&self.root).map_err(Failure::of(Exit::Run))?;
+        let differences = state.compare_identity(identity).map_err(Failure::of(Exit::Run))?;
+        if !differences.is_empty() {
+            let list: Vec<_> =
+                differences.iter().map(|d| format!("  {}: the run has {}, now it is {}", d.name, d.old, d.new)).collect();
+            return Err(Failure::new(
+                Exit::Config,
+                format!(
+                    "{} holds a run that was started with other settings or data, and cannot go on with these:\n{}\n\
+                     Undo the change, choose another run.dir, or throw the old run away with --fresh --force",
+                    self.root.display(),
+                    list.join("\n")
+                ),
+            ));
+        }
+        state.set_identity(identity).map_err(Failure::of(Exit::Run))?;
+        let from = state.latest_checkpoint().map_err(Failure::of(Exit::Run))?;
+        let step = from.as_ref().map_or(0, |c| c.step);
+        let reopened = state.reopen_after(step).map_err(Failure::of(Exit::Run))?;
+        let text = annotated(&loaded.written.wire);
+        fs::write(self.config(), text).map_err(|e| self.cannot_write(&self.config(), &e))?;
+        Ok(Opened { folder: self.clone(), state, from, reopened })
+    }
+
+    /// Deletes what a run wrote, and nothing else. The prepared store, where it lies in this folder, stays.
+    fn clear(&self) -> Result<(), Failure> {
+        // Refused while another process has the folder.
+        drop(StateDb::open_or_create(&self.root).map_err(Failure::of(Exit::Run))?);
+        for name in ["state.db", "state.db-wal", "state.db-shm", "run.toml", "steps.jsonl", "summary.json"] {
+            remove(&self.root.join(name)).map_err(|e| self.cannot_write(&self.root.join(name), &e))?;
+        }
+        for dir in [self.checkpoints(), self.export()] {
+            if dir.exists() {
+                fs::remove_dir_all(&dir).map_err(|e| self.cannot_write(&dir, &e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The sentence for a file of the run that cannot be written.
+    pub fn cannot_write(&self, path: &Path, error: &std::io::Error) -> Failure {
+        Failure::new(
+            Exit::Run,
+            format!("{} cannot be written: {error}; free space, mend its permissions, or choose another run.dir", path.display()),
+        )
+    }
+}
+
+fn remove(path: &Path) -> std::io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
