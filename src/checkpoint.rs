@@ -1,1 +1,264 @@
-//! Checkpoint folders: written whole or not at all.
+//! Checkpoint folders: written whole or not at all, and read back only when every byte is as it was written.
+//!
+//! `checkpoints/step-N/` holds the fp32 weights, the two AdamW moments, `state.json` and `manifest.json` with the SHA-256 of
+//! each file. It is written as `step-N.tmp`, every file and the folder synced, and renamed; the row in state.db that
+//! names it is what makes it exist.
+
+use crate::hf::{draft::DraftConfig, tensors::TensorFiles};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+};
+use thiserror::Error;
+
+pub const WEIGHTS: &str = "weights.safetensors";
+pub const FIRST_MOMENTS: &str = "exp_avg.safetensors";
+pub const SECOND_MOMENTS: &str = "exp_avg_sq.safetensors";
+const DRAFT_CONFIG: &str = "draft_config.json";
+const STATE: &str = "state.json";
+const MANIFEST: &str = "manifest.json";
+const VERSION: u32 = 1;
+
+/// Why a checkpoint cannot be written or read.
+#[derive(Debug, Error)]
+pub enum CheckpointError {
+    #[error("{}: {source}; free space or mend its permissions", path.display())]
+    Io { path: PathBuf, source: io::Error },
+    #[error("{} is not as it was written ({reason}); delete the folder {} and start again from an earlier checkpoint", file.display(), dir.display())]
+    Damaged { dir: PathBuf, file: PathBuf, reason: String },
+    #[error("{} was written by a newer version of draftmill (format {found}, this one reads up to {VERSION}); use that version", dir.display())]
+    Newer { dir: PathBuf, found: u32 },
+}
+
+/// The counters of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    pub version: u32,
+    pub draftmill: String,
+    /// Optimizer steps in the weights.
+    pub step: u64,
+    pub seed: u64,
+    /// The resolved configuration, as in run.toml.
+    pub config: String,
+}
+
+impl State {
+    pub fn new(step: u64, seed: u64, config: String) -> State {
+        State { version: VERSION, draftmill: env!("CARGO_PKG_VERSION").into(), step, seed, config }
+    }
+}
+
+/// A named fp32 tensor as it goes to disk: little endian, row-major.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedTensor {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub data: Vec<f32>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Manifest {
+    files: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Entry {
+    bytes: u64,
+    sha256: String,
+}
+
+/// The name of the checkpoint of a step.
+pub fn name_of(step: u64) -> String {
+    format!("step-{step}")
+}
+
+/// Writes `checkpoints/step-N` whole. `tensors` gives each file's name and content. Returns the folder's name.
+pub fn write(
+    checkpoints: &Path,
+    state: &State,
+    draft: &DraftConfig,
+    tensors: &[(&str, Vec<NamedTensor>)],
+) -> Result<String, CheckpointError> {
+    let name = name_of(state.step);
+    let tmp = checkpoints.join(format!("{name}.tmp"));
+    let at = |path: &Path| {
+        let path = path.to_owned();
+        move |source| CheckpointError::Io { path, source }
+    };
+    remove_dir(&tmp).map_err(at(&tmp))?;
+    fs::create_dir_all(&tmp).map_err(at(&tmp))?;
+    let result = (|| {
+        for (file, tensors) in tensors {
+            let path = tmp.join(file);
+            write_tensors(&path, tensors, f32::to_le_bytes, safetensors::Dtype::F32).map_err(at(&path))?;
+        }
+        write_json(&tmp.join(STATE), state).map_err(at(&tmp.join(STATE)))?;
+        write_json(&tmp.join(DRAFT_CONFIG), &draft.to_json()).map_err(at(&tmp.join(DRAFT_CONFIG)))?;
+        let manifest = Manifest { files: digests(&tmp).map_err(at(&tmp))? };
+        write_json(&tmp.join(MANIFEST), &manifest).map_err(at(&tmp.join(MANIFEST)))?;
+        sync(&tmp).map_err(at(&tmp))?;
+        let whole = checkpoints.join(&name);
+        // One of the same step that was renamed, but never came to exist in state.db.
+        remove_dir(&whole).map_err(at(&whole))?;
+        fs::rename(&tmp, &whole).map_err(at(&whole))?;
+        sync(checkpoints).map_err(at(checkpoints))
+    })();
+    if result.is_err() {
+        // Best effort: on a full disk the half of a checkpoint is what takes the room.
+        let _ = fs::remove_dir_all(&tmp);
+    }
+    result.map(|()| name)
+}
+
+/// A checkpoint whose every file was found to be as it was written.
+#[derive(Debug)]
+pub struct Verified {
+    dir: PathBuf,
+    pub state: State,
+    pub draft: DraftConfig,
+}
+
+impl Verified {
+    /// Reads a checkpoint folder and compares every file with the manifest.
+    pub fn open(dir: &Path) -> Result<Verified, CheckpointError> {
+        let damaged = |file: &str, reason: String| CheckpointError::Damaged {
+            dir: dir.to_owned(),
+            file: dir.join(file),
+            reason,
+        };
+        let read = |file: &str| fs::read(dir.join(file)).map_err(|e| damaged(file, e.to_string()));
+        let manifest: Manifest =
+            serde_json::from_slice(&read(MANIFEST)?).map_err(|e| damaged(MANIFEST, e.to_string()))?;
+        for (file, entry) in &manifest.files {
+            let found = digest(&dir.join(file)).map_err(|e| damaged(file, e.to_string()))?;
+            if found != *entry {
+                return Err(damaged(file, format!("{} bytes, SHA-256 {}; written were {} bytes, {}", found.bytes, found.sha256, entry.bytes, entry.sha256)));
+            }
+        }
+        let state: State = serde_json::from_slice(&read(STATE)?).map_err(|e| damaged(STATE, e.to_string()))?;
+        if state.version > VERSION {
+            return Err(CheckpointError::Newer { dir: dir.to_owned(), found: state.version });
+        }
+        let draft = serde_json::from_slice(&read(DRAFT_CONFIG)?).map_err(|e| damaged(DRAFT_CONFIG, e.to_string()))?;
+        let draft = DraftConfig::from_json(&draft).map_err(|e| damaged(DRAFT_CONFIG, e.to_string()))?;
+        for file in [WEIGHTS, FIRST_MOMENTS, SECOND_MOMENTS] {
+            if !manifest.files.contains_key(file) {
+                return Err(damaged(file, "the manifest does not list it".into()));
+            }
+        }
+        Ok(Verified { dir: dir.to_owned(), state, draft })
+    }
+
+    /// The tensors of one file of the checkpoint, mapped. Their shapes are those of the drafter.
+    pub fn tensors(&self, file: &str) -> Result<TensorFiles, CheckpointError> {
+        let damaged =
+            |reason: String| CheckpointError::Damaged { dir: self.dir.clone(), file: self.dir.join(file), reason };
+        let files = TensorFiles::open_file(&self.dir.join(file)).map_err(|e| damaged(e.to_string()))?;
+        match files.check(&self.draft.tensor_shapes()).first() {
+            Some(error) => Err(damaged(error.to_string())),
+            None => Ok(files),
+        }
+    }
+}
+
+/// Removes what a killed process left half-written. Returns how many folders.
+pub fn clean(checkpoints: &Path) -> io::Result<usize> {
+    let mut removed = 0;
+    if checkpoints.exists() {
+        for entry in fs::read_dir(checkpoints)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|e| e == "tmp") {
+                fs::remove_dir_all(&path)?;
+                removed += 1;
+            }
+        }
+    }
+    Ok(removed)
+}
+
+/// Deletes checkpoints beyond the newest `keep_last`.
+pub fn retain(checkpoints: &Path, keep_last: usize) -> io::Result<()> {
+    let mut steps = Vec::new();
+    for entry in fs::read_dir(checkpoints)? {
+        let name = entry?.file_name();
+        steps.extend(name.to_str().and_then(|n| n.strip_prefix("step-")).and_then(|n| n.parse::<u64>().ok()));
+    }
+    for step in to_delete(&steps, keep_last) {
+        fs::remove_dir_all(checkpoints.join(name_of(step)))?;
+    }
+    Ok(())
+}
+
+/// Which of these steps' checkpoints go, when the newest `keep_last` stay. The newest one always stays.
+pub fn to_delete(steps: &[u64], keep_last: usize) -> Vec<u64> {
+    let mut steps = steps.to_vec();
+    steps.sort_unstable();
+    steps.truncate(steps.len().saturating_sub(keep_last.max(1)));
+    steps
+}
+
+/// Writes tensors as one synced safetensors file that transformers accepts, each value through `bytes`.
+pub fn write_tensors<const N: usize>(
+    path: &Path,
+    tensors: &[NamedTensor],
+    bytes: impl Fn(f32) -> [u8; N],
+    dtype: safetensors::Dtype,
+) -> io::Result<()> {
+    let encoded: Vec<(&NamedTensor, Vec<u8>)> =
+        tensors.iter().map(|t| (t, t.data.iter().flat_map(|&v| bytes(v)).collect())).collect();
+    let other = |e: safetensors::SafeTensorError| io::Error::other(e.to_string());
+    let views = encoded.iter().map(|(t, bytes)| {
+        Ok((t.name.as_str(), safetensors::tensor::TensorView::new(dtype, t.shape.clone(), bytes).map_err(other)?))
+    });
+    let views = views.collect::<io::Result<Vec<_>>>()?;
+    let metadata = [("format".to_owned(), "pt".to_owned())].into();
+    safetensors::serialize_to_file(views, Some(metadata), path).map_err(other)?;
+    sync(path)
+}
+
+/// Writes one synced JSON file.
+pub fn write_json(path: &Path, value: &impl Serialize) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    serde_json::to_writer_pretty(&mut file, value)?;
+    file.write_all(b"\n")?;
+    file.sync_all()
+}
+
+/// Syncs a file or folder.
+pub fn sync(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
+fn digests(dir: &Path) -> io::Result<BTreeMap<String, Entry>> {
+    let mut files = BTreeMap::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        files.insert(entry.file_name().to_string_lossy().into_owned(), digest(&entry.path())?);
+    }
+    Ok(files)
+}
+
+fn digest(path: &Path) -> io::Result<Entry> {
+    let mut file = File::open(path)?;
+    let (mut hash, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
+    loop {
+        let n = file.read(&mut buffer)?;
+        if n == 0 {
+            let sha256 = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
+            return Ok(Entry { bytes, sha256 });
+        }
+        hash.update(&buffer[..n]);
+        bytes += n as u64;
+    }
+}
+
+fn remove_dir(path: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
