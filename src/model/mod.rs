@@ -1,6 +1,11 @@
 //! Target, drafter, loss and optimizer in tch.
 
+pub mod batch;
+pub mod load;
+pub mod ops;
 pub mod params;
+pub mod rope;
+pub mod target;
 
 use thiserror::Error;
 
