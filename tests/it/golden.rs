@@ -2,5 +2,6 @@
 //! drafter must have. Shapes, block size, taps and numbers all come from the files, so `DRAFTMILL_GOLDEN` may name any
 //! folder of the same layout.
 
+mod drafter;
 mod files;
 mod target;
