@@ -1,7 +1,7 @@
 //! The target's configuration: Qwen3, Qwen2 and Llama folders as transformers 4 and 5 write them.
 
 use super::fields::Fields;
-use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, read_json};
+use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -161,6 +161,22 @@ impl TargetConfig {
             }
         }
         shapes
+    }
+
+    /// Everything that is wrong with a model's weights: missing, mis-shaped, of another number type, or unknown.
+    pub fn check_weights(&self, files: &TensorFiles) -> Vec<HfError> {
+        let mut errors = files.check(&self.tensor_shapes());
+        errors.extend(self.unexpected(files));
+        errors
+    }
+
+    /// The first weight inside a layer that this configuration does not use, such as a bias: leaving it out would
+    /// silently compute another model. Tables of rotary frequencies, which old files carry, are derived anyway.
+    pub fn unexpected(&self, files: &TensorFiles) -> Option<HfError> {
+        let shapes = self.tensor_shapes();
+        let inside = |name: &&str| name.starts_with("model.layers.") && !name.ends_with("rotary_emb.inv_freq");
+        let name = files.names().filter(inside).find(|name| !shapes.contains_key(*name))?;
+        Some(HfError::UnknownTensor { file: files.label().into(), name: name.into() })
     }
 }
 

@@ -27,6 +27,8 @@ pub enum HfError {
     Safetensors { file: String, reason: String },
     #[error("{file} holds no tensor `{name}`; the folder is incomplete or belongs to another architecture")]
     MissingTensor { file: String, name: String },
+    #[error("{file} holds tensor `{name}`, which its config.json says nothing of; the two do not belong together")]
+    UnknownTensor { file: String, name: String },
     #[error("{file} holds tensor `{name}` with shape {found:?}, but its config.json asks for {expected:?}")]
     BadShape { file: String, name: String, found: Vec<usize>, expected: Vec<usize> },
     #[error("{file} holds tensor `{name}` as {found}; only F32, F16 and BF16 weights can be loaded")]

@@ -83,6 +83,11 @@ impl TensorFiles {
         Ok(TensorFiles { label: path.display().to_string(), files: vec![file], names })
     }
 
+    /// What errors call this folder or file.
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
     /// In alphabetical order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.names.keys().map(String::as_str)

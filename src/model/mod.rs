@@ -1,6 +1,18 @@
 //! Target, drafter, loss and optimizer in tch.
 
+pub mod anchors;
+pub mod batch;
+pub mod blocks;
+pub mod draft;
+pub mod infer;
+pub mod layers;
+pub mod load;
+pub mod loss;
+pub mod ops;
+pub mod oracle;
 pub mod params;
+pub mod rope;
+pub mod target;
 
 use thiserror::Error;
 

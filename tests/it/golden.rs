@@ -1,1 +1,7 @@
-//! Tests of golden.
+//! Parity with independent implementations: the numbers under `tests/golden`, and the ladder of properties that a
+//! drafter must have. Shapes, block size, taps and numbers all come from the files, so `DRAFTMILL_GOLDEN` may name any
+//! folder of the same layout.
+
+mod drafter;
+mod files;
+mod target;

@@ -1,0 +1,129 @@
+//! How a micro-batch's blocks are laid out for attention: groups of neighbours that share one cut of the context.
+
+use super::ModelError;
+use super::anchors::Anchors;
+use super::batch::Packed;
+use super::ops::additive_mask;
+use super::rope::{Rope, RopeTable};
+use crate::hf::draft::{DraftConfig, LayerType};
+use tch::{Device, Kind, Tensor};
+
+/// All blocks of a micro-batch as one flat list in row order, with the context that they can see.
+pub struct Blocks {
+    /// Hidden states before the largest anchor of each row, `[context, taps * hidden]`; `None` when no block sees any.
+    pub context: Option<Tensor>,
+    pub context_table: RopeTable,
+    pub slot_table: RopeTable,
+    /// `[slots]`: the anchor's token, then mask tokens, block after block.
+    pub ids: Tensor,
+    full: Vec<View>,
+    sliding: Vec<View>,
+}
+
+/// Neighbouring blocks of one row, the part of the row's context that they see together, and the mask over both.
+pub struct View {
+    /// Place of the first visible token in [`Blocks::context`], and the number of tokens.
+    pub start: i64,
+    pub len: i64,
+    /// Place of the first slot, and the number of slots.
+    pub slot: i64,
+    pub slots: i64,
+    /// Additive, `[1, 1, slots, len + slots]`.
+    pub mask: Tensor,
+}
+
+impl Blocks {
+    /// `group_slots` bounds the slots of a group: larger groups make fewer, longer attention calls, of which each slot
+    /// uses a smaller share.
+    pub fn new(
+        config: &DraftConfig,
+        rope: &Rope,
+        batch: &Packed<'_>,
+        anchors: &Anchors,
+        group_slots: usize,
+        kind: Kind,
+    ) -> Result<Blocks, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let device = batch.hidden.device();
+        let size = config.block_size as i64;
+        let has = |layer_type| config.layer_types.contains(&layer_type);
+        let window = config.sliding_window.map(|window| window as i64);
+        let (mut full, mut sliding, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut context_positions, mut slot_positions) = (Vec::new(), Vec::new());
+        for (row, offset) in anchors.rows.iter().zip(batch.offsets()) {
+            let row: Vec<i64> = row.iter().map(|&anchor| i64::from(anchor)).collect();
+            let row_start = context_positions.len() as i64;
+            for group in row.chunks((group_slots / config.block_size).max(1)) {
+                let slot = slot_positions.len() as i64;
+                if has(LayerType::Full) {
+                    full.push(View::new(group, size, None, row_start, slot, kind, device)?);
+                }
+                if has(LayerType::Sliding) {
+                    sliding.push(View::new(group, size, window, row_start, slot, kind, device)?);
+                }
+                slot_positions.extend(group.iter().flat_map(|&anchor| anchor..anchor + size));
+            }
+            // Nothing at or after a row's largest anchor is visible to any of its blocks.
+            if let Some(&cut) = row.last().filter(|&&cut| cut > 0) {
+                parts.push(batch.hidden.f_narrow(0, offset as i64, cut)?);
+                context_positions.extend(0..cut);
+            }
+        }
+        let mask_id = i64::from(config.mask_token_id);
+        let block = |id| (0..size).map(move |slot| if slot == 0 { id } else { mask_id });
+        let ids: Vec<i64> = anchors.ids(batch).into_iter().flat_map(block).collect();
+        Ok(Blocks {
+            context: if parts.is_empty() { None } else { Some(Tensor::f_cat(&parts, 0)?) },
+            context_table: rope.table(&context_positions, kind)?,
+            slot_table: rope.table(&slot_positions, kind)?,
+            ids: Tensor::f_from_slice(&ids)?.f_to_device(device)?,
+            full,
+            sliding,
+        })
+    }
+
+    /// What layers of this type see, in the order of the slots.
+    pub fn views(&self, layer_type: LayerType) -> &[View] {
+        match layer_type {
+            LayerType::Full => &self.full,
+            LayerType::Sliding => &self.sliding,
+        }
+    }
+}
+
+impl View {
+    /// Visible to slot `j` of a block with anchor `a`: context strictly before `a`, and the slots of its own block. On
+    /// sliding layers only context from `a + j - (window - 1)` on, and only slots up to `j`. What a slot sees is
+    /// decided by positions, never by the order of blocks, since blocks overlap (SpecForge#470).
+    fn new(
+        anchors: &[i64],
+        size: i64,
+        window: Option<i64>,
+        row_start: i64,
+        slot: i64,
+        kind: Kind,
+        device: Device,
+    ) -> Result<View, ModelError> {
+        let (smallest, largest) = (anchors.first().copied().unwrap_or(0), anchors.last().copied().unwrap_or(0));
+        let from = window.map_or(0, |window| (smallest - (window - 1)).max(0));
+        let (len, count) = (largest - from, anchors.len() as i64);
+        let slots = count * size;
+        let on = |values: &[i64]| -> Result<Tensor, ModelError> { Ok(Tensor::f_from_slice(values)?.f_to(device)?) };
+        let anchor = on(anchors)?.f_reshape([count, 1, 1])?;
+        let place = Tensor::f_arange(size, (Kind::Int64, device))?;
+        let position = Tensor::f_arange_start(from, largest, (Kind::Int64, device))?;
+        let mut seen = position.f_lt_tensor(&anchor)?.f_expand([count, size, len], true)?;
+        let block: Vec<i64> = (0..slots).map(|slot| slot / size).collect();
+        let block = on(&block)?;
+        let mut own = block.f_unsqueeze(1)?.f_eq_tensor(&block)?;
+        if let Some(window) = window {
+            let oldest = anchor.f_add(&place.f_reshape([1, size, 1])?)?.f_sub_scalar(window - 1)?;
+            seen = seen.f_logical_and(&position.f_ge_tensor(&oldest)?)?;
+            let place = place.f_repeat([count])?;
+            own = own.f_logical_and(&place.f_le_tensor(&place.f_unsqueeze(1)?)?)?;
+        }
+        let allowed = Tensor::f_cat(&[seen.f_reshape([slots, len])?, own], 1)?;
+        let mask = additive_mask(&allowed, kind)?.f_reshape([1, 1, slots, len + slots])?;
+        Ok(View { start: row_start + from, len, slot, slots, mask })
+    }
+}

@@ -1,0 +1,58 @@
+//! Weights from mapped files to a device.
+
+use super::ModelError;
+use crate::hf::tensors::{RawDtype, RawTensor, TensorFiles};
+use crate::hf::{Dtype, HfError};
+use tch::{Device, Kind, Tensor};
+
+/// libtorch's name of a feature or weight number type.
+pub fn kind_of(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::F32 => Kind::Float,
+        Dtype::F16 => Kind::Half,
+        Dtype::Bf16 => Kind::BFloat16,
+    }
+}
+
+/// Reads one weight of this shape, converts it to `kind` and copies it to `device`. The result shares nothing with the file.
+pub fn weight(
+    files: &TensorFiles,
+    name: &str,
+    shape: &[usize],
+    kind: Kind,
+    device: Device,
+) -> Result<Tensor, ModelError> {
+    let raw = files.weight(name, shape)?;
+    let stored = match raw.dtype {
+        RawDtype::F16 => Kind::Half,
+        RawDtype::BF16 => Kind::BFloat16,
+        _ => Kind::Float,
+    };
+    Ok(from_bytes(&raw, stored)?.f_to_device_(device, kind, false, false)?)
+}
+
+/// Any tensor of a file as it is, on the CPU: token ids and masks as well as weights.
+pub fn tensor(files: &TensorFiles, name: &str) -> Result<Tensor, ModelError> {
+    let raw = files.get(name)?;
+    let kind = match raw.dtype {
+        RawDtype::F32 => Kind::Float,
+        RawDtype::F64 => Kind::Double,
+        RawDtype::F16 => Kind::Half,
+        RawDtype::BF16 => Kind::BFloat16,
+        RawDtype::I64 => Kind::Int64,
+        RawDtype::I32 => Kind::Int,
+        RawDtype::U8 => Kind::Uint8,
+        RawDtype::BOOL => Kind::Bool,
+        other => {
+            let (file, found) = (files.label().to_string(), format!("{other:?}"));
+            return Err(HfError::BadDtype { file, name: name.into(), found }.into());
+        }
+    };
+    from_bytes(&raw, kind)
+}
+
+/// Through bytes, because tch takes a slice of bf16 for f16.
+fn from_bytes(raw: &RawTensor<'_>, kind: Kind) -> Result<Tensor, ModelError> {
+    let size: Vec<i64> = raw.shape.iter().map(|&n| n as i64).collect();
+    Ok(Tensor::f_from_data_size(raw.bytes, &size, kind)?)
+}

@@ -1,0 +1,114 @@
+//! The few operations that target and drafter are made of, in fallible form.
+
+use super::ModelError;
+use tch::{Device, Kind, Tensor};
+
+/// What a masked score is set to: large and finite, so that a row of masked scores stays a number.
+pub const MASKED: f64 = -1e9;
+
+/// Grad mode switched on until dropped. Set at the head of every unit of work that differentiates, because a blocking
+/// thread may come with the mode that its last user left.
+pub struct GradGuard {
+    before: bool,
+}
+
+impl GradGuard {
+    pub fn enable() -> GradGuard {
+        // SAFETY: sets a thread-local flag of libtorch and returns its former value.
+        GradGuard { before: unsafe { torch_sys::at_grad_set_enabled(1) } != 0 }
+    }
+}
+
+impl Drop for GradGuard {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { torch_sys::at_grad_set_enabled(self.before.into()) };
+    }
+}
+
+/// RMS norm over the last dimension as Qwen3 and Llama define it: statistics in fp32, weight applied after the cast back.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor, ModelError> {
+    let wide = x.f_to_kind(Kind::Float)?;
+    let mean = wide.f_square()?.f_mean_dim(&[-1i64][..], true, Kind::Float)?;
+    let unit = wide.f_mul(&mean.f_add_scalar(eps)?.f_rsqrt()?)?;
+    Ok(unit.f_to_kind(x.f_kind()?)?.f_mul(weight)?)
+}
+
+/// `x W^T + b`; `W` is `[out, in]`.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, ModelError> {
+    Ok(x.f_linear(weight, bias)?)
+}
+
+/// Attention of `q [B, heads, Lq, head_dim]` over `k`, `v [B, kv_heads, Lk, head_dim]`, where each key/value head serves
+/// `heads / kv_heads` query heads. `mask` is additive and broadcasts to `[B, heads, Lq, Lk]`.
+pub fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: Option<&Tensor>,
+    causal: bool,
+) -> Result<Tensor, ModelError> {
+    let grouped = q.size()[1] != k.size()[1];
+    // On CUDA only kernels without a mask share key/value heads; with one, libtorch would fall back to plain
+    // operations that store every score.
+    if grouped && mask.is_some() && q.device() != Device::Cpu {
+        let (k, v) = (repeat_heads(k, q.size()[1])?, repeat_heads(v, q.size()[1])?);
+        return Ok(Tensor::f_scaled_dot_product_attention(q, &k, &v, mask, 0.0, causal, None, false)?);
+    }
+    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, None, grouped)?)
+}
+
+/// `[B, kv_heads, L, D]` to `[B, heads, L, D]`, each head beside its copies.
+fn repeat_heads(x: &Tensor, heads: i64) -> Result<Tensor, ModelError> {
+    let size = x.size();
+    let (batch, kv_heads, len, dim) = (size[0], size[1], size[2], size[3]);
+    let spread = x.f_unsqueeze(2)?.f_expand([batch, kv_heads, heads / kv_heads, len, dim], true)?;
+    Ok(spread.f_reshape([batch, heads, len, dim])?)
+}
+
+/// Zero where `allowed`, [`MASKED`] elsewhere.
+pub fn additive_mask(allowed: &Tensor, kind: Kind) -> Result<Tensor, ModelError> {
+    let zeros = Tensor::f_zeros(allowed.size(), (kind, allowed.device()))?;
+    Ok(zeros.f_masked_fill(&allowed.f_logical_not()?, MASKED)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repeated_heads_give_what_shared_heads_give() {
+        let options = (Kind::Float, Device::Cpu);
+        let q = Tensor::arange(2 * 4 * 3 * 8, options).sin().reshape([2, 4, 3, 8]);
+        let k = Tensor::arange(2 * 2 * 5 * 8, options).cos().reshape([2, 2, 5, 8]);
+        let v = Tensor::arange(2 * 2 * 5 * 8, options).sin().reshape([2, 2, 5, 8]);
+        let shared = attention(&q, &k, &v, None, false).unwrap();
+        let repeated = attention(&q, &repeat_heads(&k, 4).unwrap(), &repeat_heads(&v, 4).unwrap(), None, false);
+        assert!(shared.allclose(&repeated.unwrap(), 1e-6, 1e-6, false));
+    }
+
+    /// Automodel#2826: rows without a single visible key turned into NaN.
+    #[test]
+    fn automodel_2826_a_fully_masked_row_stays_finite() {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let q = Tensor::ones([1, 2, 3, 8], (kind, Device::Cpu));
+            let allowed = Tensor::zeros([3, 4], (Kind::Bool, Device::Cpu));
+            let mask = additive_mask(&allowed, kind).unwrap().unsqueeze(0).unsqueeze(0);
+            let k = Tensor::ones([1, 1, 4, 8], (kind, Device::Cpu));
+            let out = attention(&q, &k, &k, Some(&mask), false).unwrap();
+            assert_eq!(i64::try_from(out.isfinite().all()).unwrap(), 1, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn the_guard_sets_and_restores_grad_mode() {
+        let _off = tch::no_grad_guard();
+        let tracked = || (Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true) * 2.0).requires_grad();
+        assert!(!tracked());
+        {
+            let _on = GradGuard::enable();
+            assert!(tracked());
+        }
+        assert!(!tracked());
+    }
+}

@@ -1,0 +1,214 @@
+//! The frozen target: a causal decoder whose forward ends at the last tapped layer.
+
+use super::load::weight;
+use super::ops::{attention, linear, rms_norm};
+use super::rope::{Rope, RopeTable};
+use super::{ModelError, batch::Rows};
+use crate::hf::config::TargetConfig;
+use crate::hf::tensors::TensorFiles;
+use tch::{Device, Kind, Tensor};
+
+/// The part of a target that was loaded, on one device.
+pub struct Target {
+    config: TargetConfig,
+    kind: Kind,
+    device: Device,
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    rope: Rope,
+    top: Option<Top>,
+}
+
+/// How much of the target to load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// This many layers from the bottom: what taps need.
+    Layers(usize),
+    /// All layers, the final norm and the head.
+    Whole,
+}
+
+/// Every intermediate result of a whole forward, each `[rows, width, ...]`.
+pub struct Trace {
+    /// The embedding's output, then the residual stream after each layer.
+    pub hidden: Vec<Tensor>,
+    /// After the final norm.
+    pub normed: Tensor,
+    pub logits: Tensor,
+}
+
+struct Top {
+    norm: Tensor,
+    head: Tensor,
+}
+
+struct Layer {
+    input_norm: Tensor,
+    post_norm: Tensor,
+    q: Projection,
+    k: Projection,
+    v: Projection,
+    o: Projection,
+    /// Weights of the norms on query and key heads.
+    qk_norm: Option<(Tensor, Tensor)>,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+}
+
+struct Projection {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Projection {
+    fn apply(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        linear(x, &self.weight, self.bias.as_ref())
+    }
+}
+
+impl Target {
+    /// Loads weights as `kind`, whatever they were stored as. Nothing above `depth` is read.
+    pub fn load(
+        config: TargetConfig,
+        files: &TensorFiles,
+        depth: Depth,
+        kind: Kind,
+        device: Device,
+    ) -> Result<Target, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        if let Some(error) = config.unexpected(files) {
+            return Err(error.into());
+        }
+        let shapes = config.tensor_shapes();
+        let read = |name: &str| match shapes.get(name) {
+            Some(shape) => weight(files, name, shape, kind, device).map(Some),
+            None => Ok(None),
+        };
+        let need = |name: String| {
+            read(&name)?.ok_or_else(|| ModelError::Input(format!("this family of targets has no tensor `{name}`")))
+        };
+        let count = match depth {
+            Depth::Layers(count) if count <= config.num_hidden_layers => count,
+            Depth::Layers(count) => {
+                let have = config.num_hidden_layers;
+                return Err(ModelError::Input(format!("the target has {have} layers, so {count} cannot be loaded")));
+            }
+            Depth::Whole => config.num_hidden_layers,
+        };
+        let layers = (0..count).map(|layer| {
+            let name = |part: &str| format!("model.layers.{layer}.{part}");
+            let projection = |part: &str| -> Result<Projection, ModelError> {
+                let weight = need(name(&format!("{part}.weight")))?;
+                Ok(Projection { weight, bias: read(&name(&format!("{part}.bias")))? })
+            };
+            Ok(Layer {
+                input_norm: need(name("input_layernorm.weight"))?,
+                post_norm: need(name("post_attention_layernorm.weight"))?,
+                q: projection("self_attn.q_proj")?,
+                k: projection("self_attn.k_proj")?,
+                v: projection("self_attn.v_proj")?,
+                o: projection("self_attn.o_proj")?,
+                qk_norm: read(&name("self_attn.q_norm.weight"))?.zip(read(&name("self_attn.k_norm.weight"))?),
+                gate: projection("mlp.gate_proj")?,
+                up: projection("mlp.up_proj")?,
+                down: projection("mlp.down_proj")?,
+            })
+        });
+        let layers = layers.collect::<Result<Vec<Layer>, ModelError>>()?;
+        let embedding = need("model.embed_tokens.weight".into())?;
+        let top = if depth == Depth::Whole {
+            let head = read("lm_head.weight")?.unwrap_or_else(|| embedding.shallow_clone());
+            Some(Top { norm: need("model.norm.weight".into())?, head })
+        } else {
+            None
+        };
+        let rope = Rope::new(config.head_dim, config.rope_theta, config.rope_scaling, device)?;
+        Ok(Target { config, kind, device, embedding, layers, rope, top })
+    }
+
+    pub fn config(&self) -> &TargetConfig {
+        &self.config
+    }
+
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Residual streams after the layers `taps`, side by side, of the real tokens alone: `[tokens, taps * hidden]` of
+    /// `out`, row after row. Stops after the last tap.
+    pub fn taps(&self, rows: &Rows<'_>, taps: &[usize], out: Kind) -> Result<Tensor, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let last = taps.iter().copied().max().unwrap_or(0);
+        if last >= self.layers.len() {
+            let have = self.layers.len();
+            return Err(ModelError::Input(format!("layer {last} is tapped, but only {have} layers are loaded")));
+        }
+        let width = self.config.hidden_size as i64;
+        let packed = Tensor::f_empty([rows.tokens(), taps.len() as i64 * width], (out, self.device))?;
+        let real = rows.real_positions(self.device)?;
+        let (mut x, table) = self.start(rows)?;
+        for (index, layer) in self.layers.iter().enumerate().take(last + 1) {
+            x = self.layer(layer, &x, &table, rows)?;
+            for place in (0..taps.len()).filter(|&place| taps[place] == index) {
+                let kept = match &real {
+                    Some(real) => x.f_index_select(0, real)?,
+                    None => x.shallow_clone(),
+                };
+                packed.f_narrow(1, place as i64 * width, width)?.f_copy_(&kept)?;
+            }
+        }
+        Ok(packed)
+    }
+
+    /// A whole forward with every intermediate result. Needs [`Depth::Whole`]. What stands on padding is arbitrary.
+    pub fn trace(&self, rows: &Rows<'_>) -> Result<Trace, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let Some(top) = &self.top else {
+            return Err(ModelError::Input("logits need the whole target, but only its lower layers are loaded".into()));
+        };
+        let (count, width) = rows.padded();
+        let (mut x, table) = self.start(rows)?;
+        let wide = |x: &Tensor| x.f_reshape([count, width, -1]);
+        let mut hidden = vec![wide(&x)?];
+        for layer in &self.layers {
+            x = self.layer(layer, &x, &table, rows)?;
+            hidden.push(wide(&x)?);
+        }
+        let normed = rms_norm(&x, &top.norm, self.config.rms_norm_eps)?;
+        let logits = linear(&normed, &top.head, None)?;
+        Ok(Trace { hidden, normed: wide(&normed)?, logits: wide(&logits)? })
+    }
+
+    /// Embeds the padded rows, `[rows * width, hidden]`, and makes their table of positions.
+    fn start(&self, rows: &Rows<'_>) -> Result<(Tensor, RopeTable), ModelError> {
+        let (count, width) = rows.padded();
+        rows.check_ids(self.config.vocab_size)?;
+        let ids = Tensor::f_from_slice(rows.ids)?.f_to_device(self.device)?;
+        let x = self.embedding.f_index_select(0, &ids)?;
+        let positions: Vec<i64> = (0..width).collect();
+        Ok((x, self.rope.table(&positions, self.kind)?.repeat(count)?))
+    }
+
+    fn layer(&self, layer: &Layer, x: &Tensor, table: &RopeTable, rows: &Rows<'_>) -> Result<Tensor, ModelError> {
+        let (count, width) = rows.padded();
+        let (dim, eps) = (self.config.head_dim as i64, self.config.rms_norm_eps);
+        let inner = rms_norm(x, &layer.input_norm, eps)?;
+        let split = |projection: &Projection| -> Result<Tensor, ModelError> {
+            Ok(projection.apply(&inner)?.f_reshape([count * width, -1, dim])?)
+        };
+        let (mut q, mut k) = (split(&layer.q)?, split(&layer.k)?);
+        if let Some((q_norm, k_norm)) = &layer.qk_norm {
+            q = rms_norm(&q, q_norm, eps)?;
+            k = rms_norm(&k, k_norm, eps)?;
+        }
+        let by_head = |x: &Tensor| x.f_reshape([count, width, -1, dim])?.f_transpose(1, 2);
+        let (q, k, v) = (by_head(&table.apply(&q)?)?, by_head(&table.apply(&k)?)?, by_head(&split(&layer.v)?)?);
+        // Rows are padded on the right, so a real token never sees padding under the causal mask alone.
+        let mixed = attention(&q, &k, &v, None, true)?.f_transpose(1, 2)?.f_reshape([count * width, -1])?;
+        let x = x.f_add(&layer.o.apply(&mixed)?)?;
+        let inner = rms_norm(&x, &layer.post_norm, eps)?;
+        let gated = layer.gate.apply(&inner)?.f_silu()?.f_mul(&layer.up.apply(&inner)?)?;
+        Ok(x.f_add(&layer.down.apply(&gated)?)?)
+    }
+}

@@ -1,0 +1,76 @@
+//! The golden folder: its files, and comparisons whose failures say how far off and where.
+
+use draftmill::hf::tensors::TensorFiles;
+use draftmill::model::load;
+use serde_json::Value;
+use std::path::PathBuf;
+use tch::{Kind, Tensor};
+
+/// The README's limits for float32.
+pub const LOSS: f64 = 2e-6;
+pub const OUTPUT: f64 = 2e-5;
+pub const GRADIENT: f64 = 2e-5;
+
+pub fn path(name: &str) -> PathBuf {
+    let default = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    std::env::var_os("DRAFTMILL_GOLDEN").map_or_else(default, PathBuf::from).join(name)
+}
+
+pub fn open(name: &str) -> TensorFiles {
+    TensorFiles::open_file(&path(name)).unwrap()
+}
+
+pub fn json(name: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(path(name)).unwrap()).unwrap()
+}
+
+pub fn tensor(files: &TensorFiles, name: &str) -> Tensor {
+    load::tensor(files, name).unwrap()
+}
+
+pub fn ints(files: &TensorFiles, name: &str) -> Vec<i64> {
+    Vec::try_from(tensor(files, name).to_kind(Kind::Int64).flatten(0, -1)).unwrap()
+}
+
+/// Largest absolute difference; the shapes must agree and every value must be a number.
+pub fn gap(what: &str, got: &Tensor, want: &Tensor) -> f64 {
+    assert_eq!(got.size(), want.size(), "{what}: shape");
+    assert!(want.numel() > 0, "{what}: there is nothing to compare");
+    let gap = (got.to_kind(Kind::Double) - want.to_kind(Kind::Double)).abs().max();
+    let gap = f64::try_from(gap).unwrap();
+    assert!(gap.is_finite(), "{what}: not every value is a number");
+    gap
+}
+
+pub fn largest(x: &Tensor) -> f64 {
+    f64::try_from(x.to_kind(Kind::Double).abs().max()).unwrap()
+}
+
+/// Within `limit` of each value.
+pub fn close(what: &str, got: &Tensor, want: &Tensor, limit: f64) {
+    let gap = gap(what, got, want);
+    println!("{what}: off by {gap:.1e}");
+    assert!(gap <= limit, "{what}: off by {gap:e}, and {limit:e} is allowed");
+}
+
+/// Within `limit` of the tensor's largest entry.
+pub fn close_to_largest(what: &str, got: &Tensor, want: &Tensor, limit: f64) {
+    let share = gap(what, got, want) / largest(want);
+    println!("{what}: off by {share:.1e} of the largest entry");
+    assert!(share <= limit, "{what}: off by {share:e} of the largest entry, and {limit:e} is allowed");
+}
+
+/// Equal in every value.
+pub fn same(what: &str, got: &Tensor, want: &Tensor) {
+    assert_eq!(gap(what, got, want), 0.0, "{what}");
+}
+
+pub fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is not a number"))
+}
+
+/// Within `limit`, both absolutely.
+pub fn near(what: &str, got: f64, want: f64, limit: f64) {
+    println!("{what}: {got} against {want}, off by {:.1e}", (got - want).abs());
+    assert!((got - want).abs() <= limit, "{what}: {got} against {want}, and {limit:e} is allowed");
+}
