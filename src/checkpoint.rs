@@ -125,18 +125,21 @@ pub struct Verified {
 impl Verified {
     /// Reads a checkpoint folder and compares every file with the manifest.
     pub fn open(dir: &Path) -> Result<Verified, CheckpointError> {
-        let damaged = |file: &str, reason: String| CheckpointError::Damaged {
-            dir: dir.to_owned(),
-            file: dir.join(file),
-            reason,
-        };
+        let damaged =
+            |file: &str, reason: String| CheckpointError::Damaged { dir: dir.to_owned(), file: dir.join(file), reason };
         let read = |file: &str| fs::read(dir.join(file)).map_err(|e| damaged(file, e.to_string()));
         let manifest: Manifest =
             serde_json::from_slice(&read(MANIFEST)?).map_err(|e| damaged(MANIFEST, e.to_string()))?;
         for (file, entry) in &manifest.files {
             let found = digest(&dir.join(file)).map_err(|e| damaged(file, e.to_string()))?;
             if found != *entry {
-                return Err(damaged(file, format!("{} bytes, SHA-256 {}; written were {} bytes, {}", found.bytes, found.sha256, entry.bytes, entry.sha256)));
+                return Err(damaged(
+                    file,
+                    format!(
+                        "{} bytes, SHA-256 {}; written were {} bytes, {}",
+                        found.bytes, found.sha256, entry.bytes, entry.sha256
+                    ),
+                ));
             }
         }
         let state: State = serde_json::from_slice(&read(STATE)?).map_err(|e| damaged(STATE, e.to_string()))?;

@@ -13,4 +13,5 @@ pub mod hf;
 pub mod import;
 #[cfg(feature = "torch")]
 pub mod model;
+pub mod service;
 pub mod state;

@@ -1,7 +1,7 @@
 //! AdamW on fp32 masters: decoupled weight decay, bias correction, and a clip by the global norm.
 
 use super::{ModelError, params::ParamSet};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// What shapes an update, the learning rate aside.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,9 +59,7 @@ impl AdamW {
         let exponent = i32::try_from(self.steps).unwrap_or(i32::MAX);
         let (correction1, correction2) = (1.0 - beta1.powi(exponent), 1.0 - beta2.powi(exponent));
         let moments = self.exp_avg.tensors_mut().iter_mut().zip(self.exp_avg_sq.tensors_mut());
-        for ((master, gradient), (m, v)) in
-            self.masters.tensors_mut().iter_mut().zip(gradient.tensors()).zip(moments)
-        {
+        for ((master, gradient), (m, v)) in self.masters.tensors_mut().iter_mut().zip(gradient.tensors()).zip(moments) {
             let g = gradient.f_mul_scalar(scale)?;
             if weight_decay != 0.0 {
                 let _ = master.f_mul_scalar_(1.0 - lr * weight_decay)?;

@@ -1,5 +1,6 @@
 //! Target, drafter, loss and optimizer in tch.
 
+pub mod adamw;
 pub mod anchors;
 pub mod batch;
 pub mod blocks;

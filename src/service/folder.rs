@@ -71,8 +71,11 @@ impl RunFolder {
         let mut state = StateDb::open_or_create(&self.root).map_err(Failure::of(Exit::Run))?;
         let differences = state.compare_identity(identity).map_err(Failure::of(Exit::Run))?;
         if !differences.is_empty() {
-            let list: Vec<_> =
-                differences.iter().map(|d| format!("  {}: the run has {}, now it is {}", d.name, d.old, d.new)).collect();
+            let or_nothing = |value: &Option<String>| value.clone().unwrap_or_else(|| "nothing".into());
+            let line = |d: &crate::state::IdentityDifference| {
+                format!("  {}: the run has {}, now it is {}", d.name, or_nothing(&d.old), or_nothing(&d.new))
+            };
+            let list: Vec<_> = differences.iter().map(line).collect();
             return Err(Failure::new(
                 Exit::Config,
                 format!(
@@ -111,7 +114,10 @@ impl RunFolder {
     pub fn cannot_write(&self, path: &Path, error: &std::io::Error) -> Failure {
         Failure::new(
             Exit::Run,
-            format!("{} cannot be written: {error}; free space, mend its permissions, or choose another run.dir", path.display()),
+            format!(
+                "{} cannot be written: {error}; free space, mend its permissions, or choose another run.dir",
+                path.display()
+            ),
         )
     }
 }

@@ -100,8 +100,7 @@ mod tests {
         let mut log = StepLog::open(dir.path(), 30).unwrap();
         log.push(record(31)).unwrap();
         let text = fs::read_to_string(log.path()).unwrap();
-        let steps: Vec<u64> =
-            text.lines().map(|l| serde_json::from_str::<StepRecord>(l).unwrap().step).collect();
+        let steps: Vec<u64> = text.lines().map(|l| serde_json::from_str::<StepRecord>(l).unwrap().step).collect();
         assert_eq!(steps, (1..=31).collect::<Vec<_>>());
         let (first, last) = log.windows();
         assert_eq!((first.steps, first.loss), (1, 10.0));

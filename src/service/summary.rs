@@ -107,26 +107,51 @@ impl fmt::Display for Summary {
         writeln!(f, "run {}: {state} after {} steps", self.run_dir.display(), self.steps)?;
         if self.window > 0 {
             let n = self.window;
-            writeln!(f, "  loss        {:.3} -> {:.3}   (means of the first and last {n} steps)", self.loss_first, self.loss_last)?;
+            writeln!(
+                f,
+                "  loss        {:.3} -> {:.3}   (means of the first and last {n} steps)",
+                self.loss_first, self.loss_last
+            )?;
             writeln!(f, "  accuracy    {} -> {}", percent(self.accuracy_first), percent(self.accuracy_last))?;
         }
-        writeln!(f, "  targets     {:.0} tokens/s, {} of the slots were padding", self.target_tokens_per_second, percent(self.padding_share))?;
+        writeln!(
+            f,
+            "  targets     {:.0} tokens/s, {} of the slots were padding",
+            self.target_tokens_per_second,
+            percent(self.padding_share)
+        )?;
         writeln!(f, "  drafters    {:.0} tokens/s", self.drafter_tokens_per_second)?;
         let mib = |bytes: u64| bytes >> 20;
         writeln!(f, "  pool        at most {} of {} MiB in use", mib(self.pool_peak_bytes), mib(self.pool_max_bytes))?;
         write!(f, "  jobs        {} trained, {} skipped", self.jobs_trained, self.jobs_skipped)?;
-        writeln!(f, "{}", if self.jobs_unfinished > 0 { format!(", {} open", self.jobs_unfinished) } else { String::new() })?;
+        writeln!(
+            f,
+            "{}",
+            if self.jobs_unfinished > 0 { format!(", {} open", self.jobs_unfinished) } else { String::new() }
+        )?;
         writeln!(f, "  who waited  {:<12} {:>8}   waiting for", "", "busy")?;
         for a in &self.actors {
-            let waits: Vec<_> = a.waits.iter().map(|(c, share)| format!("{} {}", c.replace('_', " "), percent(*share))).collect();
-            writeln!(f, "              {:<12} {:>8}   {}", format!("{} {}", a.actor, a.index), percent(a.busy), waits.join(", "))?;
+            let waits: Vec<_> =
+                a.waits.iter().map(|(c, share)| format!("{} {}", c.replace('_', " "), percent(*share))).collect();
+            writeln!(
+                f,
+                "              {:<12} {:>8}   {}",
+                format!("{} {}", a.actor, a.index),
+                percent(a.busy),
+                waits.join(", ")
+            )?;
         }
         if let Some(checkpoint) = &self.checkpoint {
             writeln!(f, "  checkpoint  {}", self.run_dir.join("checkpoints").join(checkpoint).display())?;
         }
         match &self.export_dir {
             Some(dir) => {
-                writeln!(f, "  export      {}   (loads into SGLang and vLLM with the target {})", dir.display(), self.target_dir.display())?;
+                writeln!(
+                    f,
+                    "  export      {}   (loads into SGLang and vLLM with the target {})",
+                    dir.display(),
+                    self.target_dir.display()
+                )?;
                 writeln!(f, "\nNext: draftmill export --check {}", dir.display())
             }
             None => writeln!(f, "\nNext: the same command again goes on from here"),

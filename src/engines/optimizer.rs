@@ -1,0 +1,162 @@
+//! The optimizer behind the actors' seam: fp32 masters and moments on one device, a copy of the weights for each drafter.
+
+use super::blocking::Worker;
+use crate::{
+    checkpoint::{self, CheckpointError, NamedTensor, State, Verified},
+    hf::draft::DraftConfig,
+    model::{
+        ModelError,
+        adamw::{AdamW, Hyper},
+        load,
+        params::{Gradient, ParamSet, Weights},
+    },
+};
+use draftmill_actors::engine::{EngineError, Optimizer, StepReport, StepRequest};
+use std::path::PathBuf;
+use tch::{Device, Kind};
+
+/// Where and how checkpoints are written.
+#[derive(Clone, Debug)]
+pub struct Saving {
+    /// The run's `checkpoints` folder.
+    pub folder: PathBuf,
+    pub keep_last: usize,
+    pub seed: u64,
+    /// The resolved configuration, kept with each checkpoint.
+    pub config: String,
+    pub draft: DraftConfig,
+}
+
+/// AdamW on one device; each call is one unit of blocking work.
+pub struct TorchOptimizer {
+    inner: Worker<Inner>,
+    /// Where drafter `i` computes.
+    drafters: Vec<Device>,
+}
+
+struct Inner {
+    adamw: AdamW,
+    device: Device,
+    saving: Saving,
+}
+
+impl TorchOptimizer {
+    /// Starts from fresh or imported weights.
+    pub fn new(
+        weights: &Weights,
+        hyper: Hyper,
+        device: Device,
+        drafters: Vec<Device>,
+        saving: Saving,
+    ) -> Result<TorchOptimizer, ModelError> {
+        let adamw = AdamW::new(weights.deep_copy(device, Kind::Float)?, hyper)?;
+        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters })
+    }
+
+    /// Goes on from a checkpoint: the same bits in weights and moments.
+    pub fn resume(
+        from: &Verified,
+        hyper: Hyper,
+        device: Device,
+        drafters: Vec<Device>,
+        saving: Saving,
+    ) -> Result<TorchOptimizer, ResumeError> {
+        let set = |file| -> Result<ParamSet, ResumeError> { Ok(read(from, file)?.deep_copy(device, Kind::Float)?) };
+        let masters = set(checkpoint::WEIGHTS)?;
+        let (exp_avg, exp_avg_sq) = (set(checkpoint::FIRST_MOMENTS)?, set(checkpoint::SECOND_MOMENTS)?);
+        let adamw = AdamW::resume(masters, exp_avg, exp_avg_sq, from.state.step, hyper);
+        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters })
+    }
+}
+
+/// Why a checkpoint cannot be gone on from.
+#[derive(Debug, thiserror::Error)]
+pub enum ResumeError {
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+/// The fp32 weights of a checkpoint, on the CPU.
+pub fn weights_of(from: &Verified) -> Result<Weights, ResumeError> {
+    read(from, checkpoint::WEIGHTS)
+}
+
+fn read(from: &Verified, file: &str) -> Result<ParamSet, ResumeError> {
+    let files = from.tensors(file)?;
+    let pairs = files.names().map(|name| Ok((name.to_owned(), load::tensor(&files, name)?)));
+    Ok(ParamSet::new(pairs.collect::<Result<_, ModelError>>()?))
+}
+
+impl Optimizer for TorchOptimizer {
+    type Gradient = Gradient;
+    type Weights = Weights;
+
+    async fn step(&mut self, gradients: Vec<Gradient>, request: StepRequest) -> Result<StepReport, EngineError> {
+        self.inner.run(move |inner| inner.step(gradients, request)).await
+    }
+
+    async fn weights(&mut self, drafter: usize) -> Result<Weights, EngineError> {
+        let device = self.drafters.get(drafter).copied();
+        let device = device.ok_or_else(|| EngineError::Failed(format!("there is no drafter {drafter}")))?;
+        self.inner.run(move |inner| inner.adamw.masters.deep_copy(device, Kind::Float)).await
+    }
+
+    async fn save(&mut self, step: u64) -> Result<String, EngineError> {
+        self.inner.run(move |inner| inner.save(step)).await
+    }
+}
+
+impl Inner {
+    fn step(&mut self, gradients: Vec<Gradient>, request: StepRequest) -> Result<StepReport, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let mut gradients = gradients.into_iter();
+        let Some(first) = gradients.next() else { return Ok(StepReport::default()) };
+        let mut sum = moved(first, self.device)?;
+        for gradient in gradients {
+            let gradient = moved(gradient, self.device)?;
+            for (sum, part) in sum.tensors_mut().iter_mut().zip(gradient.tensors()) {
+                let _ = sum.f_add_(part)?;
+            }
+        }
+        if request.denominator <= 0.0 {
+            // Nothing was supervised: there is no mean to take a step by.
+            return Ok(StepReport::default());
+        }
+        let grad_norm = self.adamw.step(&sum, request.denominator, request.learning_rate, request.max_grad_norm)?;
+        Ok(StepReport { grad_norm })
+    }
+
+    fn save(&mut self, step: u64) -> Result<String, ModelError> {
+        let Saving { folder, keep_last, seed, config, draft } = &self.saving;
+        let state = State::new(step, *seed, config.clone());
+        let tensors = [
+            (checkpoint::WEIGHTS, named(&self.adamw.masters)?),
+            (checkpoint::FIRST_MOMENTS, named(&self.adamw.exp_avg)?),
+            (checkpoint::SECOND_MOMENTS, named(&self.adamw.exp_avg_sq)?),
+        ];
+        let name = checkpoint::write(folder, &state, draft, &tensors).map_err(|e| ModelError::Input(e.to_string()))?;
+        // One more than is kept stays until the new one exists in state.db.
+        if let Err(error) = checkpoint::retain(folder, keep_last + 1) {
+            tracing::warn!(%error, folder = %folder.display(), "old checkpoints could not be deleted");
+        }
+        Ok(name)
+    }
+}
+
+/// The set on `device`; no copy where it is there already.
+fn moved(set: ParamSet, device: Device) -> Result<ParamSet, ModelError> {
+    let pairs = set.into_pairs().into_iter().map(|(name, t)| Ok((name, t.f_to_device(device)?)));
+    Ok(ParamSet::new(pairs.collect::<Result<_, ModelError>>()?))
+}
+
+fn named(set: &ParamSet) -> Result<Vec<NamedTensor>, ModelError> {
+    let tensors = set.iter().map(|(name, tensor)| {
+        let shape = tensor.size().iter().map(|&n| n as usize).collect();
+        let mut data = vec![0.0_f32; tensor.numel()];
+        tensor.f_to_device(Device::Cpu)?.f_contiguous()?.f_copy_data(&mut data, tensor.numel())?;
+        Ok(NamedTensor { name: name.to_owned(), shape, data })
+    });
+    tensors.collect()
+}
