@@ -75,9 +75,9 @@ pub struct ImportArgs {
 /// Turns conversations into the store of token ids that `train` reads
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Reads data.inputs (JSONL or JSON arrays, also .gz; OpenAI `messages`, ShareGPT `conversations`, or rows of `input_ids` and
-`loss_mask`), applies the target's chat template and tokenizer, supervises the assistant's turns, and writes data.store.
-Rejected rows are counted by reason in the closing table and kept with their line number in a rejects file.
+Reads data.inputs (JSONL or JSON arrays, also .gz; OpenAI `messages`, ShareGPT `conversations`, or rows of `input_ids` \
+and `loss_mask`), applies the target's chat template and tokenizer, supervises the assistant's turns, and writes \
+data.store. Rejected rows are counted by reason in the closing table and kept with their line number in a rejects file.
 
 Examples:
   draftmill prepare --config configs/demo.toml --set 'data.inputs=[\"chats.jsonl\", \"more.json.gz\"]'
@@ -93,7 +93,7 @@ pub struct PrepareArgs {
 /// Validates everything and runs nothing, then tells what a run would do
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Every problem is told at once, each with file, key, value and remedy. Then come samples, buckets and padding, jobs and
+Every problem is told at once, each with file, key, value and remedy. Then come samples, buckets and padding, jobs and \
 steps, bytes of hidden states, the pool's arithmetic, memory of each device, and disk.
 
 Examples:
@@ -110,7 +110,7 @@ pub struct CheckArgs {
 /// Trains a drafter, or goes on with a run that was interrupted
 #[derive(Args, Debug)]
 #[command(after_help = "\
-The run lives in run.dir. Started again with the same configuration, it goes on from its last checkpoint. SIGINT or
+The run lives in run.dir. Started again with the same configuration, it goes on from its last checkpoint. SIGINT or \
 SIGTERM finish the running work and write a checkpoint; a second one stops at once.
 
 Examples:
