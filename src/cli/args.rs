@@ -46,7 +46,7 @@ pub struct ConfigArgs {
     /// Configuration; every key that is not in it has its default (configs/example.toml lists them all)
     #[arg(short, long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Overrides one key; may be repeated. The value is TOML, a bare word is a string
+    /// Overrides one key; may be repeated. The value is TOML; a bare word is a string, and one value will do for a list
     #[arg(short, long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
 }
@@ -64,7 +64,7 @@ pub struct ImportArgs {
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
     /// Number type of the written weights
-    #[arg(long, value_name = "DTYPE", default_value = "bf16",
+    #[arg(long, value_name = "DTYPE", default_value = "f32",
           value_parser = PossibleValuesParser::new(["f32", "bf16"]).try_map(|word| Dtype::from_str(&word)))]
     pub dtype: Dtype,
     /// Replace the folder if it exists
@@ -81,7 +81,7 @@ data.store. Rejected rows are counted by reason in the closing table and kept wi
 
 Examples:
   draftmill prepare --config configs/demo.toml --set 'data.inputs=[\"chats.jsonl\", \"more.json.gz\"]'
-  draftmill prepare --config my.toml --json")]
+  draftmill prepare --config my.toml --set data.inputs=rows.jsonl --json")]
 pub struct PrepareArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
