@@ -134,11 +134,8 @@ pub fn forecast(
 }
 
 fn buckets(plan: &Plan) -> Vec<Bucket> {
-    let mut buckets: Vec<_> = plan
-        .bounds
-        .iter()
-        .map(|&bound| Bucket { bound, samples: 0, jobs: 0, tokens: 0, padding_share: 0.0 })
-        .collect();
+    let mut buckets: Vec<_> =
+        plan.bounds.iter().map(|&bound| Bucket { bound, samples: 0, jobs: 0, tokens: 0, padding_share: 0.0 }).collect();
     let mut slots = vec![0u64; buckets.len()];
     for job in &plan.jobs {
         let index = usize::from(job.bucket);
@@ -206,4 +203,94 @@ fn layer_of(name: &str) -> Option<usize> {
 fn count(shapes: &BTreeMap<String, Vec<usize>>, wanted: impl Fn(&str) -> bool) -> u64 {
     let values = |shape: &Vec<usize>| shape.iter().map(|&dim| dim as u64).product::<u64>();
     shapes.iter().filter(|(name, _)| wanted(name)).map(|(_, shape)| values(shape)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{ByteSize, draft_config, load_text};
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    /// Two layers of round sizes, so that sums can be done by hand.
+    fn target() -> TargetConfig {
+        TargetConfig::from_json(&json!({
+            "model_type": "llama", "hidden_size": 100, "intermediate_size": 200, "num_hidden_layers": 4,
+            "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 10, "vocab_size": 1000,
+            "max_position_embeddings": 512, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "tie_word_embeddings": true, "eos_token_id": 2
+        }))
+        .unwrap()
+    }
+
+    const TEXT: &str = "
+        [run]\nepochs = 3
+        [plan]\njob_tokens = 40\nbucket_bounds = [10, 20]
+        [data]\nmax_length = 20\nmin_supervised = 1
+        [target]\nlayer_ids = [0, 1]\ndevices = [\"cpu\", \"cuda:0\"]
+        [drafter]\nlayers = 1\nblock_size = 4\ndevices = [\"cuda:0\", \"cuda:1\"]\ndtype = \"bf16\"
+        [optimizer]\naccumulation = 2
+        [checkpoint]\nkeep_last = 2
+        [pool]\nmax_bytes = \"1 MB\"\nmax_batches = 9";
+
+    #[test]
+    fn numbers_are_those_done_by_hand() {
+        let loaded = load_text(TEXT, "x.toml", &[]).unwrap();
+        let (config, target) = (&loaded.config, target());
+        let drafter = draft_config(config, &loaded.written, &target, 7).unwrap();
+        // 8 rows of 10 make 2 jobs of 4, 4 rows of up to 20 make 2 jobs of 2.
+        let lengths = [10, 10, 10, 10, 10, 10, 10, 10, 20, 20, 20, 20];
+        let seen = forecast(config, &lengths, Some((&target, &drafter))).unwrap();
+        assert_eq!((seen.samples, seen.tokens, seen.jobs_per_epoch, seen.padding_share), (12, 160, 4, 0.0));
+        // 4 micro-batches make a step: 2 accumulated on 2 drafters; 3 epochs of 4 jobs.
+        assert_eq!((seen.micro_batches_per_step, seen.steps_per_epoch, seen.steps), (4, 1.0, 3));
+        // 2 taps of 100 values in f32, an id and a mask.
+        assert_eq!((seen.bytes_per_token, seen.largest_job_bytes, seen.mean_job_bytes), (805, 32_200, 32_200));
+        assert_eq!((seen.pool.min_ready_bytes, seen.pool.typical_batches), (4 * 32_200, 9));
+        let buckets: Vec<_> = seen.buckets.iter().map(|b| (b.bound, b.samples, b.jobs, b.tokens)).collect();
+        assert_eq!(buckets, [(10, 8, 2, 80), (20, 4, 2, 80)]);
+
+        // Layer of the drafter: q, o 2 x 100x100; k, v 2 x 100x50; mlp 3 x 100x200; norms 2 x 100 + 2 x 10. And fc, 2 norms.
+        let trained = 20_000 + 10_000 + 60_000 + 220 + 20_000 + 200;
+        assert_eq!(seen.drafter_parameters, Some(trained));
+        let checkpoint = trained * 12;
+        let disk =
+            Disk { checkpoint, checkpoints: 3 * checkpoint, export: 2 * trained, total: 3 * checkpoint + 2 * trained };
+        assert_eq!(seen.disk, disk);
+
+        // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.
+        let (weights, drafter) = ((100_000 + 2 * 90_200) * 4, (trained + 100_000) * 2 + trained * 4);
+        let devices: Vec<_> = seen.devices.iter().map(|d| (d.device.as_str(), d.total)).collect();
+        let cuda0 = weights + 32_200 + drafter + trained * 12;
+        assert_eq!(devices, [("cpu", weights + 32_200 + 1_000_000), ("cuda:0", cuda0), ("cuda:1", drafter)]);
+    }
+
+    #[test]
+    fn a_simulated_engine_needs_no_model() {
+        let config = load_text("[simulate]\nfeature_bytes_per_token = 100", "x.toml", &[]).unwrap().config;
+        let seen = forecast(&config, &[5, 7, 9], None).unwrap();
+        assert_eq!((seen.bytes_per_token, seen.drafter_parameters), (100, None));
+        assert!(seen.devices.is_empty());
+        assert_eq!(forecast(&config, &[], None), Err(PlanError::NoSamples));
+    }
+
+    #[test]
+    fn max_steps_bounds_the_steps() {
+        let config = load_text("[run]\nmax_steps = 2\n[plan]\njob_tokens = 3072", "x.toml", &[]).unwrap().config;
+        assert_eq!(forecast(&config, &[3000; 9], None).unwrap().steps, 2);
+    }
+
+    proptest! {
+        /// No sample is lost, and no job is larger than the budget allows.
+        #[test]
+        fn totals_agree_with_the_samples(lengths in prop::collection::vec(1u32..=3072, 1..200), buckets in 1u16..9) {
+            let config = load_text("", "x.toml", &[format!("plan.buckets={buckets}")]).unwrap().config;
+            let seen = forecast(&config, &lengths, None).unwrap();
+            prop_assert_eq!(seen.buckets.iter().map(|b| b.samples).sum::<usize>(), lengths.len());
+            prop_assert_eq!(seen.buckets.iter().map(|b| b.jobs).sum::<usize>(), seen.jobs_per_epoch);
+            prop_assert_eq!(seen.buckets.iter().map(|b| b.tokens).sum::<u64>(), seen.tokens);
+            let most = u64::from(config.plan.job_tokens) * seen.bytes_per_token;
+            prop_assert!(seen.largest_job_bytes <= most, "{} > {}", ByteSize(seen.largest_job_bytes), ByteSize(most));
+        }
+    }
 }

@@ -1,1 +1,199 @@
-//! `draftmill check`.
+//! `draftmill check`: validates everything and runs nothing, then tells what a run would do.
+//!
+//! Nothing here stops at the first mistake: whatever can still be judged is judged.
+
+mod forecast;
+mod machine;
+mod report;
+
+pub use self::{
+    forecast::{Bucket, DeviceMemory, Disk, Forecast, PoolForecast, forecast},
+    machine::Machine,
+    report::Report,
+};
+
+use crate::{
+    config::{
+        Config, Device, Engine, Loaded, Problem, Written, draft_config,
+        mask::{MaskToken, mask_token_of},
+        pool_problem,
+    },
+    exit::Exit,
+    hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
+};
+
+/// What is known of the prepared store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// `draftmill prepare` has not written it yet.
+    Absent,
+    /// It is there and cannot be used; a sentence says why.
+    Broken(String),
+    Ready(Samples),
+}
+
+/// What a plan needs of the store.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Samples {
+    /// Tokens of every training sample.
+    pub lengths: Vec<u32>,
+    /// Samples kept apart for validation.
+    pub validation: usize,
+}
+
+/// Judges a configuration that could be read.
+pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
+    let (config, written) = (&loaded.config, &loaded.written);
+    let mut report = Report::default();
+    for problem in machine::problems(config, written, machine) {
+        report.fail(Exit::Config, problem);
+    }
+    if let Some(address) = config.admin.listen.0.filter(|address| !address.ip().is_loopback()) {
+        report.notes.push(written.problem(
+            "admin.listen",
+            format!("{} can be reached from other machines, and nothing asks who is there", address.ip()),
+            "listen on 127.0.0.1 unless that is meant",
+        ));
+    }
+    let models = match config.run.engine {
+        Engine::Torch => models(config, written, &mut report),
+        Engine::Simulated => None,
+    };
+    let samples = samples(config, written, stored, &mut report);
+    let known = models.is_some() || config.run.engine == Engine::Simulated;
+    if let Some(samples) = samples.filter(|_| known) {
+        let models = models.as_ref().map(|(target, drafter)| (target, drafter));
+        match forecast(config, &samples.lengths, models) {
+            Ok(forecast) => {
+                if let Some(problem) = pool_problem(config, written, forecast.largest_job_bytes) {
+                    report.fail(Exit::Config, problem);
+                }
+                let host = forecast.devices.iter().find(|memory| memory.device == Device::Cpu.to_string());
+                let host = host.map_or(forecast.pool.max_bytes, |memory| memory.total);
+                for problem in machine::room_problems(config, written, machine, forecast.disk.total, host) {
+                    report.fail(Exit::Config, problem);
+                }
+                report.validation_samples = Some(samples.validation);
+                report.plan = Some(forecast);
+            }
+            Err(error) => report.fail(Exit::Data, written.problem("data.store", error.to_string(), "")),
+        }
+    }
+    report
+}
+
+/// The target folder and the drafter that fits it.
+fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(TargetConfig, DraftConfig)> {
+    let folder = &config.target.dir;
+    let bad = |error: &dyn std::fmt::Display| written.problem("target.dir", error.to_string(), "");
+    if !folder.is_dir() {
+        report.fail(
+            Exit::Model,
+            written.problem(
+                "target.dir",
+                "there is no such folder",
+                "give the folder of a Hugging Face model, or make one with draftmill import",
+            ),
+        );
+        return None;
+    }
+    let target = TargetConfig::load(folder).map_err(|error| report.fail(Exit::Model, bad(&error))).ok();
+    if let Some(target) = &target {
+        match TensorFiles::open(folder) {
+            Ok(files) => {
+                for error in files.check(&target.tensor_shapes()) {
+                    report.fail(Exit::Model, bad(&error));
+                }
+            }
+            Err(error) => report.fail(Exit::Model, bad(&error)),
+        }
+    }
+    let target = target?;
+    let mask = mask_token_id(config, written, &target, report);
+    // Without a mask token the rest of the shape can still be judged: row 0 always exists.
+    match draft_config(config, written, &target, mask.unwrap_or_default()) {
+        Ok(drafter) => Some((target, drafter)),
+        Err(problems) => {
+            problems.0.into_iter().for_each(|problem| report.fail(Exit::Config, problem));
+            None
+        }
+    }
+}
+
+/// The row that the drafter will predict from, and a problem where none can be chosen.
+fn mask_token_id(config: &Config, written: &Written, target: &TargetConfig, report: &mut Report) -> Option<u32> {
+    let chosen = match (config.drafter.mask_token_id, mask_token_of(&config.target.dir, target)) {
+        // Text needs the tokenizer, so a folder without one is bad whoever chooses the mask token.
+        (_, Err(error)) => {
+            report.fail(Exit::Model, written.problem("target.dir", error.to_string(), ""));
+            return None;
+        }
+        (Some(id), Ok(_)) => MaskToken { id, reason: "as configured".into() },
+        (None, Ok(Some(mask))) => mask,
+        (None, Ok(None)) => {
+            report.fail(
+                Exit::Config,
+                written.problem(
+                    "drafter.mask_token_id",
+                    "every row of the target's embedding has a token that text may use",
+                    "choose the id of a token that your data never holds",
+                ),
+            );
+            return None;
+        }
+    };
+    report.mask_token = Some(chosen.clone());
+    Some(chosen.id)
+}
+
+/// The store, or what `prepare` would make it from.
+fn samples<'a>(config: &Config, written: &Written, stored: &'a Stored, report: &mut Report) -> Option<&'a Samples> {
+    match stored {
+        Stored::Ready(samples) => {
+            let longest = samples.lengths.iter().max().copied().unwrap_or(0);
+            if longest > config.data.max_length {
+                report.fail(
+                    Exit::Data,
+                    written.problem(
+                        "data.store",
+                        format!(
+                            "it holds a sample of {longest} tokens, more than data.max_length = {}",
+                            config.data.max_length
+                        ),
+                        "run draftmill prepare again, or raise data.max_length",
+                    ),
+                );
+            }
+            return Some(samples);
+        }
+        Stored::Broken(reason) => {
+            report.fail(Exit::Data, written.problem("data.store", reason.clone(), ""));
+        }
+        Stored::Absent => {
+            report.notes.push(written.problem(
+                "data.store",
+                format!("{} is not prepared yet, so there is no forecast", config.data.store.display()),
+                "run draftmill prepare with the same configuration, then check again",
+            ));
+            inputs(config, written).into_iter().for_each(|problem| report.fail(Exit::Data, problem));
+        }
+    }
+    None
+}
+
+/// Inputs that `prepare` could not open.
+fn inputs(config: &Config, written: &Written) -> Vec<Problem> {
+    let remedy = "give existing files, for example --set 'data.inputs=[\"chats.jsonl\"]'";
+    if config.data.inputs.is_empty() {
+        return vec![written.problem("data.inputs", "there is neither a prepared store nor an input", remedy)];
+    }
+    let unreadable = config.data.inputs.iter().filter_map(|path| {
+        let reason = match std::fs::File::open(path) {
+            Ok(_) if path.is_dir() => "it is a folder".into(),
+            Ok(_) => return None,
+            Err(error) => error.to_string(),
+        };
+        Some(written.problem("data.inputs", format!("{} cannot be read: {reason}", path.display()), remedy))
+    });
+    unreadable.collect()
+}

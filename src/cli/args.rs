@@ -46,7 +46,7 @@ pub struct ConfigArgs {
     /// Configuration; every key that is not in it has its default (configs/example.toml lists them all)
     #[arg(short, long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Overrides one key; may be repeated. The value is TOML, a bare word is a string
+    /// Overrides one key; may be repeated. The value is TOML; a bare word is a string, and one value will do for a list
     #[arg(short, long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
 }
@@ -64,7 +64,7 @@ pub struct ImportArgs {
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
     /// Number type of the written weights
-    #[arg(long, value_name = "DTYPE", default_value = "bf16",
+    #[arg(long, value_name = "DTYPE", default_value = "f32",
           value_parser = PossibleValuesParser::new(["f32", "bf16"]).try_map(|word| Dtype::from_str(&word)))]
     pub dtype: Dtype,
     /// Replace the folder if it exists
@@ -75,13 +75,13 @@ pub struct ImportArgs {
 /// Turns conversations into the store of token ids that `train` reads
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Reads data.inputs (JSONL or JSON arrays, also .gz; OpenAI `messages`, ShareGPT `conversations`, or rows of `input_ids` and
-`loss_mask`), applies the target's chat template and tokenizer, supervises the assistant's turns, and writes data.store.
-Rejected rows are counted by reason in the closing table and kept with their line number in a rejects file.
+Reads data.inputs (JSONL or JSON arrays, also .gz; OpenAI `messages`, ShareGPT `conversations`, or rows of `input_ids` \
+and `loss_mask`), applies the target's chat template and tokenizer, supervises the assistant's turns, and writes \
+data.store. Rejected rows are counted by reason in the closing table and kept with their line number in a rejects file.
 
 Examples:
   draftmill prepare --config configs/demo.toml --set 'data.inputs=[\"chats.jsonl\", \"more.json.gz\"]'
-  draftmill prepare --config my.toml --json")]
+  draftmill prepare --config my.toml --set data.inputs=rows.jsonl --json")]
 pub struct PrepareArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
@@ -93,7 +93,7 @@ pub struct PrepareArgs {
 /// Validates everything and runs nothing, then tells what a run would do
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Every problem is told at once, each with file, key, value and remedy. Then come samples, buckets and padding, jobs and
+Every problem is told at once, each with file, key, value and remedy. Then come samples, buckets and padding, jobs and \
 steps, bytes of hidden states, the pool's arithmetic, memory of each device, and disk.
 
 Examples:
@@ -110,7 +110,7 @@ pub struct CheckArgs {
 /// Trains a drafter, or goes on with a run that was interrupted
 #[derive(Args, Debug)]
 #[command(after_help = "\
-The run lives in run.dir. Started again with the same configuration, it goes on from its last checkpoint. SIGINT or
+The run lives in run.dir. Started again with the same configuration, it goes on from its last checkpoint. SIGINT or \
 SIGTERM finish the running work and write a checkpoint; a second one stops at once.
 
 Examples:

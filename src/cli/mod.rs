@@ -1,14 +1,22 @@
 //! The command line: what can be asked for, and who answers. Data goes to stdout, everything else to stderr.
 
 mod args;
+mod check;
+mod export;
+mod import;
 mod logging;
 mod output;
+mod prepare;
+mod train;
 
 pub use self::args::{
     CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LogArgs, PrepareArgs, TrainArgs, WhichCheckpoint,
 };
 
-use crate::exit::{Exit, Failure};
+use crate::{
+    config::{self, Loaded, Log, Problems},
+    exit::{Exit, Failure},
+};
 use clap::Parser;
 use std::process::ExitCode;
 
@@ -32,6 +40,35 @@ pub fn main() -> ExitCode {
 }
 
 /// Does what was asked for.
-pub fn run(_cli: Cli) -> Result<(), Failure> {
-    Ok(())
+pub fn run(cli: Cli) -> Result<(), Failure> {
+    match &cli.command {
+        Command::Import(args) => {
+            logging::start(&cli.log, &Log::default())?;
+            import::run(args)
+        }
+        Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?),
+        Command::Check(args) => {
+            // A configuration that cannot be read is a finding like any other.
+            let loaded = load(&args.config);
+            let log = loaded.as_ref().map_or_else(|_| Log::default(), |loaded| loaded.config.log.clone());
+            logging::start(&cli.log, &log)?;
+            check::run(args, loaded)
+        }
+        Command::Train(args) => train::run(args, started(&cli.log, &args.config)?),
+        Command::Export(args) => {
+            logging::start(&cli.log, &Log::default())?;
+            export::run(args)
+        }
+    }
+}
+
+fn load(args: &ConfigArgs) -> Result<Loaded, Problems> {
+    config::load(args.config.as_deref(), &args.set)
+}
+
+/// Reads the configuration and starts logging as it says.
+fn started(log: &LogArgs, args: &ConfigArgs) -> Result<Loaded, Failure> {
+    let loaded = load(args)?;
+    logging::start(log, &loaded.config.log)?;
+    Ok(loaded)
 }

@@ -29,3 +29,8 @@ pub fn complain(failure: &Failure) {
         false => writeln!(err, "error: {}", failure.message),
     };
 }
+
+/// A line for a person, on stderr. Best effort.
+pub fn tell(line: &str) {
+    let _ = writeln!(stderr().lock(), "{line}");
+}

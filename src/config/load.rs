@@ -124,13 +124,18 @@ fn parse(text: &str, written: &mut Written, problems: &mut Vec<Problem>) -> Tabl
     if errors.is_empty() { toml::from_str(text).unwrap_or_default() } else { Table::new() }
 }
 
-/// Puts `section.key=value` into the table. The value is TOML; what is no TOML is taken as a string.
+/// Puts `section.key=value` into the table. The value is TOML; what is no TOML is taken as a string, and a single value
+/// for a key that is a list as a list of one.
 fn apply_set(set: &str, table: &mut Table, written: &mut Written) -> Result<(), &'static str> {
     let (path, text) = set.split_once('=').ok_or("there is no \"=\" in it")?;
     let (section, key) = path.trim().split_once('.').ok_or("the key has no section")?;
     let text = text.trim();
     let parsed = toml::from_str::<Table>(&format!("value = {text}")).ok().filter(|parsed| parsed.len() == 1);
     let value = parsed.and_then(|mut parsed| parsed.remove("value")).unwrap_or_else(|| Value::String(text.into()));
+    let value = match default_of(section, key) {
+        Some(Value::Array(_)) if !value.is_array() => Value::Array(vec![value]),
+        _ => value,
+    };
     let entry = table.entry(section).or_insert_with(|| Value::Table(Table::new()));
     let entry = entry.as_table_mut().ok_or("the file has a plain value in the place of the section")?;
     entry.insert(key.into(), value);
@@ -175,9 +180,8 @@ fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -
     clean
 }
 
-/// The default of a key as TOML writes it.
-pub fn default_of(section: &str, key: &str) -> Option<String> {
-    Table::try_from(Wire::default()).ok()?.get(section)?.get(key).map(ToString::to_string)
+fn default_of(section: &str, key: &str) -> Option<Value> {
+    Table::try_from(Wire::default()).ok()?.get(section)?.get(key).cloned()
 }
 
 fn unknown_section(name: &str, value: &Value, written: &Written) -> Problem {
@@ -293,13 +297,15 @@ mod tests {
 
     #[test]
     fn sets_are_toml_or_bare_words_and_win_over_the_file() {
-        let sets = sets(&["run.seed=7", "plan.order=shuffle", "pool.max_bytes=3 GiB", "data.inputs=[\"a\", \"b\"]"]);
+        let lists = ["data.inputs=[\"a\", \"b\"]", "target.devices=cuda:1"];
+        let sets = sets(&[&["run.seed=7", "plan.order=shuffle", "pool.max_bytes=3 GiB"][..], &lists].concat());
         let (written, problems) = read("[run]\nseed = 1\n", "x.toml", &sets);
         assert_eq!(problems, Problems::default());
         assert_eq!(written.wire.run.seed, 7);
         assert_eq!(written.wire.plan.order, draftmill_actors::plan::Order::Shuffle);
         assert_eq!(written.wire.pool.max_bytes.0, 3 << 30);
         assert_eq!(written.wire.data.inputs.len(), 2);
+        assert_eq!(written.wire.target.devices, [crate::config::Device::Cuda(1)]);
         assert_eq!(written.problem("run.seed", "m", "").to_string(), "--set: run.seed = 7: m");
     }
 

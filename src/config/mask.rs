@@ -3,11 +3,16 @@
 //! The row has to exist in the target's file and is frozen with it, so it must not be one that text gives a meaning:
 //! falling back to padding, which often is the end of text, quietly costs acceptance (Automodel 2461).
 
+use crate::hf::{HfError, config::TargetConfig, read_json};
+use serde::Serialize;
 use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 /// The row that stands for "to be predicted", and why it was taken.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MaskToken {
     pub id: u32,
     /// A phrase for people: "the first embedding row that has no token".
@@ -16,6 +21,19 @@ pub struct MaskToken {
 
 /// How tokenizers spell a token that is meant for the purpose.
 const MASK_WORDS: [&str; 5] = ["<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<|mask_token|>"];
+
+/// Chooses the row for the model folder that `target` was read from; `None` as in [`mask_token`].
+pub fn mask_token_of(folder: &Path, target: &TargetConfig) -> Result<Option<MaskToken>, HfError> {
+    let tokenizer = read_json(&folder.join("tokenizer.json"))?;
+    let template = std::fs::read_to_string(folder.join("chat_template.jinja")).unwrap_or_default();
+    let settings = read_json(&folder.join("tokenizer_config.json")).unwrap_or_default();
+    // Older folders keep the template, or a list of them, in this key. Its JSON text shows every token that it uses.
+    let template = template + &settings.get("chat_template").map(Value::to_string).unwrap_or_default();
+    let mut taken = target.eos_token_ids.clone();
+    taken.extend([target.bos_token_id, target.pad_token_id].into_iter().flatten());
+    let rows = u32::try_from(target.vocab_size).unwrap_or(u32::MAX);
+    Ok(mask_token(&tokenizer, rows, &taken, &template))
+}
 
 /// Chooses the row. `tokenizer` is the content of tokenizer.json, `rows` the rows of the embedding, `taken` the ids that
 /// config.json gives a role (begin, end, padding), `template` the chat template.

@@ -1,7 +1,7 @@
 //! The configuration: TOML and `--set` in, settings with nothing left open out, every mistake told at once.
 //!
 //! ```text
-//! file, --set ──load──▶ Written (wire types + places) ──resolve──▶ Config ──shape──▶ hf::DraftConfig
+//! file, --set ──load──▶ Written (wire types + places) ──rules, resolve──▶ Config ──shape──▶ hf::DraftConfig
 //! ```
 //! The wire types are declared in [`wire`], once; what depends on the target's own config.json waits for [`shape`].
 
@@ -10,6 +10,7 @@ mod load;
 pub mod mask;
 mod problem;
 mod resolve;
+mod rules;
 pub mod shape;
 pub mod values;
 pub mod wire;

@@ -14,7 +14,9 @@ fn example_is_true() {
         std::fs::write(&path, config::example()).unwrap();
     }
     let text = std::fs::read_to_string(&path).unwrap();
-    assert_eq!(text, config::example(), "run UPDATE_EXPECT=1 cargo test example_is_true");
+    let stale =
+        text.lines().zip(config::example().lines()).find(|(old, new)| old != new).map(|(old, _)| old.to_owned());
+    assert!(text == config::example(), "stale at {stale:?}: run UPDATE_EXPECT=1 cargo test example_is_true");
     assert_eq!(config::load(Some(&path), &[]).unwrap().written.wire, Wire::default());
 }
 

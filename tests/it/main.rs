@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module for each part.
 
+mod cli;
 mod config;
 mod data;
 #[cfg(feature = "torch")]

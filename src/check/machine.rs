@@ -1,0 +1,193 @@
+//! What this machine has: devices, memory, disk, ports.
+
+use crate::{
+    admin::AdminError,
+    config::{ByteSize, Config, Device, Engine, Problem, Written},
+};
+use std::{collections::BTreeSet, ffi::CString, net::TcpListener, os::unix::ffi::OsStrExt, path::Path};
+
+/// What the rules below need to know of the machine; tests give their own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// This binary was built with libtorch.
+    pub torch: bool,
+    pub cuda_devices: usize,
+    /// Memory of the host.
+    pub memory: Option<u64>,
+    /// Room on the disk of run.dir.
+    pub free_disk: Option<u64>,
+}
+
+impl Machine {
+    /// Looks at this machine.
+    pub fn detect(config: &Config) -> Machine {
+        Machine {
+            torch: cfg!(feature = "torch"),
+            cuda_devices: cuda_devices(),
+            memory: memory(),
+            free_disk: free_disk(&config.run.dir),
+        }
+    }
+}
+
+/// Devices that are not there, an engine that was not built in, a port that is taken, a run folder that is a file.
+pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if config.run.engine == Engine::Torch {
+        if !machine.torch {
+            problems.push(written.problem(
+                "run.engine",
+                "this draftmill was built without libtorch",
+                "build with the default features, or choose \"simulated\"",
+            ));
+        }
+        for (key, devices) in [("target.devices", &config.target.devices), ("drafter.devices", &config.drafter.devices)]
+        {
+            let missing: BTreeSet<_> = devices.iter().filter(|device| !exists(**device, machine)).collect();
+            if !missing.is_empty() {
+                let missing: Vec<_> = missing.into_iter().map(Device::to_string).collect();
+                problems.push(written.problem(
+                    key,
+                    format!("{} is not there: libtorch sees {} CUDA devices", missing.join(", "), machine.cuda_devices),
+                    "name devices that exist, or \"cpu\"",
+                ));
+            }
+        }
+    }
+    if let Some(address) = config.admin.listen.0
+        && let Err(source) = TcpListener::bind(address)
+    {
+        let error = match source.kind() {
+            std::io::ErrorKind::AddrInUse => AdminError::InUse { address },
+            _ => AdminError::Bind { address, source },
+        };
+        problems.push(written.problem("admin.listen", error.to_string(), ""));
+    }
+    if config.run.dir.exists() && !config.run.dir.is_dir() {
+        problems.push(written.problem("run.dir", "this is a file", "name a folder, or one that does not exist yet"));
+    }
+    problems
+}
+
+/// Room that the run needs and the machine does not have.
+pub fn room_problems(
+    config: &Config,
+    written: &Written,
+    machine: &Machine,
+    disk_needed: u64,
+    host_needed: u64,
+) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if let Some(free) = machine.free_disk.filter(|&free| free < disk_needed) {
+        problems.push(written.problem(
+            "run.dir",
+            format!(
+                "checkpoints and export need {}, and its disk has {} free",
+                ByteSize(disk_needed).rounded(),
+                ByteSize(free).rounded()
+            ),
+            "choose another disk, or lower checkpoint.keep_last",
+        ));
+    }
+    if let Some(memory) = machine.memory.filter(|&memory| memory < host_needed) {
+        problems.push(written.problem(
+            "pool.max_bytes",
+            format!(
+                "the pool and what runs on the CPU take {}, and this machine has {} of memory",
+                ByteSize(host_needed).rounded(),
+                ByteSize(memory).rounded()
+            ),
+            format!("lower it (the pool takes {} of that), or use fewer CPU devices", config.pool.max_bytes),
+        ));
+    }
+    problems
+}
+
+fn exists(device: Device, machine: &Machine) -> bool {
+    match device {
+        Device::Cpu => true,
+        Device::Cuda(index) => index < machine.cuda_devices,
+    }
+}
+
+#[cfg(feature = "torch")]
+fn cuda_devices() -> usize {
+    usize::try_from(tch::Cuda::device_count()).unwrap_or(0)
+}
+
+#[cfg(not(feature = "torch"))]
+fn cuda_devices() -> usize {
+    0
+}
+
+/// Memory of the host in bytes, as Linux tells it.
+fn memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Room for ordinary users on the disk that holds `path`, or will hold it.
+fn free_disk(path: &Path) -> Option<u64> {
+    let path = std::path::absolute(path).ok()?;
+    let existing = path.ancestors().find(|path| path.exists())?;
+    let name = CString::new(existing.as_os_str().as_bytes()).ok()?;
+    // SAFETY: `name` is a string that ends in NUL, and a statvfs of zeros is a valid value for the call to overwrite.
+    let (result, stat) = unsafe {
+        let mut stat: libc::statvfs = std::mem::zeroed();
+        (libc::statvfs(name.as_ptr(), &mut stat), stat)
+    };
+    (result == 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::load_text;
+
+    const BARE: Machine = Machine { torch: false, cuda_devices: 0, memory: Some(1 << 30), free_disk: Some(1 << 30) };
+
+    fn keys(text: &str, machine: &Machine) -> Vec<String> {
+        let loaded = load_text(&format!("{text}\n[admin]\nlisten = \"off\""), "x.toml", &[]).unwrap();
+        problems(&loaded.config, &loaded.written, machine).into_iter().map(|problem| problem.key).collect()
+    }
+
+    #[test]
+    fn devices_have_to_be_there_unless_the_engine_is_simulated() {
+        let text = "[target]\ndevices = [\"cuda:0\", \"cuda:1\"]\n[drafter]\ndevices = [\"cpu\", \"cuda:2\"]\n";
+        assert_eq!(keys(text, &BARE), ["run.engine", "target.devices", "drafter.devices"]);
+        let two = Machine { torch: true, cuda_devices: 2, ..BARE };
+        assert_eq!(keys(text, &two), ["drafter.devices"]);
+        assert!(keys(&format!("{text}[run]\nengine = \"simulated\""), &BARE).is_empty());
+    }
+
+    #[test]
+    fn a_taken_port_and_a_file_in_the_place_of_the_run_are_told() {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let sets = [
+            format!("admin.listen={}", taken.local_addr().unwrap()),
+            format!("run.dir={}", file.path().display()),
+            "run.engine=simulated".into(),
+        ];
+        let loaded = load_text("", "x.toml", &sets).unwrap();
+        let found = problems(&loaded.config, &loaded.written, &BARE);
+        let keys: Vec<_> = found.iter().map(|problem| problem.key.as_str()).collect();
+        assert_eq!(keys, ["admin.listen", "run.dir"], "{found:?}");
+    }
+
+    #[test]
+    fn room_is_compared_with_what_is_needed() {
+        let loaded = load_text("", "x.toml", &[]).unwrap();
+        let room = |disk, host| room_problems(&loaded.config, &loaded.written, &BARE, disk, host).len();
+        assert_eq!((room(1 << 30, 1 << 30), room(2 << 30, 0), room(2 << 30, 2 << 30)), (0, 1, 2));
+    }
+
+    #[test]
+    fn this_machine_can_be_looked_at() {
+        let config = load_text("", "x.toml", &["run.dir=not/yet/there".into()]).unwrap().config;
+        let machine = Machine::detect(&config);
+        assert!(machine.memory.is_some_and(|bytes| bytes > 1 << 20), "{machine:?}");
+        assert!(machine.free_disk.is_some(), "{machine:?}");
+    }
+}

@@ -1,0 +1,33 @@
+//! `draftmill check`.
+
+use super::{CheckArgs, output, prepare::stored};
+use crate::{
+    check::{Machine, Report, examine},
+    config::{Loaded, Problems},
+    exit::{Exit, Failure},
+};
+
+/// Tells every problem on stderr and the forecast on stdout, or both as JSON on stdout.
+pub fn run(args: &CheckArgs, loaded: Result<Loaded, Problems>) -> Result<(), Failure> {
+    let report = match loaded {
+        Ok(loaded) => examine(&loaded, &Machine::detect(&loaded.config), &stored(&loaded.config)),
+        Err(problems) => problems.into(),
+    };
+    if args.json {
+        output::print_json(&report)?;
+    } else {
+        output::print(&report.table())?;
+        report.notes.iter().for_each(|note| output::tell(&format!("note: {note}")));
+    }
+    finish(report)
+}
+
+fn finish(report: Report) -> Result<(), Failure> {
+    match report.exit() {
+        Exit::Done => {
+            output::tell("no problem found");
+            Ok(())
+        }
+        exit => Err(Failure::new(exit, Problems(report.problems))),
+    }
+}

@@ -1,0 +1,285 @@
+//! The rules that a setting has to obey, alone or together with another one, whatever the model.
+
+use super::{
+    load::Written,
+    problem::{Problem, Problems},
+    values::{Auto, ByteSize, Dtype},
+    wire::Wire,
+};
+
+/// Every rule that is broken; empty where the configuration can be worked with.
+pub fn broken_rules(written: &Written) -> Problems {
+    let mut audit = Audit { written, problems: vec![] };
+    audit.ranges();
+    audit.data_and_plan();
+    audit.pool();
+    audit.drafter();
+    audit.optimizer();
+    audit.rest();
+    Problems(audit.problems)
+}
+
+struct Audit<'a> {
+    written: &'a Written,
+    problems: Vec<Problem>,
+}
+
+impl Audit<'_> {
+    fn require(&mut self, holds: bool, key: &str, message: impl Into<String>, remedy: impl Into<String>) {
+        if !holds {
+            self.problems.push(self.written.problem(key, message, remedy));
+        }
+    }
+
+    /// Rules that look at one number alone.
+    fn ranges(&mut self) {
+        let w = &self.written.wire;
+        let positive: [(&str, u64); 22] = [
+            ("run.epochs", w.run.epochs.into()),
+            ("run.threads", w.run.threads.or(|| 1).into()),
+            ("data.max_length", w.data.max_length.into()),
+            ("data.max_row_bytes", w.data.max_row_bytes.0),
+            ("plan.job_tokens", w.plan.job_tokens.into()),
+            ("plan.buckets", w.plan.buckets.into()),
+            ("dispatch.queue_jobs", w.dispatch.queue_jobs.into()),
+            ("dispatch.pad_ahead", w.dispatch.pad_ahead.into()),
+            ("dispatch.max_attempts", w.dispatch.max_attempts.into()),
+            ("pool.max_bytes", w.pool.max_bytes.0),
+            ("pool.max_batches", w.pool.max_batches.into()),
+            ("pool.min_ready", w.pool.min_ready.into()),
+            ("drafter.layers", w.drafter.layers.into()),
+            ("drafter.anchors", w.drafter.anchors.into()),
+            ("drafter.heads", w.drafter.heads.or(|| 1).into()),
+            ("drafter.kv_heads", w.drafter.kv_heads.or(|| 1).into()),
+            ("drafter.head_dim", w.drafter.head_dim.or(|| 1).into()),
+            ("drafter.intermediate_size", w.drafter.intermediate_size.or(|| 1).into()),
+            ("optimizer.accumulation", w.optimizer.accumulation.into()),
+            ("checkpoint.every_steps", w.checkpoint.every_steps),
+            ("checkpoint.keep_last", w.checkpoint.keep_last.into()),
+            ("simulate.feature_bytes_per_token", w.simulate.feature_bytes_per_token.0),
+        ];
+        for (key, value) in positive {
+            self.require(value >= 1, key, "must be at least 1", "leave it out for the default");
+        }
+        let fractions = [
+            ("data.max_reject_fraction", w.data.max_reject_fraction),
+            ("dispatch.max_skip_fraction", w.dispatch.max_skip_fraction),
+            ("optimizer.warmup_fraction", w.optimizer.warmup_fraction),
+        ];
+        for (key, value) in fractions {
+            self.require((0.0..=1.0).contains(&value), key, "is a share", "choose a number from 0 to 1");
+        }
+        let below_one = [
+            ("data.validation_fraction", w.data.validation_fraction),
+            ("optimizer.beta1", w.optimizer.beta1),
+            ("optimizer.beta2", w.optimizer.beta2),
+        ];
+        for (key, value) in below_one {
+            self.require((0.0..1.0).contains(&value), key, "is out of range", "choose a number from 0 to below 1");
+        }
+    }
+
+    fn data_and_plan(&mut self) {
+        let Wire { data, plan, target, .. } = &self.written.wire;
+        let (longest, budget) = (data.max_length, plan.job_tokens);
+        self.require(
+            longest <= budget,
+            "plan.job_tokens",
+            format!("a sample of data.max_length = {longest} tokens does not fit into a job of {budget}"),
+            format!("raise it to at least {longest}, or lower data.max_length"),
+        );
+        self.require(
+            data.min_supervised <= longest,
+            "data.min_supervised",
+            format!("no sample of at most data.max_length = {longest} tokens has that many"),
+            "lower it",
+        );
+        if let Auto::Set(bounds) = &plan.bucket_bounds {
+            let ascending = bounds.windows(2).all(|pair| pair[0] < pair[1]) && bounds.first() != Some(&0);
+            self.require(
+                ascending && !bounds.is_empty(),
+                "plan.bucket_bounds",
+                "must be a list of lengths that rise, each at least 1",
+                "sort it and take out repetitions, or write \"auto\"",
+            );
+            self.require(
+                bounds.last().is_none_or(|&last| last >= longest),
+                "plan.bucket_bounds",
+                format!("samples longer than the last bound, up to data.max_length = {longest}, have no bucket"),
+                format!("append {longest}, or lower data.max_length"),
+            );
+            self.require(
+                bounds.len() <= usize::from(u16::MAX),
+                "plan.bucket_bounds",
+                format!("{} buckets are too many", bounds.len()),
+                "give fewer",
+            );
+        }
+        if let Auto::Set(ids) = &target.layer_ids {
+            self.require(
+                !ids.is_empty() && ids.windows(2).all(|pair| pair[0] < pair[1]),
+                "target.layer_ids",
+                "must be a list of layers that rise",
+                "sort it and take out repetitions, or write \"auto\"",
+            );
+        }
+        self.require(
+            !target.devices.is_empty(),
+            "target.devices",
+            "there is no target",
+            "name at least one device, for example [\"cpu\"]",
+        );
+    }
+
+    fn pool(&mut self) {
+        let pool = &self.written.wire.pool;
+        let (ready, most) = (pool.min_ready, pool.max_batches);
+        self.require(
+            ready <= most,
+            "pool.min_ready",
+            format!(
+                "the run would stop for good: draws wait for {ready} ready batches, and the pool never holds more than \
+                 pool.max_batches = {most}"
+            ),
+            format!("lower it to at most {most}, or raise pool.max_batches to at least {ready}"),
+        );
+    }
+
+    fn drafter(&mut self) {
+        let Wire { drafter, data, .. } = &self.written.wire;
+        let block = drafter.block_size;
+        self.require(
+            (2..=data.max_length.max(2)).contains(&block),
+            "drafter.block_size",
+            "a block is one known token and at least one predicted, and fits into a sample",
+            format!("choose from 2 to data.max_length = {}", data.max_length),
+        );
+        self.require(
+            !drafter.devices.is_empty(),
+            "drafter.devices",
+            "there is no drafter",
+            "name at least one device, for example [\"cpu\"]",
+        );
+        self.require(
+            drafter.head_dim.given().is_none_or(|dim| dim.is_multiple_of(2)),
+            "drafter.head_dim",
+            "rotary positions need an even number",
+            "choose an even number",
+        );
+        self.require(
+            drafter.dtype != Auto::Set(Dtype::F16),
+            "drafter.dtype",
+            "f16 gradients overflow",
+            "choose \"bf16\" or \"f32\"",
+        );
+        self.require(
+            drafter.loss_decay_gamma.or(|| 0.0).is_finite() && drafter.loss_decay_gamma.or(|| 0.0) >= 0.0,
+            "drafter.loss_decay_gamma",
+            "is out of range",
+            "choose a number from 0 (no decay) up, or \"auto\"",
+        );
+    }
+
+    fn optimizer(&mut self) {
+        let optimizer = &self.written.wire.optimizer;
+        let positive = [
+            ("optimizer.learning_rate", optimizer.learning_rate),
+            ("optimizer.eps", optimizer.eps),
+            ("optimizer.max_grad_norm", optimizer.max_grad_norm),
+        ];
+        for (key, value) in positive {
+            self.require(value > 0.0 && value.is_finite(), key, "must be above 0", "leave it out for the default");
+        }
+        self.require(
+            optimizer.weight_decay >= 0.0 && optimizer.weight_decay.is_finite(),
+            "optimizer.weight_decay",
+            "must not be negative",
+            "choose 0 for none",
+        );
+        let (low, peak) = (optimizer.min_learning_rate, optimizer.learning_rate);
+        self.require(
+            (0.0..=peak.max(0.0)).contains(&low),
+            "optimizer.min_learning_rate",
+            format!("the cosine falls from optimizer.learning_rate = {peak}, so its end lies between 0 and that"),
+            "lower it",
+        );
+    }
+
+    fn rest(&mut self) {
+        let log = &self.written.wire.log;
+        self.require(
+            tracing_subscriber::EnvFilter::try_new(&log.level).is_ok(),
+            "log.level",
+            "is no log filter",
+            "choose error, warn, info, debug or trace, or \"info,draftmill::data=debug\"",
+        );
+        self.require(
+            log.progress_every > Default::default(),
+            "log.progress_every",
+            "must be longer than nothing",
+            "write for example \"5s\"",
+        );
+        let tokens = u64::from(self.written.wire.plan.job_tokens);
+        let largest = tokens.checked_mul(self.written.wire.simulate.feature_bytes_per_token.0);
+        self.require(
+            largest.is_some_and(|bytes| bytes < 1 << 50),
+            "simulate.feature_bytes_per_token",
+            "the hidden states of one job would be larger than any machine",
+            format!("lower it, or plan.job_tokens; the default is {}", ByteSize(40 << 10)),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::load_text;
+
+    /// Each line breaks one rule and no other.
+    #[test]
+    fn every_rule_refuses_what_it_names() {
+        for (section, line) in [
+            ("run", "epochs = 0"),
+            ("run", "threads = 0"),
+            ("data", "max_length = 20000"),
+            ("data", "min_supervised = 4000"),
+            ("data", "validation_fraction = 1.0"),
+            ("data", "max_reject_fraction = nan"),
+            ("data", "max_row_bytes = 0"),
+            ("target", "devices = []"),
+            ("target", "layer_ids = [3, 3]"),
+            ("target", "layer_ids = []"),
+            ("plan", "job_tokens = 3071"),
+            ("plan", "buckets = 0"),
+            ("plan", "bucket_bounds = [1024, 512, 3072]"),
+            ("plan", "bucket_bounds = [512, 1024]"),
+            ("plan", "bucket_bounds = [0, 3072]"),
+            ("plan", "bucket_bounds = []"),
+            ("dispatch", "queue_jobs = 0"),
+            ("dispatch", "max_attempts = 0"),
+            ("dispatch", "max_skip_fraction = -0.1"),
+            ("pool", "min_ready = 17"),
+            ("pool", "max_bytes = \"0 B\""),
+            ("drafter", "devices = []"),
+            ("drafter", "block_size = 1"),
+            ("drafter", "head_dim = 7"),
+            ("drafter", "dtype = \"f16\""),
+            ("drafter", "loss_decay_gamma = inf"),
+            ("optimizer", "learning_rate = 0.0"),
+            ("optimizer", "min_learning_rate = 1e-3"),
+            ("optimizer", "beta2 = 1.0"),
+            ("optimizer", "weight_decay = -1.0"),
+            ("optimizer", "max_grad_norm = nan"),
+            ("checkpoint", "keep_last = 0"),
+            ("log", "level = \"draftmill=loud\""),
+            ("log", "progress_every = \"0s\""),
+            ("simulate", "feature_bytes_per_token = \"1 TiB\""),
+        ] {
+            let problems = load_text(&format!("[{section}]\n{line}"), "x.toml", &[]).unwrap_err().0;
+            // Rules that join two keys may stand at the other one; one rule, one finding.
+            assert_eq!(problems.len(), 1, "{section}: {line}: {problems:?}");
+            assert!(!problems[0].remedy.is_empty() && !problems[0].value.is_empty(), "{problems:?}");
+            let named = format!("{section}.{}", line.split(' ').next().unwrap());
+            assert!(problems[0].to_string().contains(&named), "{named} is not in {}", problems[0]);
+        }
+    }
+}
