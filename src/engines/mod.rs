@@ -1,1 +1,4 @@
 //! The engines behind the actors' seam.
+
+#[cfg(feature = "torch")]
+pub mod torch;

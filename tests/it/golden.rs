@@ -3,5 +3,6 @@
 //! folder of the same layout.
 
 mod drafter;
+mod engine;
 mod files;
 mod target;
