@@ -183,14 +183,20 @@ pub fn clean(checkpoints: &Path) -> io::Result<usize> {
     Ok(removed)
 }
 
-/// Deletes checkpoints beyond the newest `keep_last`.
-pub fn retain(checkpoints: &Path, keep_last: usize) -> io::Result<()> {
+/// The steps that have a checkpoint folder, ascending.
+pub fn steps(checkpoints: &Path) -> io::Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(checkpoints)? {
         let name = entry?.file_name();
         steps.extend(name.to_str().and_then(|n| n.strip_prefix("step-")).and_then(|n| n.parse::<u64>().ok()));
     }
-    for step in to_delete(&steps, keep_last) {
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// Deletes checkpoints beyond the newest `keep_last`.
+pub fn retain(checkpoints: &Path, keep_last: usize) -> io::Result<()> {
+    for step in to_delete(&steps(checkpoints)?, keep_last) {
         fs::remove_dir_all(checkpoints.join(name_of(step)))?;
     }
     Ok(())

@@ -126,6 +126,9 @@ pub struct TrainArgs {
     /// With --fresh: delete the run that run.dir holds
     #[arg(long, requires = "fresh")]
     pub force: bool,
+    /// Write the closing figures to stdout as JSON (they also lie in summary.json of the run)
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Writes a trained drafter as a model folder that inference engines load, or checks such a folder

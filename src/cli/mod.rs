@@ -48,18 +48,29 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?),
         Command::Check(args) => {
+            open_libtorch()?;
             // A configuration that cannot be read is a finding like any other.
             let loaded = load(&args.config);
             let log = loaded.as_ref().map_or_else(|_| Log::default(), |loaded| loaded.config.log.clone());
             logging::start(&cli.log, &log)?;
             check::run(args, loaded)
         }
-        Command::Train(args) => train::run(args, started(&cli.log, &args.config)?),
+        Command::Train(args) => {
+            open_libtorch()?;
+            train::run(args, started(&cli.log, &args.config)?)
+        }
         Command::Export(args) => {
             logging::start(&cli.log, &Log::default())?;
             export::run(args)
         }
     }
+}
+
+/// Before any other thread starts: see `init_libtorch`.
+fn open_libtorch() -> Result<(), Failure> {
+    #[cfg(feature = "torch")]
+    crate::model::libtorch::init_libtorch().map_err(Failure::of(Exit::Internal))?;
+    Ok(())
 }
 
 fn load(args: &ConfigArgs) -> Result<Loaded, Problems> {

@@ -1,12 +1,30 @@
 //! `draftmill train`.
 
-use super::TrainArgs;
+use super::{TrainArgs, output};
 use crate::{
     config::Loaded,
     exit::{Exit, Failure},
+    service::{self, Start},
 };
 
-/// Trains until the end of the last epoch, max_steps, a signal, or the first fault.
-pub fn run(_args: &TrainArgs, _loaded: Loaded) -> Result<(), Failure> {
-    Err(Failure::new(Exit::Internal, "train is not wired to the service yet"))
+/// Trains until the end of the last epoch, max_steps, a signal, or the first fault; then prints the figures.
+pub fn run(args: &TrainArgs, loaded: Loaded) -> Result<(), Failure> {
+    let start = Start { fresh: args.fresh, force: args.force };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::new(Exit::Internal, format!("the runtime cannot start: {e}")))?;
+    let summary = runtime.block_on(service::train(loaded, start));
+    // Work on a device cannot be called back; what is left of it must not hold the process.
+    runtime.shutdown_background();
+    let summary = summary?;
+    if args.json {
+        output::print_json(&summary)?;
+    } else {
+        output::print(&summary.to_string())?;
+    }
+    if summary.finished {
+        return Ok(());
+    }
+    Err(Failure::new(Exit::Interrupted, format!("interrupted at step {}; the same command again goes on from there", summary.steps)))
 }

@@ -89,15 +89,6 @@ words! {
     }
 }
 words! {
-    /// Which of the waiting batches a draw takes.
-    Draw {
-        /// From the bucket that lags its share of the plan most; random inside the bucket.
-        Proportional = "proportional",
-        /// Any, with equal chance.
-        Uniform = "uniform",
-    }
-}
-words! {
     /// How the learning rate runs after the warm-up.
     Schedule { Cosine = "cosine", Constant = "constant" }
 }

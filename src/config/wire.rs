@@ -4,9 +4,9 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Draw, Dtype, Engine, Listen, LogFormat, Overlong, Schedule, TimeSpan, UnknownRole,
+    Auto, ByteSize, Device, Dtype, Engine, Listen, LogFormat, Overlong, Schedule, TimeSpan, UnknownRole,
 };
-use draftmill_actors::plan::Order;
+use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! The engines behind the actors' seam.
 
 #[cfg(feature = "torch")]
-mod blocking;
-#[cfg(feature = "torch")]
 pub mod optimizer;
+#[cfg(feature = "torch")]
+pub mod torch;

@@ -1,6 +1,6 @@
 //! The optimizer behind the actors' seam: fp32 masters and moments on one device, a copy of the weights for each drafter.
 
-use super::blocking::Worker;
+use super::torch::Worker;
 use crate::{
     checkpoint::{self, CheckpointError, NamedTensor, State, Verified},
     hf::draft::DraftConfig,
@@ -66,6 +66,14 @@ impl TorchOptimizer {
         let (exp_avg, exp_avg_sq) = (set(checkpoint::FIRST_MOMENTS)?, set(checkpoint::SECOND_MOMENTS)?);
         let adamw = AdamW::resume(masters, exp_avg, exp_avg_sq, from.state.step, hyper);
         Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters })
+    }
+}
+
+impl TorchOptimizer {
+    /// A copy of the weights on `device`, before the first unit of work.
+    pub fn masters_on(&self, device: Device) -> Result<Weights, ModelError> {
+        let inner = self.inner.peek().ok_or_else(|| ModelError::Input("the optimizer is at work".into()))?;
+        inner.adamw.masters.deep_copy(device, Kind::Float)
     }
 }
 

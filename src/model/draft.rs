@@ -67,12 +67,8 @@ impl Shared {
 }
 
 impl Drafter {
-    pub fn new(
-        config: DraftConfig,
-        shared: Shared,
-        weights: Weights,
-        options: DraftOptions,
-    ) -> Result<Drafter, ModelError> {
+    /// Without weights as yet: see [`Drafter::load_weights`].
+    pub fn new(config: DraftConfig, shared: Shared, options: DraftOptions) -> Result<Drafter, ModelError> {
         config.validate()?;
         if !matches!(options.kind, Kind::Float | Kind::BFloat16) {
             return Err(ModelError::Input(format!("a drafter computes in fp32 or bf16, not in {:?}", options.kind)));
@@ -91,8 +87,7 @@ impl Drafter {
             }
         }
         let rope = Rope::new(config.head_dim, config.rope_theta, RopeScaling::None, options.device)?;
-        let params = leaves(&config, weights, options.device)?;
-        Ok(Drafter { config, shared, options, rope, params })
+        Ok(Drafter { config, shared, options, rope, params: ParamSet::new(Vec::new()) })
     }
 
     pub fn config(&self) -> &DraftConfig {
@@ -191,6 +186,9 @@ impl Drafter {
         let width = self.config.target_layer_ids.len() * self.config.hidden_size;
         batch.check(width, self.config.vocab_size)?;
         anchors.check(batch.lengths)?;
+        if self.params.is_empty() {
+            return Err(ModelError::Input("the drafter has no weights yet; load some first".into()));
+        }
         if batch.hidden.device() != self.options.device {
             let (found, want) = (batch.hidden.device(), self.options.device);
             return Err(ModelError::Input(format!("features lie on {found:?}, but the drafter on {want:?}")));

@@ -7,6 +7,7 @@ pub mod blocks;
 pub mod draft;
 pub mod infer;
 pub mod layers;
+pub mod libtorch;
 pub mod load;
 pub mod loss;
 pub mod ops;

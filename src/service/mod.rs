@@ -1,7 +1,447 @@
 //! The service: opens everything a run needs, starts the actors, and closes with the figures.
+//!
+//! Start-up in order, each step failing with a sentence before the next one costs time: settings, models, store, run
+//! folder (lock, identity, resume point), port, engines; then the actors run until the plan is trained, a signal asks
+//! for an orderly end, or the first fault.
 
 mod folder;
+mod models;
 mod progress;
 mod schedule;
 mod steps;
 mod summary;
+#[cfg(feature = "torch")]
+mod torch;
+
+pub use folder::RunFolder;
+pub use schedule::Schedule;
+pub use steps::{StepLog, Window};
+pub use summary::{ActorShares, Summary};
+
+use crate::{
+    admin,
+    checkpoint::Verified,
+    config::{self, Config, Engine, Loaded, pool_problem},
+    data::{Split, Store, StoreSource},
+    exit::{Exit, Failure},
+    state::{Identity, StateDb},
+};
+use draftmill_actors::{
+    buckets, dispatcher,
+    engine::{DraftEngine, FeatureDtype, Optimizer, TargetEngine},
+    fault::Stops,
+    metrics,
+    mill::{self, Parts, Report},
+    plan::{PlanSettings, plan_epoch},
+    planner, pool_state,
+    sim::{CostModel, SimDrafter, SimOptimizer, SimTarget},
+    trainer::{self, StepRecord},
+};
+use folder::Opened;
+use models::Models;
+use progress::Progress;
+use std::{fmt::Display, path::Path, sync::Arc, time::Duration};
+use tokio::{
+    net::TcpListener,
+    signal::unix::{SignalKind, signal},
+    sync::mpsc,
+    time::Instant,
+};
+
+/// Step records on their way to the log: the trainer waits for the disk only when this is full.
+const RECORDS: usize = 64;
+/// A target or drafter that fails this often in a row is broken, not its jobs.
+const MAX_FAILURES_IN_A_ROW: u32 = 5;
+
+/// How a run begins.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Start {
+    /// Begin anew instead of going on.
+    pub fresh: bool,
+    /// With `fresh`: throw an old run away.
+    pub force: bool,
+}
+
+/// Trains until the plan is done, a signal comes, or the first fault. An interrupted run gives a summary that is not
+/// `finished`.
+pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
+    let prepared = Prepared::open(loaded, start)?;
+    if let Some(summary) = prepared.finished()? {
+        tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
+        return Ok(summary);
+    }
+    let listener = match prepared.loaded.config.admin.listen.0 {
+        Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
+        None => None,
+    };
+    prepared.run(listener).await
+}
+
+/// Everything that a run needs but the engines.
+struct Prepared {
+    loaded: Loaded,
+    models: Option<Models>,
+    source: StoreSource,
+    lengths: Arc<[u32]>,
+    plan: PlanSettings,
+    total_steps: u64,
+    opened: Opened,
+    from: Option<Verified>,
+}
+
+impl Prepared {
+    fn open(loaded: Loaded, start: Start) -> Result<Prepared, Failure> {
+        let config = &loaded.config;
+        let models = match config.run.engine {
+            Engine::Torch => Some(Models::load(&loaded)?),
+            Engine::Simulated => None,
+        };
+        let store = Arc::new(Store::open(&config.data.store).failed(Exit::Data)?);
+        let source = StoreSource::new(store.clone(), Split::Train);
+        let lengths: Arc<[u32]> = store.lengths(Split::Train).into();
+        let plan = plan_settings(config, &lengths)?;
+        let largest = u64::from(plan.job_tokens) * bytes_per_token(config, models.as_ref());
+        if let Some(problem) = pool_problem(config, &loaded.written, largest) {
+            return Err(config::Problems(vec![problem]).into());
+        }
+        let jobs: u64 = (0..config.run.epochs)
+            .map(|epoch| plan_epoch(&lengths, &plan, epoch).map(|p| p.jobs.len() as u64))
+            .sum::<Result<_, _>>()
+            .failed(Exit::Data)?;
+        let steps = jobs.div_ceil(micro_batches_per_step(config));
+        let total_steps = config.run.max_steps.map_or(steps, |max| max.min(steps));
+
+        let identity = identity(config, &plan, &store, models.as_ref())?;
+        let folder = RunFolder::new(&config.run.dir);
+        let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
+        let from = resume_point(config.run.engine, &opened)?;
+        Ok(Prepared { loaded, models, source, lengths, plan, total_steps, opened, from })
+    }
+
+    fn start_step(&self) -> u64 {
+        self.opened.from.as_ref().map_or(0, |c| c.step)
+    }
+
+    /// The summary of a run that has nothing left to do.
+    fn finished(&self) -> Result<Option<Summary>, Failure> {
+        let path = self.opened.folder.summary();
+        let done = self.start_step() >= self.total_steps && self.total_steps > 0;
+        if !done || !path.exists() {
+            return Ok(None);
+        }
+        let text = std::fs::read_to_string(&path).failed(Exit::Run)?;
+        Ok(serde_json::from_str::<Summary>(&text).ok().filter(|s| s.finished))
+    }
+
+    async fn run(mut self, listener: Option<TcpListener>) -> Result<Summary, Failure> {
+        self.announce(listener.as_ref());
+        match self.loaded.config.run.engine {
+            Engine::Simulated => {
+                let costs = costs(&self.loaded.config);
+                let (n_targets, n_drafters) = self.workers();
+                let engines = Engines {
+                    targets: vec![SimTarget { costs, slowness: 1.0 }; n_targets],
+                    drafters: vec![SimDrafter::new(costs, 1.0); n_drafters],
+                    optimizer: SimOptimizer { costs, weight: 0.01 * self.start_step() as f64 },
+                };
+                self.drive(engines, listener).await
+            }
+            #[cfg(feature = "torch")]
+            Engine::Torch => {
+                let models = self.models.clone().ok_or_else(|| Failure::new(Exit::Internal, "no models were loaded"))?;
+                let text = config::annotated(&self.loaded.written.wire);
+                let folder = self.opened.folder.clone();
+                let from = self.from.take();
+                let engines = torch::load(&self.loaded.config, models, folder, text, from).await?;
+                let torch::Engines { targets, drafters, optimizer } = engines;
+                self.drive(Engines { targets, drafters, optimizer }, listener).await
+            }
+            #[cfg(not(feature = "torch"))]
+            Engine::Torch => Err(Failure::new(
+                Exit::Config,
+                "run.engine = \"torch\", but this draftmill was built without libtorch; build it with the feature `torch`, \
+                 or set run.engine = \"simulated\"",
+            )),
+        }
+    }
+
+    fn workers(&self) -> (usize, usize) {
+        (self.loaded.config.target.devices.len(), self.loaded.config.drafter.devices.len())
+    }
+
+    fn announce(&self, listener: Option<&TcpListener>) {
+        let config = &self.loaded.config;
+        let (targets, drafters) = self.workers();
+        let port = listener.and_then(|l| l.local_addr().ok()).map_or("off".into(), |a| format!("http://{a}/metrics"));
+        tracing::info!(
+            run = %config.run.dir.display(),
+            samples = self.lengths.len(),
+            targets,
+            drafters,
+            steps = self.total_steps,
+            metrics = port,
+            "training"
+        );
+        if let Some(from) = &self.opened.from {
+            tracing::info!(checkpoint = from.name, reopened_jobs = self.opened.reopened, "going on from a checkpoint");
+        }
+    }
+
+    async fn drive<T, D, O>(self, engines: Engines<T, D, O>, listener: Option<TcpListener>) -> Result<Summary, Failure>
+    where
+        T: TargetEngine,
+        D: DraftEngine<Features = T::Features>,
+        O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
+    {
+        let start_step = self.start_step();
+        let settings = self.settings();
+        let Prepared { loaded, source, plan, total_steps, opened, .. } = self;
+        let Opened { folder, state, .. } = opened;
+        let stops = Stops::default();
+        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, plan.bounds.len(), &stops)).transpose()?;
+        let listening = listen_for_signals(stops.clone(), settings.grace).failed(Exit::Internal)?;
+
+        let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
+        let progress = Progress::new(total_steps, start_step, loaded.config.log.progress_every.0);
+        let (records, recorded) = mpsc::channel(RECORDS);
+        let recording = tokio::spawn(record(recorded, log, progress, stops.clone()));
+
+        let Engines { targets, drafters, optimizer } = engines;
+        let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
+        let born = Instant::now();
+        let report = mill::run(settings, parts, stops.clone()).await;
+        let seconds = born.elapsed().as_secs_f64();
+        listening.abort();
+        let log = recording.await.failed(Exit::Internal)?.map_err(|e| folder.cannot_write(folder.root(), &e))?;
+        let report = report.map_err(|fault| match fault.root {
+            true => Failure::new(Exit::Run, fault),
+            false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
+        })?;
+        let summary = close(&loaded, &folder, report, &log, seconds, total_steps)?;
+        drop(metrics);
+        Ok(summary)
+    }
+
+    fn settings(&self) -> mill::Settings {
+        let config = &self.loaded.config;
+        let schedule = Schedule::new(&config.optimizer, self.total_steps);
+        mill::Settings {
+            planner: planner::Settings {
+                plan: self.plan.clone(),
+                lengths: self.lengths.clone(),
+                epochs: config.run.epochs,
+                epoch_barrier: config.plan.epoch_barrier,
+                max_skip_fraction: config.dispatch.max_skip_fraction,
+            },
+            dispatcher: dispatcher::Settings {
+                queue_jobs: config.dispatch.queue_jobs as usize,
+                pad_ahead: config.dispatch.pad_ahead as usize,
+                max_attempts: config.dispatch.max_attempts,
+            },
+            pool: pool_state::Settings {
+                max_bytes: config.pool.max_bytes.0,
+                max_batches: config.pool.max_batches as usize,
+                min_ready: config.pool.min_ready as usize,
+                draw: config.pool.draw,
+                seed: config.run.seed,
+            },
+            trainer: trainer::Settings {
+                drafters: config.drafter.devices.len(),
+                accumulation: config.optimizer.accumulation as usize,
+                learning_rate: Arc::new(move |step| schedule.at(step)),
+                max_grad_norm: config.optimizer.max_grad_norm,
+                start_step: self.start_step(),
+                max_steps: config.run.max_steps.unwrap_or(0),
+                checkpoint_every: config.checkpoint.every_steps,
+            },
+            prefetch: config.drafter.prefetch as usize,
+            max_failures_in_a_row: MAX_FAILURES_IN_A_ROW,
+            grace: config.shutdown.grace.0,
+        }
+    }
+}
+
+struct Engines<T, D, O> {
+    targets: Vec<T>,
+    drafters: Vec<D>,
+    optimizer: O,
+}
+
+/// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
+trait Failed<T> {
+    fn failed(self, exit: Exit) -> Result<T, Failure>;
+}
+
+impl<T, E: Display> Failed<T> for Result<T, E> {
+    fn failed(self, exit: Exit) -> Result<T, Failure> {
+        self.map_err(Failure::of(exit))
+    }
+}
+
+fn micro_batches_per_step(config: &Config) -> u64 {
+    config.drafter.devices.len() as u64 * u64::from(config.optimizer.accumulation)
+}
+
+fn plan_settings(config: &Config, lengths: &[u32]) -> Result<PlanSettings, Failure> {
+    let bounds = match &config.plan.bucket_bounds {
+        Some(bounds) => bounds.clone(),
+        None => buckets::optimal_bounds(lengths, usize::from(config.plan.buckets)),
+    };
+    Ok(PlanSettings { seed: config.run.seed, job_tokens: config.plan.job_tokens, order: config.plan.order, bounds })
+}
+
+fn bytes_per_token(config: &Config, models: Option<&Models>) -> u64 {
+    match models {
+        Some(m) => config::feature_bytes_per_token(
+            m.draft.target_layer_ids.len(),
+            m.target.hidden_size,
+            config.target.feature_dtype,
+        ),
+        None => config.simulate.feature_bytes_per_token.0,
+    }
+}
+
+fn costs(config: &Config) -> CostModel {
+    let simulate = &config.simulate;
+    let dtype = FeatureDtype::Bf16;
+    CostModel {
+        seconds_per_token: simulate.target_per_token.0.as_secs_f64(),
+        seconds_per_micro_batch: simulate.micro_batch.0.as_secs_f64(),
+        seconds_per_step: simulate.step.0.as_secs_f64(),
+        taps: 1,
+        hidden_size: (simulate.feature_bytes_per_token.0 / dtype.bytes()) as u32,
+        dtype,
+        ..CostModel::default()
+    }
+}
+
+/// What must not change while a run goes on, by the name that a person knows it by.
+fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
+    let mut identity = Identity::new();
+    for (name, value) in [
+        ("data", store.fingerprint().to_string()),
+        ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
+        ("run.seed", config.run.seed.to_string()),
+        ("plan.job_tokens", plan.job_tokens.to_string()),
+        ("plan buckets", format!("{:?}", plan.bounds)),
+        ("plan.order", format!("{:?}", plan.order).to_lowercase()),
+    ] {
+        identity.insert(name.into(), value);
+    }
+    if let Some(models) = models {
+        models.identity(&config.target.dir, &mut identity).failed(Exit::Model)?;
+    }
+    Ok(identity)
+}
+
+/// The checkpoint that state.db names, verified. The simulated engine has none on disk.
+fn resume_point(engine: Engine, opened: &Opened) -> Result<Option<Verified>, Failure> {
+    let folder = opened.folder.checkpoints();
+    let removed = crate::checkpoint::clean(&folder).map_err(|e| opened.folder.cannot_write(&folder, &e))?;
+    if removed > 0 {
+        tracing::info!(removed, "half-written checkpoints of a killed process were removed");
+    }
+    match &opened.from {
+        Some(from) if engine == Engine::Torch => Ok(Some(Verified::open(&folder.join(&from.name)).failed(Exit::Model)?)),
+        _ => Ok(None),
+    }
+}
+
+fn serve_metrics(
+    listener: TcpListener,
+    config: &Config,
+    buckets: usize,
+    stops: &Stops,
+) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
+    let histograms: Vec<_> =
+        metrics::TABLE.iter().filter(|s| !s.buckets.is_empty()).map(|s| (s.name, s.buckets)).collect();
+    let handle = admin::install_recorder(&histograms).failed(Exit::Internal)?;
+    metrics::register(&metrics::Known {
+        targets: config.target.devices.len(),
+        drafters: config.drafter.devices.len(),
+        buckets,
+        version: env!("CARGO_PKG_VERSION"),
+    });
+    let abort = stops.abort.clone();
+    let serving = admin::serve(listener, handle, async move { abort.cancelled().await });
+    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(serving)))
+}
+
+/// The first SIGINT or SIGTERM asks for an orderly end, the second one, or the end of the grace period, stops at once.
+fn listen_for_signals(stops: Stops, grace: Duration) -> std::io::Result<tokio::task::JoinHandle<()>> {
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let mut next = async move || {
+        tokio::select! {
+            _ = interrupt.recv() => "SIGINT",
+            _ = terminate.recv() => "SIGTERM",
+        }
+    };
+    Ok(tokio::spawn(async move {
+        let name = next().await;
+        tracing::info!("{name}: finishing the running work and writing a checkpoint; a second signal stops at once");
+        stops.stop.cancel();
+        tokio::select! {
+            name = next() => tracing::warn!("{name} again: stopping at once"),
+            () = tokio::time::sleep(grace) => tracing::error!("shutdown.grace = {grace:?} is over: stopping at once"),
+        }
+        stops.abort.cancel();
+        // Work on a device cannot be called back; the process must not wait for it.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        std::process::exit(i32::from(Exit::Interrupted.code()));
+    }))
+}
+
+/// Writes every step to the log and shows it. A disk that fails ends the run.
+async fn record(
+    mut records: mpsc::Receiver<StepRecord>,
+    mut log: StepLog,
+    mut progress: Progress,
+    stops: Stops,
+) -> std::io::Result<StepLog> {
+    let mut result = Ok(());
+    while let Some(record) = records.recv().await {
+        progress.on_step(&record);
+        if result.is_ok() {
+            result = log.push(record);
+            if let Err(error) = &result {
+                tracing::error!(%error, path = %log.path().display(), "the step log cannot be written; ending the run");
+                stops.stop.cancel();
+            }
+        }
+    }
+    progress.finish();
+    result.map(|()| log)
+}
+
+/// Exports the drafter of a finished run and writes the figures.
+fn close(
+    loaded: &Loaded,
+    folder: &RunFolder,
+    report: Report<StateDb>,
+    log: &StepLog,
+    seconds: f64,
+    total_steps: u64,
+) -> Result<Summary, Failure> {
+    let config = &loaded.config;
+    let (first, last) = log.windows();
+    let mut summary = Summary::of(&report, &first, &last, seconds);
+    summary.run_dir = folder.root().to_owned();
+    summary.target_dir = config.target.dir.clone();
+    summary.pool_max_bytes = config.pool.max_bytes.0;
+    summary.finished = report.trainer.step >= total_steps || report.jobs.unfinished == 0;
+    let checkpoint = report.trainer.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
+    if let Some(checkpoint) = checkpoint.filter(|dir| summary.finished && dir.exists()) {
+        let export = folder.export();
+        crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)
+            .failed(Exit::Run)?;
+        summary.export_dir = Some(export);
+    }
+    write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
+    Ok(summary)
+}
+
+fn write_summary(summary: &Summary, path: &Path) -> std::io::Result<()> {
+    let fresh = path.with_extension("json.tmp");
+    crate::checkpoint::write_json(&fresh, summary)?;
+    std::fs::rename(fresh, path)
+}

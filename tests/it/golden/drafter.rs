@@ -19,8 +19,8 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 /// The step's inputs, packed, with fillers removed.
-struct Case {
-    json: Value,
+pub struct Case {
+    pub json: Value,
     files: TensorFiles,
     hidden: Tensor,
     ids: Vec<i32>,
@@ -32,7 +32,7 @@ struct Case {
 }
 
 impl Case {
-    fn load() -> Case {
+    pub fn load() -> Case {
         let (json, files) = (json("specforge_case.json"), open("specforge_case.safetensors"));
         let padded = tensor(&files, "context_hidden");
         let (rows, width) = (padded.size()[0], padded.size()[1]);
@@ -87,11 +87,11 @@ impl Case {
         }
     }
 
-    fn config(&self) -> DraftConfig {
+    pub fn config(&self) -> DraftConfig {
         DraftConfig::load(&path(self.json["drafter_dir"].as_str().unwrap())).unwrap()
     }
 
-    fn drafter(&self, config: DraftConfig, gamma: Option<f64>) -> Drafter {
+    pub fn drafter(&self, config: DraftConfig, gamma: Option<f64>) -> Drafter {
         let files = TensorFiles::open(&path(self.json["drafter_dir"].as_str().unwrap())).unwrap();
         let shapes = config.tensor_shapes();
         assert_eq!(files.names().count(), shapes.len());
@@ -103,10 +103,12 @@ impl Case {
         let target = TargetConfig::load(&folder).unwrap();
         let shared = Shared::load(&target, &TensorFiles::open(&folder).unwrap(), Kind::Float, Device::Cpu).unwrap();
         let options = DraftOptions { loss_decay_gamma: gamma, ..DraftOptions::new(Device::Cpu) };
-        Drafter::new(config, shared, weights, options).unwrap()
+        let mut drafter = Drafter::new(config, shared, options).unwrap();
+        drafter.load_weights(weights).unwrap();
+        drafter
     }
 
-    fn gamma(&self) -> Option<f64> {
+    pub fn gamma(&self) -> Option<f64> {
         Some(number(&self.json["loss_decay_gamma"]))
     }
 

@@ -1,0 +1,332 @@
+//! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
+
+use crate::hf::config::TargetConfig;
+use crate::hf::draft::DraftConfig;
+use crate::hf::tensors::TensorFiles;
+use crate::model::ModelError;
+use crate::model::anchors::{Anchors, job_rng};
+use crate::model::batch::{Packed, Rows, all_finite};
+use crate::model::draft::{DraftOptions, Drafter, Shared};
+use crate::model::load::kind_of;
+use crate::model::params::{Gradient, Weights};
+use crate::model::target::{Depth, Target};
+use draftmill_actors::engine::{
+    DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroReport, TargetEngine,
+};
+use draftmill_actors::types::{JobId, PaddedBatch};
+use std::path::Path;
+use std::sync::Arc;
+use tch::{Device, Tensor};
+
+pub use crate::model::libtorch::{init_libtorch, parse_device};
+
+/// Hidden states of one job's real tokens, with the ids and the loss mask that belong to them.
+pub struct TorchFeatures {
+    /// `[tokens, taps * width]`.
+    hidden: Tensor,
+    ids: Vec<i32>,
+    loss_mask: Vec<u8>,
+    lengths: Vec<u32>,
+    shape: FeatureShape,
+    finite: bool,
+}
+
+/// How a target extracts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TargetOptions {
+    pub device: Device,
+    /// Number type of weights and activations.
+    pub compute: FeatureDtype,
+    /// Number type of the features that leave.
+    pub features: FeatureDtype,
+    /// Where features wait to be drawn.
+    pub features_on: Device,
+    /// Tapped layers, in the order of the drafter's `target_layer_ids`.
+    pub taps: Vec<usize>,
+}
+
+/// A frozen target on one device.
+pub struct TorchTarget {
+    worker: Worker<Target>,
+    options: TargetOptions,
+    width: u32,
+}
+
+/// How a drafter trains.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DrafterOptions {
+    pub model: DraftOptions,
+    /// Most blocks of one row.
+    pub num_anchors: usize,
+    /// The run's seed: anchors follow from it and the job.
+    pub seed: u64,
+}
+
+/// A drafter's replica on one device.
+pub struct TorchDrafter {
+    worker: Worker<Replica>,
+}
+
+struct Replica {
+    drafter: Drafter,
+    options: DrafterOptions,
+    sum: Option<Gradient>,
+}
+
+/// Runs closures on blocking threads, one at a time, with a state that moves in and out.
+pub(crate) struct Worker<S> {
+    /// Absent while a closure runs, and for good after one panicked or its caller gave up waiting.
+    state: Option<S>,
+}
+
+impl<S: Send + 'static> Worker<S> {
+    pub(crate) fn new(state: S) -> Worker<S> {
+        Worker { state: Some(state) }
+    }
+
+    /// The state between units of work; `None` once it is lost.
+    pub(crate) fn peek(&self) -> Option<&S> {
+        self.state.as_ref()
+    }
+
+    pub(crate) async fn run<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce(&mut S) -> Result<T, ModelError> + Send + 'static,
+    ) -> Result<T, EngineError> {
+        let Some(mut state) = self.state.take() else {
+            return Err(EngineError::Lost("an earlier unit of work panicked or was abandoned".into()));
+        };
+        let task = tokio::task::spawn_blocking(move || {
+            let result = work(&mut state);
+            (state, result)
+        });
+        match task.await {
+            Ok((state, result)) => {
+                self.state = Some(state);
+                result.map_err(engine_error)
+            }
+            Err(error) => Err(EngineError::Lost(panic_text(error))),
+        }
+    }
+}
+
+impl Features for TorchFeatures {
+    fn bytes(&self) -> u64 {
+        bytes(&self.shape, self.lengths.len())
+    }
+
+    fn shape(&self) -> FeatureShape {
+        self.shape
+    }
+
+    fn all_finite(&self) -> bool {
+        self.finite
+    }
+}
+
+impl TorchFeatures {
+    /// The rows as the drafter takes them.
+    pub fn packed(&self) -> Packed<'_> {
+        Packed { hidden: &self.hidden, ids: &self.ids, loss_mask: &self.loss_mask, lengths: &self.lengths }
+    }
+}
+
+impl TorchTarget {
+    /// Loads the layers up to the last tap from a Hugging Face folder. Reads gigabytes: call it on a blocking thread.
+    pub fn load(folder: &Path, options: TargetOptions) -> Result<TorchTarget, ModelError> {
+        let config = TargetConfig::load(folder)?;
+        let files = TensorFiles::open(folder)?;
+        TorchTarget::new(config, &files, options)
+    }
+
+    pub fn new(config: TargetConfig, files: &TensorFiles, options: TargetOptions) -> Result<TorchTarget, ModelError> {
+        let Some(&last) = options.taps.iter().max() else {
+            return Err(ModelError::Input("a target needs at least one tapped layer".into()));
+        };
+        let width = config.hidden_size as u32;
+        let target = Target::load(config, files, Depth::Layers(last + 1), kind_of(options.compute), options.device)?;
+        Ok(TorchTarget { worker: Worker::new(target), options, width })
+    }
+}
+
+impl TargetEngine for TorchTarget {
+    type Features = TorchFeatures;
+
+    fn expected_shape(&self, batch: &PaddedBatch) -> FeatureShape {
+        FeatureShape {
+            tokens: batch.tokens(),
+            taps: self.options.taps.len() as u32,
+            width: self.width,
+            dtype: self.options.features,
+        }
+    }
+
+    fn feature_bytes(&self, batch: &PaddedBatch) -> u64 {
+        bytes(&self.expected_shape(batch), batch.rows)
+    }
+
+    async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<TorchFeatures, EngineError> {
+        let options = self.options.clone();
+        self.worker.run(move |target| extract(target, &batch, &options)).await
+    }
+}
+
+impl TorchDrafter {
+    /// Without weights until [`DraftEngine::load_weights`] brings some. `shared` must lie on the drafter's device in
+    /// the number type that it computes in.
+    pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
+        let drafter = Drafter::new(config, shared, options.model)?;
+        Ok(TorchDrafter { worker: Worker::new(Replica { drafter, options, sum: None }) })
+    }
+}
+
+impl DraftEngine for TorchDrafter {
+    type Features = TorchFeatures;
+    type Gradient = Gradient;
+    type Weights = Weights;
+
+    async fn micro_batch(&mut self, job: JobId, features: TorchFeatures) -> Result<MicroReport, EngineError> {
+        self.worker.run(move |replica| replica.micro_batch(job, features)).await
+    }
+
+    async fn take_gradient(&mut self) -> Result<Option<Gradient>, EngineError> {
+        self.worker.run(|replica| Ok(replica.sum.take())).await
+    }
+
+    async fn load_weights(&mut self, weights: Weights) -> Result<(), EngineError> {
+        self.worker.run(move |replica| replica.drafter.load_weights(weights)).await
+    }
+}
+
+impl Replica {
+    fn micro_batch(&mut self, job: JobId, mut features: TorchFeatures) -> Result<MicroReport, ModelError> {
+        let options = &self.options;
+        features.hidden = features.hidden.f_to_device(options.model.device)?;
+        let batch = features.packed();
+        let mut rng = job_rng(options.seed, job);
+        let anchors = Anchors::sample(batch.loss_mask, batch.lengths, options.num_anchors, &mut rng)?;
+        let (report, gradient) = self.drafter.loss_and_gradient(&batch, &anchors)?;
+        let Some(gradient) = gradient else { return Ok(report) };
+        match &mut self.sum {
+            None => self.sum = Some(gradient),
+            Some(sum) => {
+                let _no_grad = tch::no_grad_guard();
+                for (sum, part) in sum.tensors_mut().iter_mut().zip(gradient.tensors()) {
+                    let _ = sum.f_add_(part)?;
+                }
+            }
+        }
+        Ok(report)
+    }
+}
+
+fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Result<TorchFeatures, ModelError> {
+    let _no_grad = tch::no_grad_guard();
+    let rows = Rows::new(&batch.ids, &batch.lengths, batch.width)?;
+    if batch.loss_mask.len() != batch.ids.len() {
+        let (mask, ids) = (batch.loss_mask.len(), batch.ids.len());
+        return Err(ModelError::Input(format!("a loss mask of {mask} entries does not fit {ids} ids")));
+    }
+    let hidden = target.taps(&rows, &options.taps, kind_of(options.features))?;
+    // Read before the copy, where the values were made.
+    let finite = all_finite(&hidden)?;
+    let hidden = hidden.f_to_device(options.features_on)?;
+    let cells: Vec<usize> = batch
+        .lengths
+        .iter()
+        .enumerate()
+        .flat_map(|(row, &len)| {
+            let start = row * batch.width;
+            start..start + len as usize
+        })
+        .collect();
+    let shape = FeatureShape {
+        tokens: cells.len() as u64,
+        taps: options.taps.len() as u32,
+        width: target.config().hidden_size as u32,
+        dtype: options.features,
+    };
+    Ok(TorchFeatures {
+        hidden,
+        ids: cells.iter().map(|&cell| batch.ids[cell]).collect(),
+        loss_mask: cells.iter().map(|&cell| batch.loss_mask[cell]).collect(),
+        lengths: batch.lengths.clone(),
+        shape,
+        finite,
+    })
+}
+
+/// Hidden states, then an id and a mask entry for each token, then a length for each row.
+fn bytes(shape: &FeatureShape, rows: usize) -> u64 {
+    let per_token = u64::from(shape.taps) * u64::from(shape.width) * shape.dtype.bytes();
+    let side = size_of::<i32>() + size_of::<u8>();
+    shape.tokens * (per_token + side as u64) + (rows * size_of::<u32>()) as u64
+}
+
+/// libtorch tells its errors apart by text alone.
+pub(crate) fn engine_error(error: ModelError) -> EngineError {
+    let text = error.to_string();
+    let lower = text.to_lowercase();
+    if lower.contains("out of memory") || lower.contains("can't allocate memory") {
+        EngineError::OutOfMemory(text)
+    } else if lower.contains("cuda error") {
+        // The context is poisoned: every later call on this device would fail too.
+        EngineError::Lost(text)
+    } else {
+        EngineError::Failed(text)
+    }
+}
+
+fn panic_text(error: tokio::task::JoinError) -> String {
+    if !error.is_panic() {
+        return "its unit of work was cancelled".into();
+    }
+    let payload = error.into_panic();
+    let text = payload.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
+    format!("its unit of work panicked: {}", text.unwrap_or_else(|| "without a text".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_loses_the_engine_and_an_error_does_not() {
+        let mut worker = Worker::new(1u32);
+        let failed = worker.run(|_| -> Result<(), ModelError> { Err(ModelError::Input("no".into())) }).await;
+        assert_eq!(failed, Err(EngineError::Failed("no".into())));
+        assert_eq!(worker.run(|state| Ok(*state)).await, Ok(1));
+        let Err(EngineError::Lost(text)) = worker.run(|_| -> Result<(), ModelError> { panic!("boom") }).await else {
+            panic!("a panic is a lost engine");
+        };
+        assert!(text.contains("boom"), "{text}");
+        assert!(matches!(worker.run(|state| Ok(*state)).await, Err(EngineError::Lost(_))));
+    }
+
+    /// A panic inside must not leave gradients off, or on, for whoever uses the thread next.
+    #[tokio::test]
+    async fn grad_mode_survives_a_panic() {
+        for _ in 0..4 {
+            let mut worker = Worker::new(());
+            let panicked = worker.run(|_| -> Result<(), ModelError> {
+                let _guard = tch::no_grad_guard();
+                panic!("boom")
+            });
+            assert!(panicked.await.is_err());
+            let mut worker = Worker::new(());
+            let tracked = worker.run(|_| {
+                let leaf = Tensor::f_zeros([1], (tch::Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
+                Ok(leaf.f_mul_scalar(2.0)?.requires_grad())
+            });
+            assert_eq!(tracked.await, Ok(true));
+        }
+    }
+
+    #[test]
+    fn an_allocation_that_cannot_be_had_is_out_of_memory_and_one_line_long() {
+        let error = Tensor::f_zeros([1 << 50], (tch::Kind::Float, Device::Cpu)).unwrap_err();
+        let EngineError::OutOfMemory(text) = engine_error(error.into()) else { panic!("not out of memory") };
+        assert_eq!(text.lines().count(), 1, "{text}");
+    }
+}

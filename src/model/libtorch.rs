@@ -1,0 +1,86 @@
+//! Start-up of libtorch: CUDA where it lies beside the libraries, thread counts, and device names.
+
+use super::ModelError;
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use std::path::PathBuf;
+use tch::{Cuda, Device};
+
+const CPU_LIBRARY: &str = "libtorch_cpu.so";
+const CUDA_LIBRARY: &str = "libtorch_cuda.so";
+/// With an explicit mask, cuDNN's attention can give NaN gradients on Hopper (pytorch#196678), and it plans anew for
+/// every shape. This puts it behind the other kernels.
+const AVOID_CUDNN_ATTENTION: &str = "TORCH_CUDNN_SDPA_DEPRIORITIZED";
+
+/// Call once, first thing in `main`, before any other thread starts: sets an environment variable that libtorch reads.
+/// Opens the CUDA half of libtorch when it lies beside the CPU half, so that one binary serves both. Gives the number
+/// of CUDA devices.
+pub fn init_libtorch() -> Result<usize, ModelError> {
+    if let Some(library) = beside_cpu_library().filter(|path| path.exists()) {
+        if std::env::var_os(AVOID_CUDNN_ATTENTION).is_none() {
+            // SAFETY: by this function's contract no other thread runs yet that could read the environment.
+            unsafe { std::env::set_var(AVOID_CUDNN_ATTENTION, "1") };
+        }
+        // SAFETY: libtorch's own library; its initialisers register CUDA with the half that is loaded already.
+        let opened = unsafe { Library::open(Some(&library), RTLD_NOW | RTLD_GLOBAL) };
+        let opened = opened.map_err(|error| {
+            let path = library.display();
+            ModelError::Input(format!(
+                "{path} is there but cannot be opened ({error}); fetch libtorch again, with CUDA"
+            ))
+        })?;
+        // It must stay open as long as the process lives.
+        std::mem::forget(opened);
+    }
+    Ok(if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 })
+}
+
+/// Bounds the threads of each CPU operation.
+pub fn set_threads(threads_per_operation: usize) {
+    tch::set_num_threads(i32::try_from(threads_per_operation.max(1)).unwrap_or(i32::MAX));
+}
+
+/// `cpu`, `cuda` (the first one) or `cuda:N`.
+pub fn parse_device(name: &str) -> Result<Device, ModelError> {
+    let index = match name {
+        "cpu" => return Ok(Device::Cpu),
+        "cuda" => Some(0),
+        _ => name.strip_prefix("cuda:").and_then(|index| index.parse().ok()),
+    };
+    let index: usize = index
+        .ok_or_else(|| ModelError::Input(format!("`{name}` is no device; write cpu, cuda or cuda:N with N from 0")))?;
+    let have = if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 };
+    if index >= have {
+        return Err(ModelError::Input(format!(
+            "device `{name}` is not there: this process sees {have} CUDA devices; use cpu, or a libtorch with CUDA"
+        )));
+    }
+    Ok(Device::Cuda(index))
+}
+
+/// Where the CUDA half would be: in the folder from which the CPU half was loaded.
+fn beside_cpu_library() -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let line = maps.lines().find(|line| line.ends_with(CPU_LIBRARY))?;
+    let path = line.find('/').map(|start| PathBuf::from(&line[start..]))?;
+    Some(path.with_file_name(CUDA_LIBRARY))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cuda_half_is_looked_for_beside_the_cpu_half() {
+        let path = beside_cpu_library().unwrap();
+        assert!(path.with_file_name(CPU_LIBRARY).exists(), "{path:?}");
+    }
+
+    #[test]
+    fn devices_have_names() {
+        assert_eq!(parse_device("cpu").unwrap(), Device::Cpu);
+        for name in ["gpu", "cuda:", "cuda:x", "cuda:4096", ""] {
+            let text = parse_device(name).unwrap_err().to_string();
+            assert!(text.contains(&format!("`{name}`")), "{text}");
+        }
+    }
+}

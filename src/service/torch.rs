@@ -1,0 +1,109 @@
+//! The engines of a real run: targets, drafters and the optimizer on libtorch.
+
+use super::{Failed, folder::RunFolder, models::Models};
+use crate::{
+    checkpoint::Verified,
+    config::{self, Config},
+    engines::{
+        optimizer::{Saving, TorchOptimizer},
+        torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
+    },
+    exit::{Exit, Failure},
+    hf::tensors::TensorFiles,
+    model::{
+        adamw::Hyper,
+        draft::{DraftOptions, Shared},
+        libtorch::set_threads,
+        load::kind_of,
+        params::{Weights, init_params},
+    },
+};
+use draftmill_actors::engine::DraftEngine;
+use tch::Device;
+
+/// Everything that computes in a run.
+pub struct Engines {
+    pub targets: Vec<TorchTarget>,
+    pub drafters: Vec<TorchDrafter>,
+    pub optimizer: TorchOptimizer,
+}
+
+/// Loads the models; reads gigabytes. Goes on from a checkpoint where there is one.
+pub async fn load(
+    config: &Config,
+    models: Models,
+    folder: RunFolder,
+    config_text: String,
+    from: Option<Verified>,
+) -> Result<Engines, Failure> {
+    let config = config.clone();
+    let load = move || blocking(&config, models, &folder, config_text, from.as_ref());
+    let (mut engines, weights) =
+        tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
+    for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
+        drafter.load_weights(weights).await.failed(Exit::Model)?;
+    }
+    Ok(engines)
+}
+
+fn blocking(
+    config: &Config,
+    models: Models,
+    folder: &RunFolder,
+    config_text: String,
+    from: Option<&Verified>,
+) -> Result<(Engines, Vec<Weights>), Failure> {
+    set_threads(config.run.threads);
+    let Models { target, draft } = models;
+    let files = TensorFiles::open(&config.target.dir).failed(Exit::Model)?;
+    let devices = |devices: &[config::Device]| -> Result<Vec<Device>, Failure> {
+        devices.iter().map(|d| parse_device(&d.to_string()).failed(Exit::Config)).collect()
+    };
+    let (target_devices, drafter_devices) = (devices(&config.target.devices)?, devices(&config.drafter.devices)?);
+
+    let mut targets = Vec::new();
+    for device in target_devices {
+        let options = TargetOptions {
+            device,
+            compute: config.target.dtype.into(),
+            features: config.target.feature_dtype,
+            features_on: Device::Cpu,
+            taps: draft.target_layer_ids.clone(),
+        };
+        targets.push(TorchTarget::new(target.clone(), &files, options).failed(Exit::Model)?);
+    }
+    let mut drafters = Vec::new();
+    for &device in &drafter_devices {
+        let kind = kind_of(config.drafter.dtype.into());
+        let shared = Shared::load(&target, &files, kind, device).failed(Exit::Model)?;
+        let model = DraftOptions {
+            kind,
+            loss_decay_gamma: config.drafter.loss_decay_gamma,
+            ..DraftOptions::new(device)
+        };
+        let options = DrafterOptions { model, num_anchors: config.drafter.anchors as usize, seed: config.run.seed };
+        drafters.push(TorchDrafter::new(draft.clone(), shared, options).failed(Exit::Model)?);
+    }
+
+    let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
+    let hyper = Hyper { beta1, beta2, eps, weight_decay };
+    let saving = Saving {
+        folder: folder.checkpoints(),
+        keep_last: config.checkpoint.keep_last as usize,
+        seed: config.run.seed,
+        config: config_text,
+        draft: draft.clone(),
+    };
+    let device = drafter_devices.first().copied().unwrap_or(Device::Cpu);
+    let on = drafter_devices.clone();
+    let optimizer = match from {
+        Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
+        None => {
+            let weights = init_params(&draft, config.run.seed).failed(Exit::Model)?;
+            TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
+        }
+    };
+    let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
+    let weights = weights.collect::<Result<_, _>>()?;
+    Ok((Engines { targets, drafters, optimizer }, weights))
+}
