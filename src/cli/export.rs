@@ -24,13 +24,19 @@ fn check(dir: &Path, json: bool) -> Result<(), Failure> {
     if json {
         output::print_json(&serde_json::json!({ "dir": dir, "sound": findings.is_empty(), "findings": findings }))?;
     } else if findings.is_empty() {
-        output::print(&format!("{}: sound; every name, shape, number type and key is as engines expect it\n", dir.display()))?;
+        output::print(&format!(
+            "{}: sound; every name, shape, number type and key is as engines expect it\n",
+            dir.display()
+        ))?;
     } else {
         output::print(&findings.iter().map(|f| format!("{f}\n")).collect::<String>())?;
     }
     match findings.iter().filter(|f| f.severity == Severity::Error).count() {
         0 => Ok(()),
-        n => Err(Failure::new(Exit::Model, format!("{} has {n} errors; an engine would not load it, or load something else", dir.display()))),
+        n => Err(Failure::new(
+            Exit::Model,
+            format!("{} has {n} errors; an engine would not load it, or load something else", dir.display()),
+        )),
     }
 }
 
@@ -44,7 +50,10 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
     };
     let step = step.ok_or_else(|| {
-        Failure::new(Exit::Model, format!("{} has no such checkpoint; it has those of the steps {steps:?}", run.display()))
+        Failure::new(
+            Exit::Model,
+            format!("{} has no such checkpoint; it has those of the steps {steps:?}", run.display()),
+        )
     })?;
     let dtype = args.dtype.map_or_else(|| stated_dtype(&folder), Dtype::from);
     let checkpoint = folder.checkpoints().join(checkpoint::name_of(step));

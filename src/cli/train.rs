@@ -26,5 +26,8 @@ pub fn run(args: &TrainArgs, loaded: Loaded) -> Result<(), Failure> {
     if summary.finished {
         return Ok(());
     }
-    Err(Failure::new(Exit::Interrupted, format!("interrupted at step {}; the same command again goes on from there", summary.steps)))
+    Err(Failure::new(
+        Exit::Interrupted,
+        format!("interrupted at step {}; the same command again goes on from there", summary.steps),
+    ))
 }

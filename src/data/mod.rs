@@ -1,12 +1,29 @@
 //! Conversations in, one memory-mapped store of token ids out.
-pub enum Split { Train, Validation }
+pub enum Split {
+    Train,
+    Validation,
+}
 pub struct Store;
 #[derive(Clone)]
 pub struct StoreSource;
 impl Store {
-    pub fn open(_: &std::path::Path) -> Result<Store, String> { Ok(Store) }
-    pub fn lengths(&self, _: Split) -> Vec<u32> { vec![] }
-    pub fn fingerprint(&self) -> &str { "" }
+    pub fn open(_: &std::path::Path) -> Result<Store, String> {
+        Ok(Store)
+    }
+    pub fn lengths(&self, _: Split) -> Vec<u32> {
+        vec![]
+    }
+    pub fn fingerprint(&self) -> &str {
+        ""
+    }
 }
-impl StoreSource { pub fn new(_: std::sync::Arc<Store>, _: Split) -> Self { StoreSource } }
-impl draftmill_actors::types::BatchSource for StoreSource { fn pad(&self, _: &draftmill_actors::types::JobSpec) -> Result<draftmill_actors::types::PaddedBatch, String> { Err(String::new()) } }
+impl StoreSource {
+    pub fn new(_: std::sync::Arc<Store>, _: Split) -> Self {
+        StoreSource
+    }
+}
+impl draftmill_actors::types::BatchSource for StoreSource {
+    fn pad(&self, _: &draftmill_actors::types::JobSpec) -> Result<draftmill_actors::types::PaddedBatch, String> {
+        Err(String::new())
+    }
+}

@@ -148,7 +148,8 @@ impl Prepared {
             }
             #[cfg(feature = "torch")]
             Engine::Torch => {
-                let models = self.models.clone().ok_or_else(|| Failure::new(Exit::Internal, "no models were loaded"))?;
+                let models =
+                    self.models.clone().ok_or_else(|| Failure::new(Exit::Internal, "no models were loaded"))?;
                 let text = config::annotated(&self.loaded.written.wire);
                 let folder = self.opened.folder.clone();
                 let from = self.from.take();
@@ -342,7 +343,9 @@ fn resume_point(engine: Engine, opened: &Opened) -> Result<Option<Verified>, Fai
         tracing::info!(removed, "half-written checkpoints of a killed process were removed");
     }
     match &opened.from {
-        Some(from) if engine == Engine::Torch => Ok(Some(Verified::open(&folder.join(&from.name)).failed(Exit::Model)?)),
+        Some(from) if engine == Engine::Torch => {
+            Ok(Some(Verified::open(&folder.join(&from.name)).failed(Exit::Model)?))
+        }
         _ => Ok(None),
     }
 }

@@ -76,11 +76,8 @@ fn blocking(
     for &device in &drafter_devices {
         let kind = kind_of(config.drafter.dtype.into());
         let shared = Shared::load(&target, &files, kind, device).failed(Exit::Model)?;
-        let model = DraftOptions {
-            kind,
-            loss_decay_gamma: config.drafter.loss_decay_gamma,
-            ..DraftOptions::new(device)
-        };
+        let model =
+            DraftOptions { kind, loss_decay_gamma: config.drafter.loss_decay_gamma, ..DraftOptions::new(device) };
         let options = DrafterOptions { model, num_anchors: config.drafter.anchors as usize, seed: config.run.seed };
         drafters.push(TorchDrafter::new(draft.clone(), shared, options).failed(Exit::Model)?);
     }

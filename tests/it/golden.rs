@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod adamw;
 mod drafter;
 mod engine;
 mod files;

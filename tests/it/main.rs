@@ -3,6 +3,7 @@
 mod cli;
 mod config;
 mod data;
+mod export;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;

@@ -108,6 +108,12 @@ impl Case {
         drafter
     }
 
+    /// Loss and gradient of one step on the fixed anchors.
+    pub fn step(&self, drafter: &Drafter) -> (MicroReport, Gradient) {
+        let (report, gradient) = drafter.loss_and_gradient(&self.packed(), &self.anchors).unwrap();
+        (report, gradient.unwrap())
+    }
+
     pub fn gamma(&self) -> Option<f64> {
         Some(number(&self.json["loss_decay_gamma"]))
     }
