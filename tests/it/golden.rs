@@ -7,4 +7,6 @@
 mod drafter;
 mod engine;
 mod files;
+mod ladder;
+mod random;
 mod target;
