@@ -105,6 +105,8 @@ impl Layer {
     }
 
     fn heads(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
-        Ok(linear(x, weight, None)?.f_reshape([x.size()[0], -1, self.head_dim])?)
+        // Spelt out, since nothing can be inferred for a context of no tokens.
+        let heads = weight.size()[0] / self.head_dim;
+        Ok(linear(x, weight, None)?.f_reshape([x.size()[0], heads, self.head_dim])?)
     }
 }

@@ -21,8 +21,9 @@ use thiserror::Error;
 /// Why a tensor operation or a model could not be carried out.
 #[derive(Debug, Error)]
 pub enum ModelError {
-    #[error("libtorch failed: {}", first_line(.0))]
-    Torch(#[from] tch::TchError),
+    /// The message of an operation that failed, without libtorch's stack.
+    #[error("libtorch failed: {0}")]
+    Torch(String),
     #[error(transparent)]
     Hf(#[from] crate::hf::HfError),
     /// Something in the caller's hands: a shape, an id, a device name.
@@ -30,7 +31,13 @@ pub enum ModelError {
     Input(String),
 }
 
-/// libtorch appends its C++ stack to every message; the first line is the message.
-fn first_line(error: &tch::TchError) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_string()
+impl From<tch::TchError> for ModelError {
+    fn from(error: tch::TchError) -> ModelError {
+        // libtorch appends its C++ stack to every message: some 3 kB after the first line.
+        let text = match error {
+            tch::TchError::Torch(text) => text,
+            other => other.to_string(),
+        };
+        ModelError::Torch(text.lines().next().unwrap_or_default().to_string())
+    }
 }

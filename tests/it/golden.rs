@@ -8,4 +8,6 @@ mod adamw;
 mod drafter;
 mod engine;
 mod files;
+mod ladder;
+mod random;
 mod target;
