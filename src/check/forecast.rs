@@ -1,12 +1,13 @@
 //! What a run would do, computed from lengths, settings and shapes: counts, bytes, memory, disk. Runs nothing.
 
 use crate::{
-    config::{Config, Device, feature_bytes_per_token},
+    config::{Config, Device, ROW_BYTES, feature_bytes_per_token},
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use draftmill_actors::{
     buckets::optimal_bounds,
     plan::{Plan, PlanError, PlanSettings, plan_epoch},
+    types::JobSpec,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -104,10 +105,16 @@ pub fn forecast(
         }
         None => config.simulate.feature_bytes_per_token.0,
     };
-    let job_bytes = |tokens: u64| tokens.saturating_mul(bytes_per_token);
+    let row_bytes = if models.is_some() { ROW_BYTES } else { 0 };
+    let bytes = |tokens: u64, rows: usize| tokens.saturating_mul(bytes_per_token) + rows as u64 * row_bytes;
     let jobs = plan.jobs.len();
-    let largest_job_bytes = job_bytes(plan.jobs.iter().map(|job| u64::from(job.tokens)).max().unwrap_or(0));
-    let mean_job_bytes = job_bytes(tokens) / (jobs.max(1) as u64);
+    // Any job of another epoch may be as full as the budget allows.
+    let fullest = |job: &JobSpec| {
+        let rows = (settings.job_tokens / job.width.max(1)) as usize;
+        bytes(u64::from(job.width) * rows as u64, rows)
+    };
+    let largest_job_bytes = plan.jobs.iter().map(fullest).max().unwrap_or(0);
+    let mean_job_bytes = bytes(tokens, lengths.len()) / (jobs.max(1) as u64);
     let micro_batches_per_step = u64::from(config.optimizer.accumulation) * config.drafter.devices.len() as u64;
     let steps = (jobs as u64 * u64::from(config.run.epochs)).div_ceil(micro_batches_per_step);
     Ok(Forecast {
@@ -245,8 +252,8 @@ mod tests {
         // 4 micro-batches make a step: 2 accumulated on 2 drafters; 3 epochs of 4 jobs.
         assert_eq!((seen.micro_batches_per_step, seen.steps_per_epoch, seen.steps), (4, 1.0, 3));
         // 2 taps of 100 values in f32, an id and a mask.
-        assert_eq!((seen.bytes_per_token, seen.largest_job_bytes, seen.mean_job_bytes), (805, 32_200, 32_200));
-        assert_eq!((seen.pool.min_ready_bytes, seen.pool.typical_batches), (4 * 32_200, 9));
+        assert_eq!((seen.bytes_per_token, seen.largest_job_bytes, seen.mean_job_bytes), (805, 32_216, 32_212));
+        assert_eq!((seen.pool.min_ready_bytes, seen.pool.typical_batches), (4 * 32_216, 9));
         let buckets: Vec<_> = seen.buckets.iter().map(|b| (b.bound, b.samples, b.jobs, b.tokens)).collect();
         assert_eq!(buckets, [(10, 8, 2, 80), (20, 4, 2, 80)]);
 
@@ -261,8 +268,8 @@ mod tests {
         // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.
         let (weights, drafter) = ((100_000 + 2 * 90_200) * 4, (trained + 100_000) * 2 + trained * 4);
         let devices: Vec<_> = seen.devices.iter().map(|d| (d.device.as_str(), d.total)).collect();
-        let cuda0 = weights + 32_200 + drafter + trained * 12;
-        assert_eq!(devices, [("cpu", weights + 32_200 + 1_000_000), ("cuda:0", cuda0), ("cuda:1", drafter)]);
+        let cuda0 = weights + 32_216 + drafter + trained * 12;
+        assert_eq!(devices, [("cpu", weights + 32_216 + 1_000_000), ("cuda:0", cuda0), ("cuda:1", drafter)]);
     }
 
     #[test]

@@ -59,6 +59,7 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
         Engine::Torch => models(config, written, &mut report),
         Engine::Simulated => None,
     };
+    report.models = models.clone();
     let samples = samples(config, written, stored, &mut report);
     let known = models.is_some() || config.run.engine == Engine::Simulated;
     if let Some(samples) = samples.filter(|_| known) {
@@ -123,12 +124,11 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
 /// The row that the drafter will predict from, and a problem where none can be chosen.
 fn mask_token_id(config: &Config, written: &Written, target: &TargetConfig, report: &mut Report) -> Option<u32> {
     let chosen = match (config.drafter.mask_token_id, mask_token_of(&config.target.dir, target)) {
-        // Text needs the tokenizer, so a folder without one is bad whoever chooses the mask token.
-        (_, Err(error)) => {
+        (Some(id), _) => MaskToken { id, reason: "as configured".into() },
+        (None, Err(error)) => {
             report.fail(Exit::Model, written.problem("target.dir", error.to_string(), ""));
             return None;
         }
-        (Some(id), Ok(_)) => MaskToken { id, reason: "as configured".into() },
         (None, Ok(Some(mask))) => mask,
         (None, Ok(None)) => {
             report.fail(

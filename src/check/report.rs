@@ -3,7 +3,8 @@
 use super::forecast::{DeviceMemory, Forecast};
 use crate::{
     config::{ByteSize, Problem, Problems, mask::MaskToken},
-    exit::Exit,
+    exit::{Exit, Failure},
+    hf::{config::TargetConfig, draft::DraftConfig},
 };
 use serde::Serialize;
 use std::fmt::{self, Write};
@@ -20,6 +21,9 @@ pub struct Report {
     pub validation_samples: Option<usize>,
     /// Absent where too little is known.
     pub plan: Option<Forecast>,
+    /// The target and the drafter that fits it, as far as they are sound.
+    #[serde(skip)]
+    pub models: Option<(TargetConfig, DraftConfig)>,
     #[serde(skip)]
     exits: Vec<Exit>,
 }
@@ -35,6 +39,14 @@ impl Report {
     pub fn exit(&self) -> Exit {
         let first = [Exit::Config, Exit::Model, Exit::Data].into_iter().find(|exit| self.exits.contains(exit));
         first.unwrap_or(Exit::Done)
+    }
+
+    /// This report, or all its problems as the reason not to begin.
+    pub fn sound(self) -> Result<Report, Failure> {
+        match self.exit() {
+            Exit::Done => Ok(self),
+            exit => Err(Failure::new(exit, Problems(self.problems))),
+        }
     }
 
     /// The forecast as a table; empty where there is none.

@@ -2,9 +2,9 @@
 
 use super::{CheckArgs, output, prepare::stored};
 use crate::{
-    check::{Machine, Report, examine},
+    check::{Machine, examine},
     config::{Loaded, Problems},
-    exit::{Exit, Failure},
+    exit::Failure,
 };
 
 /// Tells every problem on stderr and the forecast on stdout, or both as JSON on stdout.
@@ -19,15 +19,7 @@ pub fn run(args: &CheckArgs, loaded: Result<Loaded, Problems>) -> Result<(), Fai
         output::print(&report.table())?;
         report.notes.iter().for_each(|note| output::tell(&format!("note: {note}")));
     }
-    finish(report)
-}
-
-fn finish(report: Report) -> Result<(), Failure> {
-    match report.exit() {
-        Exit::Done => {
-            output::tell("no problem found");
-            Ok(())
-        }
-        exit => Err(Failure::new(exit, Problems(report.problems))),
-    }
+    report.sound()?;
+    output::tell("no problem found");
+    Ok(())
 }

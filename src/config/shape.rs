@@ -13,6 +13,8 @@ use draftmill_actors::engine::FeatureDtype;
 
 /// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
 const TOKEN_BYTES: u64 = 5;
+/// The length of a row.
+pub const ROW_BYTES: u64 = 4;
 
 /// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id and its loss mask.
 pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype) -> u64 {

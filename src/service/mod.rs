@@ -20,19 +20,20 @@ pub use summary::{ActorShares, Summary};
 
 use crate::{
     admin,
+    check::{Machine, Samples, Stored, examine},
     checkpoint::Verified,
-    config::{self, Config, Engine, Loaded, pool_problem},
+    config::{self, Config, Engine, Loaded},
     data::{Split, Store, StoreSource},
     exit::{Exit, Failure},
     state::{Identity, StateDb},
 };
 use draftmill_actors::{
-    buckets, dispatcher,
+    dispatcher,
     engine::{DraftEngine, FeatureDtype, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
     mill::{self, Parts, Report},
-    plan::{PlanSettings, plan_epoch},
+    plan::PlanSettings,
     planner, pool_state,
     sim::{CostModel, SimDrafter, SimOptimizer, SimTarget},
     trainer::{self, StepRecord},
@@ -92,30 +93,27 @@ struct Prepared {
 impl Prepared {
     fn open(loaded: Loaded, start: Start) -> Result<Prepared, Failure> {
         let config = &loaded.config;
-        let models = match config.run.engine {
-            Engine::Torch => Some(Models::load(&loaded)?),
-            Engine::Simulated => None,
-        };
         let store = Arc::new(Store::open(&config.data.store).failed(Exit::Data)?);
-        let source = StoreSource::new(store.clone(), Split::Train);
+        let lengths = store.lengths(Split::Train);
+        let samples = Samples { lengths, validation: store.len(Split::Validation) };
+        let report = examine(&loaded, &Machine::detect(config), &Stored::Ready(samples)).sound()?;
+        let forecast =
+            report.plan.ok_or_else(|| Failure::new(Exit::Internal, "there is no forecast of a sound run"))?;
+        let models = report.models.map(|(target, draft)| Models { target, draft });
         let lengths: Arc<[u32]> = store.lengths(Split::Train).into();
-        let plan = plan_settings(config, &lengths)?;
-        let largest = u64::from(plan.job_tokens) * bytes_per_token(config, models.as_ref());
-        if let Some(problem) = pool_problem(config, &loaded.written, largest) {
-            return Err(config::Problems(vec![problem]).into());
-        }
-        let jobs: u64 = (0..config.run.epochs)
-            .map(|epoch| plan_epoch(&lengths, &plan, epoch).map(|p| p.jobs.len() as u64))
-            .sum::<Result<_, _>>()
-            .failed(Exit::Data)?;
-        let steps = jobs.div_ceil(micro_batches_per_step(config));
-        let total_steps = config.run.max_steps.map_or(steps, |max| max.min(steps));
-
+        let bounds = forecast.buckets.iter().map(|bucket| bucket.bound).collect();
+        let plan = PlanSettings {
+            seed: config.run.seed,
+            job_tokens: config.plan.job_tokens,
+            order: config.plan.order,
+            bounds,
+        };
+        let source = StoreSource::new(store.clone(), Split::Train);
         let identity = identity(config, &plan, &store, models.as_ref())?;
         let folder = RunFolder::new(&config.run.dir);
         let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
         let from = resume_point(config.run.engine, &opened)?;
-        Ok(Prepared { loaded, models, source, lengths, plan, total_steps, opened, from })
+        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, opened, from })
     }
 
     fn start_step(&self) -> u64 {
@@ -276,29 +274,6 @@ trait Failed<T> {
 impl<T, E: Display> Failed<T> for Result<T, E> {
     fn failed(self, exit: Exit) -> Result<T, Failure> {
         self.map_err(Failure::of(exit))
-    }
-}
-
-fn micro_batches_per_step(config: &Config) -> u64 {
-    config.drafter.devices.len() as u64 * u64::from(config.optimizer.accumulation)
-}
-
-fn plan_settings(config: &Config, lengths: &[u32]) -> Result<PlanSettings, Failure> {
-    let bounds = match &config.plan.bucket_bounds {
-        Some(bounds) => bounds.clone(),
-        None => buckets::optimal_bounds(lengths, usize::from(config.plan.buckets)),
-    };
-    Ok(PlanSettings { seed: config.run.seed, job_tokens: config.plan.job_tokens, order: config.plan.order, bounds })
-}
-
-fn bytes_per_token(config: &Config, models: Option<&Models>) -> u64 {
-    match models {
-        Some(m) => config::feature_bytes_per_token(
-            m.draft.target_layer_ids.len(),
-            m.target.hidden_size,
-            config.target.feature_dtype,
-        ),
-        None => config.simulate.feature_bytes_per_token.0,
     }
 }
 

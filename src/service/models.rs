@@ -1,9 +1,6 @@
 //! The target and the drafter that fits it, as far as their folders tell without libtorch.
 
-use super::Failed;
 use crate::{
-    config::{Loaded, Problems, draft_config, mask::mask_token_of},
-    exit::{Exit, Failure},
     hf::{config::TargetConfig, draft::DraftConfig},
     state::Identity,
 };
@@ -22,31 +19,6 @@ pub struct Models {
 }
 
 impl Models {
-    /// Reads the target's folder and derives the drafter.
-    pub fn load(loaded: &Loaded) -> Result<Models, Failure> {
-        let (config, written) = (&loaded.config, &loaded.written);
-        let target = TargetConfig::load(&config.target.dir).failed(Exit::Model)?;
-        let mask = match config.drafter.mask_token_id {
-            Some(id) => id,
-            None => match mask_token_of(&config.target.dir, &target).failed(Exit::Model)? {
-                Some(mask) => {
-                    tracing::info!(id = mask.id, reason = mask.reason, "mask token");
-                    mask.id
-                }
-                None => {
-                    return Err(Problems(vec![written.problem(
-                        "drafter.mask_token_id",
-                        "every row of the target's embedding has a token that text may use",
-                        "choose the id of a token that your data never holds",
-                    )])
-                    .into());
-                }
-            },
-        };
-        let draft = draft_config(config, written, &target, mask)?;
-        Ok(Models { target, draft })
-    }
-
     /// What must not change while a run goes on.
     pub fn identity(&self, dir: &Path, identity: &mut Identity) -> io::Result<()> {
         let mut put = |name: &str, value: String| identity.insert(name.to_owned(), value);

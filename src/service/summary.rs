@@ -154,6 +154,7 @@ impl fmt::Display for Summary {
                 )?;
                 writeln!(f, "\nNext: draftmill export --check {}", dir.display())
             }
+            None if self.finished => Ok(()),
             None => writeln!(f, "\nNext: the same command again goes on from here"),
         }
     }
