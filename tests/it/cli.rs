@@ -1,7 +1,5 @@
 //! The command line as a user meets it: the binary's texts, exit codes, and what goes to stdout and stderr.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests fail the test")]
-
 use draftmill::{
     check::{Machine, Samples, Stored, examine},
     config,

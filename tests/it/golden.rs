@@ -2,8 +2,6 @@
 //! drafter must have. Shapes, block size, taps and numbers all come from the files, so `DRAFTMILL_GOLDEN` may name any
 //! folder of the same layout.
 
-#![allow(clippy::unwrap_used)]
-
 mod adamw;
 mod drafter;
 mod engine;

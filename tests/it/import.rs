@@ -1,1 +1,25 @@
-//! Tests of import.
+//! `draftmill import`: hand-made GGUF files for the rules, the demo's real one for the result.
+
+use draftmill::import::{ImportError, ImportOptions, ImportReport, WeightType, import_gguf};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+mod refusals;
+mod smollm2;
+mod tiny;
+
+fn import(gguf: &Path, out: &Path, dtype: WeightType, force: bool) -> Result<ImportReport, ImportError> {
+    import_gguf(&ImportOptions { gguf: gguf.into(), out: out.into(), dtype, force })
+}
+
+fn json(path: PathBuf) -> Value {
+    serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
+}
+
+/// Names in a folder, sorted.
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}

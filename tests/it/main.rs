@@ -1,9 +1,12 @@
 //! The integration tests: one binary, one module for each part.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking, and so do its helpers")]
+
 mod cli;
 mod config;
 mod data;
 mod export;
+mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;

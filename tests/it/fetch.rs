@@ -1,0 +1,1 @@
+//! `scripts/fetch.py`, with a pip of our own that serves small wheels.
