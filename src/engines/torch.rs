@@ -172,6 +172,13 @@ impl TargetEngine for TorchTarget {
 }
 
 impl TorchDrafter {
+    /// Reads the embedding and the head of the target in `folder`. Reads gigabytes: call it on a blocking thread.
+    pub fn load(config: DraftConfig, folder: &Path, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
+        let (target, files) = (TargetConfig::load(folder)?, TensorFiles::open(folder)?);
+        let shared = Shared::load(&target, &files, options.model.kind, options.model.device)?;
+        TorchDrafter::new(config, shared, options)
+    }
+
     /// Without weights until [`DraftEngine::load_weights`] brings some. `shared` must lie on the drafter's device in
     /// the number type that it computes in.
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
