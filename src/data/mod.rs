@@ -1,4 +1,6 @@
 //! Conversations in, one memory-mapped store of token ids out.
+pub mod chat;
+
 pub enum Split {
     Train,
     Validation,
