@@ -2,8 +2,9 @@
 
 use super::PrepareArgs;
 use crate::{
-    check::Stored,
+    check::{Samples, Stored},
     config::{Config, Loaded},
+    data::{Split, Store},
     exit::{Exit, Failure},
 };
 
@@ -14,8 +15,14 @@ pub fn run(_args: &PrepareArgs, _loaded: &Loaded) -> Result<(), Failure> {
 
 /// What is known of the store that the configuration names.
 pub fn stored(config: &Config) -> Stored {
-    match config.data.store.exists() {
-        false => Stored::Absent,
-        true => Stored::Broken("stores cannot be read yet: src/data is not wired".into()),
+    let path = &config.data.store;
+    if !path.exists() {
+        return Stored::Absent;
+    }
+    match Store::open(path) {
+        Ok(store) => {
+            Stored::Ready(Samples { lengths: store.lengths(Split::Train), validation: store.len(Split::Validation) })
+        }
+        Err(error) => Stored::Broken(error.to_string()),
     }
 }

@@ -1,0 +1,238 @@
+//! The prepared store: one safetensors file with the ids and loss masks of all samples, mapped and read where it lies.
+//!
+//! | tensor | type, shape | holds |
+//! | --- | --- | --- |
+//! | `offsets` | I64 `[samples + 1]` | where each sample begins; the last entry is the number of tokens |
+//! | `ids` | I32 `[tokens]` | token ids, one sample after the other |
+//! | `loss_mask` | U8 `[tokens]` | 1 where a token is supervised, else 0 |
+//!
+//! The training samples come first (`train_samples` of the metadata), then those for validation.
+
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, SafeTensors};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+use thiserror::Error;
+
+/// What `format` of the metadata says. Another layout gets another number.
+pub const FORMAT: &str = "draftmill-store-1";
+pub(super) const IDS: &str = "ids";
+pub(super) const LOSS_MASK: &str = "loss_mask";
+pub(super) const OFFSETS: &str = "offsets";
+pub(super) const FORMAT_KEY: &str = "format";
+pub(super) const FINGERPRINT_KEY: &str = "fingerprint";
+pub(super) const TRAIN_KEY: &str = "train_samples";
+pub(super) const VALIDATION_KEY: &str = "validation_samples";
+const REMEDY: &str = "run draftmill prepare again";
+
+/// The two parts of a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Split {
+    Train,
+    /// Kept apart; never trained.
+    Validation,
+}
+
+/// Why a store cannot be used.
+#[derive(Debug, Error)]
+pub enum StoreError {
+    #[error("{} cannot be read ({source}); {REMEDY}, or give the path of a prepared store", path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{} is no whole store of prepared data: {reason}; {REMEDY}", path.display())]
+    Damaged { path: PathBuf, reason: String },
+}
+
+/// A prepared store. Nothing but its header and offsets is read before it is used.
+#[derive(Debug)]
+pub struct Store {
+    path: PathBuf,
+    map: Mmap,
+    /// Places of the three tensors in the file, in bytes.
+    ids: Range<usize>,
+    loss_mask: Range<usize>,
+    offsets: Range<usize>,
+    train: usize,
+    validation: usize,
+    metadata: BTreeMap<String, String>,
+    fingerprint: String,
+}
+
+impl Store {
+    /// Maps a store and checks its layout: tensors, types, shapes, offsets, counts. The time this takes grows with the
+    /// number of samples, not of tokens; [`Store::verify`] reads everything.
+    pub fn open(path: &Path) -> Result<Store, StoreError> {
+        let read = |source| StoreError::Read { path: path.into(), source };
+        let damaged = |reason: String| StoreError::Damaged { path: path.into(), reason };
+        let file = File::open(path).map_err(read)?;
+        // SAFETY: the map is only read. A store is written under another name and renamed into place, so nobody changes
+        // its bytes; a file that somebody truncates by hand ends this process with SIGBUS, as it would any reader.
+        let map = unsafe { Mmap::map(&file) }.map_err(read)?;
+        let (_, header) = SafeTensors::read_metadata(&map).map_err(|error| damaged(error.to_string()))?;
+        let metadata: BTreeMap<_, _> =
+            header.metadata().iter().flatten().map(|(k, v)| (k.clone(), v.clone())).collect();
+        let text = |key: &str| metadata.get(key).ok_or_else(|| damaged(format!("its metadata lacks `{key}`")));
+        let count = |key: &str| {
+            let value = text(key)?;
+            value.parse::<u32>().map(|n| n as usize).map_err(|_| damaged(format!("{key} = {value:?} is no count")))
+        };
+        if text(FORMAT_KEY)? != FORMAT {
+            return Err(damaged(format!("its format is {:?}, and this version reads {FORMAT:?}", text(FORMAT_KEY)?)));
+        }
+        let start = map.len() - header.data_len();
+        let tensor = |name: &str, dtype: Dtype| {
+            let info = header.info(name).ok_or_else(|| damaged(format!("it holds no tensor `{name}`")))?;
+            let place = start + info.data_offsets.0..start + info.data_offsets.1;
+            let width = dtype.bitsize() / 8;
+            if info.dtype != dtype || info.shape.len() != 1 || !place.start.is_multiple_of(width) {
+                return Err(damaged(format!(
+                    "tensor `{name}` is {:?} {:?} at byte {}, not an aligned row of {dtype:?}",
+                    info.dtype, info.shape, place.start
+                )));
+            }
+            Ok((place, info.shape[0]))
+        };
+        let ((ids, tokens), (loss_mask, masks)) = (tensor(IDS, Dtype::I32)?, tensor(LOSS_MASK, Dtype::U8)?);
+        let (offsets, bounds) = tensor(OFFSETS, Dtype::I64)?;
+        let (train, validation) = (count(TRAIN_KEY)?, count(VALIDATION_KEY)?);
+        if masks != tokens || bounds != train + validation + 1 {
+            return Err(damaged(format!(
+                "{tokens} ids, {masks} mask values, {bounds} offsets and {train} + {validation} samples do not fit \
+                 together"
+            )));
+        }
+        let fingerprint = text(FINGERPRINT_KEY)?.clone();
+        let store = Store { path: path.into(), map, ids, loss_mask, offsets, train, validation, metadata, fingerprint };
+        store.check_offsets(tokens).map_err(damaged)?;
+        Ok(store)
+    }
+
+    /// Samples of a split.
+    pub fn len(&self, split: Split) -> usize {
+        match split {
+            Split::Train => self.train,
+            Split::Validation => self.validation,
+        }
+    }
+
+    /// Whether a split has no sample.
+    pub fn is_empty(&self, split: Split) -> bool {
+        self.len(split) == 0
+    }
+
+    /// Tokens of every sample of a split; the index is the sample's id in it.
+    pub fn lengths(&self, split: Split) -> Vec<u32> {
+        // `open` has seen that every length is a u32.
+        (0..self.len(split)).map(|i| self.place(split, i).len() as u32).collect()
+    }
+
+    /// Token ids and loss mask of a sample, equally long.
+    ///
+    /// # Panics
+    /// If the split has no sample `i`.
+    pub fn sample(&self, split: Split, i: usize) -> (&[i32], &[u8]) {
+        let place = self.place(split, i);
+        (&self.all_ids()[place.clone()], &self.map[self.loss_mask.clone()][place])
+    }
+
+    /// SHA-256 of ids, masks, offsets and the metadata, in hexadecimal. Two stores with the same one train the same.
+    pub fn fingerprint(&self) -> &str {
+        &self.fingerprint
+    }
+
+    /// What the store was made from and how: fingerprints of inputs, template and tokenizer, policies, counts.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// Where the store lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads everything and compares it with the fingerprint.
+    pub fn verify(&self) -> Result<(), StoreError> {
+        let mut hashes = Hashes::default();
+        let (ids, masks, cut) =
+            (&self.map[self.ids.clone()], &self.map[self.loss_mask.clone()], self.offset(self.train));
+        for (hash, bytes) in hashes.0.iter_mut().zip([&ids[..cut * 4], &ids[cut * 4..], &masks[..cut], &masks[cut..]]) {
+            hash.update(bytes);
+        }
+        let lengths = [Split::Train, Split::Validation].map(|split| self.lengths(split));
+        let found = hashes.fingerprint(&self.metadata, lengths.iter().flatten().copied());
+        if found == self.fingerprint {
+            return Ok(());
+        }
+        let reason = format!("its content has the fingerprint {found}, not {}", self.fingerprint);
+        Err(StoreError::Damaged { path: self.path.clone(), reason })
+    }
+
+    fn check_offsets(&self, tokens: usize) -> Result<(), String> {
+        let samples = self.train + self.validation;
+        if self.offset(0) != 0 || self.offset(samples) != tokens {
+            return Err(format!(
+                "its offsets run from {} to {}, not from 0 to {tokens}",
+                self.offset(0),
+                self.offset(samples)
+            ));
+        }
+        for i in 0..samples {
+            let (from, to) = (self.offset(i), self.offset(i + 1));
+            if to <= from || to - from > u32::MAX as usize {
+                return Err(format!("sample {i} would lie between offsets {from} and {to}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the tokens of a sample lie among all tokens.
+    fn place(&self, split: Split, i: usize) -> Range<usize> {
+        assert!(i < self.len(split), "the {split:?} split has {} samples, so none has the id {i}", self.len(split));
+        let i = if split == Split::Train { i } else { self.train + i };
+        self.offset(i)..self.offset(i + 1)
+    }
+
+    /// A negative offset, which no whole store has, becomes a number that no check lets pass.
+    fn offset(&self, i: usize) -> usize {
+        let (all, _) = self.map[self.offsets.clone()].as_chunks::<8>();
+        i64::from_le_bytes(all[i]).try_into().unwrap_or(usize::MAX)
+    }
+
+    fn all_ids(&self) -> &[i32] {
+        const { assert!(cfg!(target_endian = "little"), "ids are read as they lie in the file") };
+        // SAFETY: every pattern of four bytes is an i32; `open` has seen that the bytes are aligned, so `ids` is all.
+        let (_, ids, _) = unsafe { self.map[self.ids.clone()].align_to::<i32>() };
+        ids
+    }
+}
+
+/// Running hashes of the ids and masks of the two splits, from which the fingerprint is made: train ids, validation ids,
+/// train masks, validation masks.
+#[derive(Clone, Default)]
+pub(super) struct Hashes(pub [Sha256; 4]);
+
+impl Hashes {
+    /// The fingerprint of a store. `lengths` are those of all samples, in the order of the file.
+    pub fn fingerprint(self, metadata: &BTreeMap<String, String>, lengths: impl Iterator<Item = u32>) -> String {
+        let mut whole = Sha256::new();
+        self.0.into_iter().for_each(|hash| whole.update(hash.finalize()));
+        lengths.for_each(|length| whole.update(length.to_le_bytes()));
+        for (key, value) in metadata.iter().filter(|(key, _)| *key != FINGERPRINT_KEY) {
+            for text in [key, value] {
+                // With their lengths, so that no text can pass for two others.
+                whole.update((text.len() as u64).to_le_bytes());
+                whole.update(text);
+            }
+        }
+        hex(&whole.finalize())
+    }
+}
+
+/// Bytes in hexadecimal.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
