@@ -225,7 +225,10 @@ pub fn write_tensors<const N: usize>(
     });
     let views = views.collect::<io::Result<Vec<_>>>()?;
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
+    // The library makes files that only their owner may read; others may want to serve these.
+    let permissions = File::create(path)?.metadata()?.permissions();
     safetensors::serialize_to_file(views, Some(metadata), path).map_err(other)?;
+    fs::set_permissions(path, permissions)?;
     sync(path)
 }
 

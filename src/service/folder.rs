@@ -69,7 +69,12 @@ impl RunFolder {
             self.clear()?;
         }
         let mut state = StateDb::open_or_create(&self.root).map_err(Failure::of(Exit::Run))?;
-        let differences = state.compare_identity(identity).map_err(Failure::of(Exit::Run))?;
+        // A folder whose run never began has no identity yet.
+        let known = !state.identity().map_err(Failure::of(Exit::Run))?.is_empty();
+        let differences = match known {
+            true => state.compare_identity(identity).map_err(Failure::of(Exit::Run))?,
+            false => Vec::new(),
+        };
         if !differences.is_empty() {
             let or_nothing = |value: &Option<String>| value.clone().unwrap_or_else(|| "nothing".into());
             let line = |d: &crate::state::IdentityDifference| {

@@ -1,6 +1,7 @@
 //! What a run did, in numbers that a person reads at its end and a program from `summary.json`.
 
 use super::steps::Window;
+use crate::config::ByteSize;
 use draftmill_actors::{meter::Totals, mill::Report};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, path::PathBuf};
@@ -121,8 +122,8 @@ impl fmt::Display for Summary {
             percent(self.padding_share)
         )?;
         writeln!(f, "  drafters    {:.0} tokens/s", self.drafter_tokens_per_second)?;
-        let mib = |bytes: u64| bytes >> 20;
-        writeln!(f, "  pool        at most {} of {} MiB in use", mib(self.pool_peak_bytes), mib(self.pool_max_bytes))?;
+        let size = |bytes: u64| ByteSize(bytes).rounded();
+        writeln!(f, "  pool        at most {} of {} in use", size(self.pool_peak_bytes), size(self.pool_max_bytes))?;
         write!(f, "  jobs        {} trained, {} skipped", self.jobs_trained, self.jobs_skipped)?;
         writeln!(
             f,
