@@ -12,7 +12,7 @@ TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
 FETCH := python3 scripts/fetch.py
 MILL := cargo run --quiet --release --locked --
-DEMO := --config $(CONFIG) --set target.dir=$(TARGET) --set data.store=$(STORE)
+DEMO := --config $(CONFIG)
 
 # CUDA=1 takes the full set of libraries and puts target and drafter on the first GPU.
 ifneq ($(filter-out 0,$(CUDA)),)

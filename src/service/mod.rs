@@ -8,9 +8,10 @@ mod folder;
 mod models;
 mod progress;
 mod schedule;
+mod signals;
 mod steps;
 mod summary;
-#[cfg(feature = "torch")]
+#[cfg_attr(not(feature = "torch"), path = "no_torch.rs")]
 mod torch;
 
 pub use folder::RunFolder;
@@ -22,7 +23,7 @@ use crate::{
     admin,
     check::{Machine, Samples, Stored, examine},
     checkpoint::Verified,
-    config::{self, Config, Engine, Loaded},
+    config::{Config, Engine, Loaded},
     data::{Split, Store, StoreSource},
     exit::{Exit, Failure},
     state::{Identity, StateDb},
@@ -41,13 +42,8 @@ use draftmill_actors::{
 use folder::Opened;
 use models::Models;
 use progress::Progress;
-use std::{fmt::Display, path::Path, sync::Arc, time::Duration};
-use tokio::{
-    net::TcpListener,
-    signal::unix::{SignalKind, signal},
-    sync::mpsc,
-    time::Instant,
-};
+use std::{fmt::Display, path::Path, sync::Arc};
+use tokio::{net::TcpListener, sync::mpsc, time::Instant};
 
 /// Step records on their way to the log: the trainer waits for the disk only when this is full.
 const RECORDS: usize = 64;
@@ -144,23 +140,13 @@ impl Prepared {
                 };
                 self.drive(engines, listener).await
             }
-            #[cfg(feature = "torch")]
             Engine::Torch => {
                 let models =
-                    self.models.clone().ok_or_else(|| Failure::new(Exit::Internal, "no models were loaded"))?;
-                let text = config::annotated(&self.loaded.written.wire);
-                let folder = self.opened.folder.clone();
-                let from = self.from.take();
-                let engines = torch::load(&self.loaded.config, models, folder, text, from).await?;
-                let torch::Engines { targets, drafters, optimizer } = engines;
-                self.drive(Engines { targets, drafters, optimizer }, listener).await
+                    self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
+                let (folder, from) = (self.opened.folder.clone(), self.from.take());
+                let engines = torch::load(&self.loaded, models, folder, from).await?;
+                self.drive(engines, listener).await
             }
-            #[cfg(not(feature = "torch"))]
-            Engine::Torch => Err(Failure::new(
-                Exit::Config,
-                "run.engine = \"torch\", but this draftmill was built without libtorch; build it with the feature `torch`, \
-                 or set run.engine = \"simulated\"",
-            )),
         }
     }
 
@@ -198,7 +184,7 @@ impl Prepared {
         let Opened { folder, state, .. } = opened;
         let stops = Stops::default();
         let metrics = listener.map(|l| serve_metrics(l, &loaded.config, plan.bounds.len(), &stops)).transpose()?;
-        let listening = listen_for_signals(stops.clone(), settings.grace).failed(Exit::Internal)?;
+        let listening = signals::listen(stops.clone(), settings.grace).failed(Exit::Internal)?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let progress = Progress::new(total_steps, start_step, loaded.config.log.progress_every.0);
@@ -343,30 +329,6 @@ fn serve_metrics(
     let abort = stops.abort.clone();
     let serving = admin::serve(listener, handle, async move { abort.cancelled().await });
     Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(serving)))
-}
-
-/// The first SIGINT or SIGTERM asks for an orderly end, the second one, or the end of the grace period, stops at once.
-fn listen_for_signals(stops: Stops, grace: Duration) -> std::io::Result<tokio::task::JoinHandle<()>> {
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-    let mut next = async move || {
-        tokio::select! {
-            _ = interrupt.recv() => "SIGINT",
-            _ = terminate.recv() => "SIGTERM",
-        }
-    };
-    Ok(tokio::spawn(async move {
-        let name = next().await;
-        tracing::info!("{name}: finishing the running work and writing a checkpoint; a second signal stops at once");
-        stops.stop.cancel();
-        tokio::select! {
-            name = next() => tracing::warn!("{name} again: stopping at once"),
-            () = tokio::time::sleep(grace) => tracing::error!("shutdown.grace = {grace:?} is over: stopping at once"),
-        }
-        stops.abort.cancel();
-        // Work on a device cannot be called back; the process must not wait for it.
-        tokio::time::sleep(Duration::from_secs(2)).await;
-        std::process::exit(i32::from(Exit::Interrupted.code()));
-    }))
 }
 
 /// Writes every step to the log and shows it. A disk that fails ends the run.

@@ -22,6 +22,8 @@ impl Models {
     /// What must not change while a run goes on.
     pub fn identity(&self, dir: &Path, identity: &mut Identity) -> io::Result<()> {
         let mut put = |name: &str, value: String| identity.insert(name.to_owned(), value);
+        let t = &self.target;
+        put("target shape", format!("{:?}, {} layers of {}", t.family, t.num_hidden_layers, t.hidden_size));
         put("target weights", fingerprint(dir)?);
         put("target.layer_ids", format!("{:?}", self.draft.target_layer_ids));
         put("drafter shape", {

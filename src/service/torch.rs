@@ -1,9 +1,9 @@
 //! The engines of a real run: targets, drafters and the optimizer on libtorch.
 
-use super::{Failed, folder::RunFolder, models::Models};
+use super::{Engines, Failed, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
-    config::{self, Config},
+    config::{self, Config, Loaded},
     engines::{
         optimizer::{Saving, TorchOptimizer},
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
@@ -21,23 +21,18 @@ use crate::{
 use draftmill_actors::engine::DraftEngine;
 use tch::Device;
 
-/// Everything that computes in a run.
-pub struct Engines {
-    pub targets: Vec<TorchTarget>,
-    pub drafters: Vec<TorchDrafter>,
-    pub optimizer: TorchOptimizer,
-}
+/// The engines of a real run.
+type TorchEngines = Engines<TorchTarget, TorchDrafter, TorchOptimizer>;
 
 /// Loads the models; reads gigabytes. Goes on from a checkpoint where there is one.
 pub async fn load(
-    config: &Config,
+    loaded: &Loaded,
     models: Models,
     folder: RunFolder,
-    config_text: String,
     from: Option<Verified>,
-) -> Result<Engines, Failure> {
-    let config = config.clone();
-    let load = move || blocking(&config, models, &folder, config_text, from.as_ref());
+) -> Result<TorchEngines, Failure> {
+    let (config, text) = (loaded.config.clone(), config::annotated(&loaded.written.wire));
+    let load = move || blocking(&config, models, &folder, text, from.as_ref());
     let (mut engines, weights) =
         tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
     for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
@@ -52,7 +47,7 @@ fn blocking(
     folder: &RunFolder,
     config_text: String,
     from: Option<&Verified>,
-) -> Result<(Engines, Vec<Weights>), Failure> {
+) -> Result<(TorchEngines, Vec<Weights>), Failure> {
     set_threads(config.run.threads);
     let Models { target, draft } = models;
     let files = TensorFiles::open(&config.target.dir).failed(Exit::Model)?;

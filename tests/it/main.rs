@@ -11,3 +11,4 @@ mod fetch;
 mod golden;
 mod import;
 mod tidy;
+mod train;

@@ -1,0 +1,22 @@
+//! What stands in for the engines of a real run in a build without libtorch: a sentence.
+
+use super::{Engines, folder::RunFolder, models::Models};
+use crate::{
+    checkpoint::Verified,
+    config::Loaded,
+    exit::{Exit, Failure},
+};
+use draftmill_actors::sim::{SimDrafter, SimOptimizer, SimTarget};
+
+/// Refuses. `check` does so earlier, with the line of the configuration.
+pub async fn load(
+    _loaded: &Loaded,
+    _models: Models,
+    _folder: RunFolder,
+    _from: Option<Verified>,
+) -> Result<Engines<SimTarget, SimDrafter, SimOptimizer>, Failure> {
+    Err(Failure::new(
+        Exit::Config,
+        "this draftmill was built without libtorch; build with the default features, or set run.engine = \"simulated\"",
+    ))
+}

@@ -1,0 +1,200 @@
+//! The binary from rows to export: a short real training on a tiny model, and runs that are stopped and gone on with.
+
+use draftmill::state::StateDb;
+use serde_json::Value;
+use std::{
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+    time::Duration,
+};
+
+/// A run folder of its own, with the smoke configuration on top of the repository's files.
+struct Run {
+    folder: tempfile::TempDir,
+    sets: Vec<String>,
+}
+
+impl Run {
+    fn new(sets: &[&str]) -> Run {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = format!("run.dir={}", folder.path().join("run").display());
+        let run = Run { sets: sets.iter().map(|s| (*s).to_owned()).chain([dir]).collect(), folder };
+        let prepared = run.draftmill("prepare", &["--json"]).output().unwrap();
+        let report: Value = serde_json::from_slice(&prepared.stdout).unwrap_or_else(|_| panic!("{}", text(&prepared)));
+        assert!(prepared.status.success() && report.is_object(), "{}", text(&prepared));
+        run
+    }
+
+    fn dir(&self) -> PathBuf {
+        self.folder.path().join("run")
+    }
+
+    fn draftmill(&self, command: &str, more: &[&str]) -> Command {
+        let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
+        run.current_dir(env!("CARGO_MANIFEST_DIR")).args([command, "--config", "configs/smoke.toml"]).args(more);
+        for set in &self.sets {
+            run.args(["--set", set]);
+        }
+        run
+    }
+
+    fn train(&self, more: &[&str]) -> Output {
+        self.draftmill("train", more).output().unwrap()
+    }
+
+    /// Starts training and waits until `steps` are in the log.
+    fn train_until(&self, steps: usize) -> Child {
+        let mut child = self.draftmill("train", &[]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        loop {
+            let log = std::fs::read_to_string(self.dir().join("steps.jsonl")).unwrap_or_default();
+            if log.lines().count() >= steps {
+                return child;
+            }
+            assert!(child.try_wait().unwrap().is_none(), "the run ended before step {steps}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn summary(&self) -> Value {
+        serde_json::from_slice(&std::fs::read(self.dir().join("summary.json")).unwrap()).unwrap()
+    }
+
+    /// Jobs trained and open over all epochs.
+    fn ledger(&self) -> (u64, u64) {
+        let state = StateDb::open_or_create(&self.dir()).unwrap();
+        let counts = state.counts().unwrap();
+        (counts.iter().map(|c| c.trained).sum(), counts.iter().map(|c| c.open()).sum())
+    }
+
+    fn steps(&self) -> Vec<u64> {
+        let log = std::fs::read_to_string(self.dir().join("steps.jsonl")).unwrap();
+        log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap()).collect()
+    }
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+fn interrupt(child: &Child) {
+    let pid = i32::try_from(child.id()).unwrap();
+    // SAFETY: the process is our child and has not been waited for, so the number is still its own.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+}
+
+const SLOW: &[&str] = &[
+    "run.engine=simulated",
+    "simulate.micro_batch=30ms",
+    "simulate.feature_bytes_per_token=1 KiB",
+    "checkpoint.every_steps=4",
+];
+
+#[cfg(feature = "torch")]
+#[test]
+fn a_short_real_training_learns_and_exports() {
+    let run = Run::new(&[]);
+    let trained = run.train(&["--json"]);
+    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
+    let summary: Value = serde_json::from_slice(&trained.stdout).unwrap();
+    assert_eq!(summary, run.summary());
+    let number = |key: &str| summary[key].as_f64().unwrap_or_else(|| panic!("{key} is missing: {summary}"));
+    assert!(number("loss_last") < 0.75 * number("loss_first"), "{summary}");
+    assert!(number("accuracy_last") > number("accuracy_first"), "{summary}");
+    for key in ["target_tokens_per_second", "drafter_tokens_per_second", "steps"] {
+        assert!(number(key) > 0.0, "{key}: {summary}");
+    }
+    assert!((0.0..1.0).contains(&number("padding_share")));
+    let (trained_jobs, open) = run.ledger();
+    assert_eq!((trained_jobs as f64, open), (number("jobs_trained"), 0));
+    assert_eq!(run.steps(), (1..=number("steps") as u64).collect::<Vec<_>>());
+    let export = Path::new(summary["export_dir"].as_str().unwrap());
+    assert_eq!(draftmill::export::check(export), []);
+    let actors: Vec<_> = summary["actors"].as_array().unwrap().iter().map(|a| a["actor"].as_str().unwrap()).collect();
+    assert_eq!(actors, ["target", "target", "drafter", "drafter", "trainer"]);
+
+    // A second start finds nothing left to do and changes nothing.
+    let again = run.train(&[]);
+    assert_eq!(again.status.code(), Some(0), "{}", text(&again));
+    assert_eq!((run.summary(), run.ledger()), (summary, (trained_jobs, 0)));
+}
+
+#[cfg(feature = "torch")]
+#[test]
+fn a_real_run_that_is_interrupted_goes_on_to_the_same_end() {
+    let whole = Run::new(&["checkpoint.every_steps=5"]);
+    assert!(whole.train(&[]).status.success());
+    let run = Run::new(&["checkpoint.every_steps=5"]);
+    let mut child = run.train_until(8);
+    interrupt(&child);
+    let code = child.wait().unwrap().code();
+    // A quick machine may have finished before the signal arrived.
+    assert!(code == Some(130) || code == Some(0), "{code:?}");
+    let end = run.train(&[]);
+    assert_eq!(end.status.code(), Some(0), "{}", text(&end));
+    assert_eq!(run.ledger(), whole.ledger());
+    assert_eq!(run.steps(), whole.steps());
+    assert_eq!(draftmill::export::check(&run.dir().join("export")), []);
+}
+
+#[test]
+fn an_interrupt_ends_with_130_and_the_same_command_goes_on() {
+    let run = Run::new(SLOW);
+    let mut child = run.train_until(6);
+    interrupt(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let (trained, open) = run.ledger();
+    assert!(trained >= 12 && open > 0, "{trained} trained, {open} open");
+    assert_eq!(run.summary()["finished"], false);
+    let end = run.train(&[]);
+    assert_eq!(end.status.code(), Some(0), "{}", text(&end));
+    let steps = run.steps();
+    assert_eq!(steps, (1..=steps.len() as u64).collect::<Vec<_>>());
+    assert_eq!(run.ledger(), (2 * steps.len() as u64, 0));
+}
+
+#[test]
+fn a_killed_run_goes_on_from_its_last_checkpoint() {
+    let run = Run::new(SLOW);
+    let mut child = run.train_until(6);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let end = run.train(&[]);
+    assert_eq!(end.status.code(), Some(0), "{}", text(&end));
+    assert!(text(&end).contains("step-4"), "it says where it goes on: {}", text(&end));
+    let steps = run.steps();
+    assert_eq!(steps, (1..=steps.len() as u64).collect::<Vec<_>>(), "every step is in the log once");
+    assert_eq!(run.ledger(), (2 * steps.len() as u64, 0));
+}
+
+#[test]
+fn automodel_2478_a_run_goes_on_only_with_what_it_began_with() {
+    let mut run = Run::new(SLOW);
+    let mut child = run.train_until(5);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    for (set, name) in
+        [("run.seed=7", "run.seed"), ("plan.job_tokens=200", "plan.job_tokens"), ("plan.order=shuffle", "plan.order")]
+    {
+        run.sets.push(set.into());
+        let refused = run.train(&[]);
+        run.sets.pop();
+        assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
+        assert!(text(&refused).contains(name), "{name} is not named: {}", text(&refused));
+    }
+    let refused = run.train(&["--fresh"]);
+    assert!(refused.status.code() == Some(3) && text(&refused).contains("--force"), "{}", text(&refused));
+    run.sets.push("run.seed=7".into());
+    let fresh = run.train(&["--fresh", "--force"]);
+    assert_eq!(fresh.status.code(), Some(0), "{}", text(&fresh));
+    assert_eq!(run.ledger().1, 0);
+}
+
+#[test]
+fn a_second_process_on_the_same_run_is_refused() {
+    let run = Run::new(SLOW);
+    let mut child = run.train_until(1);
+    let second = run.train(&[]);
+    assert!(!second.status.success() && text(&second).contains(&child.id().to_string()), "{}", text(&second));
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
