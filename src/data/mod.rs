@@ -1,6 +1,7 @@
 //! Conversations in, one memory-mapped store of token ids out.
 
 mod source;
+mod split;
 mod store;
 mod writer;
 
