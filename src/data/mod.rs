@@ -1,5 +1,6 @@
 //! Conversations in, one memory-mapped store of token ids out.
 
+pub mod chat;
 mod source;
 mod split;
 mod store;

@@ -1,6 +1,6 @@
 //! The optimizer behind the actors' seam: fp32 masters and moments on one device, a copy of the weights for each drafter.
 
-use super::torch::Worker;
+use super::worker::Worker;
 use crate::{
     checkpoint::{self, CheckpointError, NamedTensor, State, Verified},
     hf::draft::DraftConfig,

@@ -1,5 +1,6 @@
 //! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
 
+use super::worker::Worker;
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -73,43 +74,6 @@ struct Replica {
     sum: Option<Gradient>,
 }
 
-/// Runs closures on blocking threads, one at a time, with a state that moves in and out.
-pub(crate) struct Worker<S> {
-    /// Absent while a closure runs, and for good after one panicked or its caller gave up waiting.
-    state: Option<S>,
-}
-
-impl<S: Send + 'static> Worker<S> {
-    pub(crate) fn new(state: S) -> Worker<S> {
-        Worker { state: Some(state) }
-    }
-
-    /// The state between units of work; `None` once it is lost.
-    pub(crate) fn peek(&self) -> Option<&S> {
-        self.state.as_ref()
-    }
-
-    pub(crate) async fn run<T: Send + 'static>(
-        &mut self,
-        work: impl FnOnce(&mut S) -> Result<T, ModelError> + Send + 'static,
-    ) -> Result<T, EngineError> {
-        let Some(mut state) = self.state.take() else {
-            return Err(EngineError::Lost("an earlier unit of work panicked or was abandoned".into()));
-        };
-        let task = tokio::task::spawn_blocking(move || {
-            let result = work(&mut state);
-            (state, result)
-        });
-        match task.await {
-            Ok((state, result)) => {
-                self.state = Some(state);
-                result.map_err(engine_error)
-            }
-            Err(error) => Err(EngineError::Lost(panic_text(error))),
-        }
-    }
-}
-
 impl Features for TorchFeatures {
     fn bytes(&self) -> u64 {
         bytes(&self.shape, self.lengths.len())
@@ -172,6 +136,13 @@ impl TargetEngine for TorchTarget {
 }
 
 impl TorchDrafter {
+    /// Reads the embedding and the head of the target in `folder`. Reads gigabytes: call it on a blocking thread.
+    pub fn load(config: DraftConfig, folder: &Path, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
+        let (target, files) = (TargetConfig::load(folder)?, TensorFiles::open(folder)?);
+        let shared = Shared::load(&target, &files, options.model.kind, options.model.device)?;
+        TorchDrafter::new(config, shared, options)
+    }
+
     /// Without weights until [`DraftEngine::load_weights`] brings some. `shared` must lie on the drafter's device in
     /// the number type that it computes in.
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
@@ -261,72 +232,4 @@ fn bytes(shape: &FeatureShape, rows: usize) -> u64 {
     let per_token = u64::from(shape.taps) * u64::from(shape.width) * shape.dtype.bytes();
     let side = size_of::<i32>() + size_of::<u8>();
     shape.tokens * (per_token + side as u64) + (rows * size_of::<u32>()) as u64
-}
-
-/// libtorch tells its errors apart by text alone.
-pub(crate) fn engine_error(error: ModelError) -> EngineError {
-    let text = error.to_string();
-    let lower = text.to_lowercase();
-    if lower.contains("out of memory") || lower.contains("can't allocate memory") {
-        EngineError::OutOfMemory(text)
-    } else if lower.contains("cuda error") {
-        // The context is poisoned: every later call on this device would fail too.
-        EngineError::Lost(text)
-    } else {
-        EngineError::Failed(text)
-    }
-}
-
-fn panic_text(error: tokio::task::JoinError) -> String {
-    if !error.is_panic() {
-        return "its unit of work was cancelled".into();
-    }
-    let payload = error.into_panic();
-    let text = payload.downcast_ref::<String>().cloned();
-    let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
-    format!("its unit of work panicked: {}", text.unwrap_or_else(|| "without a text".into()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_panic_loses_the_engine_and_an_error_does_not() {
-        let mut worker = Worker::new(1u32);
-        let failed = worker.run(|_| -> Result<(), ModelError> { Err(ModelError::Input("no".into())) }).await;
-        assert_eq!(failed, Err(EngineError::Failed("no".into())));
-        assert_eq!(worker.run(|state| Ok(*state)).await, Ok(1));
-        let Err(EngineError::Lost(text)) = worker.run(|_| -> Result<(), ModelError> { panic!("boom") }).await else {
-            panic!("a panic is a lost engine");
-        };
-        assert!(text.contains("boom"), "{text}");
-        assert!(matches!(worker.run(|state| Ok(*state)).await, Err(EngineError::Lost(_))));
-    }
-
-    /// A panic inside must not leave gradients off, or on, for whoever uses the thread next.
-    #[tokio::test]
-    async fn grad_mode_survives_a_panic() {
-        for _ in 0..4 {
-            let mut worker = Worker::new(());
-            let panicked = worker.run(|_| -> Result<(), ModelError> {
-                let _guard = tch::no_grad_guard();
-                panic!("boom")
-            });
-            assert!(panicked.await.is_err());
-            let mut worker = Worker::new(());
-            let tracked = worker.run(|_| {
-                let leaf = Tensor::f_zeros([1], (tch::Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
-                Ok(leaf.f_mul_scalar(2.0)?.requires_grad())
-            });
-            assert_eq!(tracked.await, Ok(true));
-        }
-    }
-
-    #[test]
-    fn an_allocation_that_cannot_be_had_is_out_of_memory_and_one_line_long() {
-        let error = Tensor::f_zeros([1 << 50], (tch::Kind::Float, Device::Cpu)).unwrap_err();
-        let EngineError::OutOfMemory(text) = engine_error(error.into()) else { panic!("not out of memory") };
-        assert_eq!(text.lines().count(), 1, "{text}");
-    }
 }

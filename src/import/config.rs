@@ -185,7 +185,7 @@ impl RopeScaling {
         };
         let kind = gguf.text(&key("scaling.type"))?;
         let scaling = match (kind, factor) {
-            (Some("none") | None, None | Some(1.0)) => Self::None,
+            (Some("none"), _) | (None, None | Some(1.0)) => Self::None,
             (Some("linear") | None, Some(factor)) => Self::Linear { factor },
             (Some("linear"), None) => {
                 return Err(gguf.inconsistent(format!("the key {} is missing", key("scaling.factor"))));

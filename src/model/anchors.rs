@@ -196,6 +196,14 @@ mod tests {
         assert_eq!(slots.weights, want);
     }
 
+    /// SpecForge#463: the trainer had no decay, so late slots weighed as much as the first.
+    #[test]
+    fn specforge_463_weights_decay_from_the_first_trained_slot_on() {
+        assert_eq!(decay(4, None), [1.0; 4]);
+        assert_eq!(decay(4, Some(0.0)), [1.0; 4]);
+        assert_eq!(decay(5, Some(2.0)), [1.0, 1.0, (-0.5f64).exp(), (-1.0f64).exp(), (-1.5f64).exp()]);
+    }
+
     /// ModelOpt#1211: one anchor fewer than there are candidates was drawn.
     #[test]
     fn modelopt_1211_all_candidates_can_be_drawn_and_blocks_may_run_past_the_end() {

@@ -1,7 +1,9 @@
 //! A named list of tensors in one fixed order: weights and gradients as they travel between drafters and the optimizer.
 
-use super::ModelError;
+use super::{ModelError, load::weight};
+use crate::hf::HfError;
 use crate::hf::draft::DraftConfig;
+use crate::hf::tensors::TensorFiles;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -93,6 +95,19 @@ pub fn init_params(config: &DraftConfig, seed: u64) -> Result<ParamSet, ModelErr
     Ok(ParamSet::new(pairs))
 }
 
+/// The weights of a drafter folder, in fp32 on the CPU: exactly the tensors of its configuration, no more and no fewer.
+pub fn load_params(config: &DraftConfig, files: &TensorFiles) -> Result<ParamSet, ModelError> {
+    let shapes = config.tensor_shapes();
+    if let Some(name) = files.names().find(|name| !shapes.contains_key(*name)) {
+        return Err(HfError::UnknownTensor { file: files.label().into(), name: name.into() }.into());
+    }
+    let read = |(name, shape): (String, Vec<usize>)| -> Result<(String, Tensor), ModelError> {
+        let tensor = weight(files, &name, &shape, Kind::Float, Device::Cpu)?;
+        Ok((name, tensor))
+    };
+    Ok(ParamSet::new(shapes.into_iter().map(read).collect::<Result<_, _>>()?))
+}
+
 /// Normal values by Box and Muller's method, which needs nothing but uniform ones.
 fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
     let mut values = Vec::with_capacity(count + 1);
@@ -106,4 +121,50 @@ fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
     }
     values.truncate(count);
     values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hf::config::TargetConfig;
+
+    fn config() -> DraftConfig {
+        let target = serde_json::json!({
+            "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 9,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 128,
+        });
+        DraftConfig::for_target(&TargetConfig::from_json(&target).unwrap(), 2, vec![1, 3, 5], 4, 49)
+    }
+
+    #[test]
+    fn initial_weights_follow_from_the_seed_and_have_the_published_spread() {
+        let config = config();
+        let (one, again, other) = (init_params(&config, 3), init_params(&config, 3), init_params(&config, 4));
+        let (one, again, other) = (one.unwrap(), again.unwrap(), other.unwrap());
+        assert_eq!(one.names().to_vec(), config.tensor_shapes().into_keys().collect::<Vec<_>>());
+        let mut seen: Vec<Tensor> = Vec::new();
+        for ((name, x), (again, other)) in one.iter().zip(again.tensors().iter().zip(other.tensors())) {
+            assert!(x.equal(again), "{name}");
+            if x.dim() == 1 {
+                assert!(x.equal(&x.ones_like()), "{name}");
+                continue;
+            }
+            assert!(!x.equal(other), "{name}");
+            assert!(seen.iter().all(|former| former.size() != x.size() || !former.equal(x)), "{name} repeats another");
+            let (mean, deviation) = (x.mean(Kind::Double), x.std(true));
+            let (mean, deviation) = (f64::try_from(mean).unwrap(), f64::try_from(deviation).unwrap());
+            assert!(mean.abs() < 0.002 && (deviation - 0.02).abs() < 0.002, "{name}: {mean} {deviation}");
+            seen.push(x.shallow_clone());
+        }
+    }
+
+    #[test]
+    fn a_deep_copy_shares_nothing() {
+        let one = init_params(&config(), 0).unwrap();
+        let mut two = one.deep_copy(Device::Cpu, Kind::Float).unwrap();
+        let _ = two.tensors_mut()[0].fill_(7.0);
+        assert!(!one.tensors()[0].equal(&two.tensors()[0]));
+        assert!(one.tensors()[1].equal(&two.tensors()[1]));
+        assert!(one.get("norm.weight").is_some() && one.get("norm").is_none());
+    }
 }

@@ -7,5 +7,6 @@ mod drafter;
 mod engine;
 mod files;
 mod ladder;
+mod plain;
 mod random;
 mod target;

@@ -4,6 +4,8 @@ use draftmill::import::{ImportError, ImportOptions, ImportReport, WeightType, im
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
+#[cfg(feature = "torch")]
+mod greedy;
 mod refusals;
 mod smollm2;
 mod tiny;

@@ -10,3 +10,4 @@ mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;
+mod tidy;

@@ -10,10 +10,9 @@ use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
 use draftmill::model::draft::{DraftOptions, Drafter, Shared};
-use draftmill::model::load;
 use draftmill::model::loss::head_loss;
 use draftmill::model::oracle::{Dense, Trace};
-use draftmill::model::params::{Gradient, ParamSet};
+use draftmill::model::params::{Gradient, load_params};
 use draftmill_actors::engine::MicroReport;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -93,12 +92,7 @@ impl Case {
 
     pub fn drafter(&self, config: DraftConfig, gamma: Option<f64>) -> Drafter {
         let files = TensorFiles::open(&path(self.json["drafter_dir"].as_str().unwrap())).unwrap();
-        let shapes = config.tensor_shapes();
-        assert_eq!(files.names().count(), shapes.len());
-        let read = |(name, shape): (&String, &Vec<usize>)| {
-            (name.clone(), load::weight(&files, name, shape, Kind::Float, Device::Cpu).unwrap())
-        };
-        let weights = ParamSet::new(shapes.iter().map(read).collect());
+        let weights = load_params(&config, &files).unwrap();
         let folder = path(self.json["target_dir"].as_str().unwrap());
         let target = TargetConfig::load(&folder).unwrap();
         let shared = Shared::load(&target, &TensorFiles::open(&folder).unwrap(), Kind::Float, Device::Cpu).unwrap();

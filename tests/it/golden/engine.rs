@@ -3,10 +3,8 @@
 use super::drafter::Case;
 use super::files::{GRADIENT, close_to_largest, path};
 use draftmill::engines::torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchFeatures, TorchTarget};
-use draftmill::hf::config::TargetConfig;
-use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::anchors::{Anchors, job_rng};
-use draftmill::model::draft::{DraftOptions, Shared};
+use draftmill::model::draft::DraftOptions;
 use draftmill::model::params::{Gradient, init_params};
 use draftmill_actors::engine::{DraftEngine, EngineError, FeatureDtype, Features, TargetEngine};
 use draftmill_actors::types::{JobId, PaddedBatch};
@@ -46,9 +44,7 @@ fn options(case: &Case) -> DrafterOptions {
 
 async fn drafter(case: &Case) -> TorchDrafter {
     let folder = path(case.json["target_dir"].as_str().unwrap());
-    let (target, files) = (TargetConfig::load(&folder).unwrap(), TensorFiles::open(&folder).unwrap());
-    let shared = Shared::load(&target, &files, Kind::Float, Device::Cpu).unwrap();
-    let mut drafter = TorchDrafter::new(case.config(), shared, options(case)).unwrap();
+    let mut drafter = TorchDrafter::load(case.config(), &folder, options(case)).unwrap();
     drafter.load_weights(init_params(&case.config(), 5).unwrap()).await.unwrap();
     drafter
 }

