@@ -1,11 +1,26 @@
 //! Conversations in, one memory-mapped store of token ids out.
+//!
+//! ```text
+//! files ──split──▶ rows ──row, chat, tokenizer──▶ samples ──writer──▶ store ──source──▶ padded batches
+//!                    └──────── reject ────────▶ <store>.rejects.jsonl
+//! ```
 
 pub mod chat;
+mod encode;
+mod input;
+mod prepare;
+mod reject;
+mod report;
+mod row;
 mod source;
+mod split;
 mod store;
 mod writer;
 
 pub use self::{
+    prepare::{PrepareError, PrepareOptions, prepare},
+    reject::{Reason, Reject},
+    report::{PrepareReport, Progress, grouped},
     source::StoreSource,
     store::{FORMAT, Split, Store, StoreError},
 };

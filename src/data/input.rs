@@ -1,0 +1,257 @@
+//! The rows of the input files, one file after the other, each opened when its turn has come.
+
+use super::split::{RawRow, Splitter};
+use super::store::hex;
+use flate2::bufread::MultiGzDecoder;
+use sha2::{Digest, Sha256};
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, ErrorKind, Read},
+    path::{Path, PathBuf},
+};
+
+/// Bytes of rows that are read before they are worked on, and the rows that this is at most: what bounds memory.
+const CHUNK_BYTES: usize = 2 << 20;
+const CHUNK_ROWS: usize = 512;
+const BUFFER: usize = 1 << 16;
+const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+
+/// A row and where it stands.
+#[derive(Debug)]
+pub struct Placed {
+    /// Index of its file.
+    pub file: usize,
+    /// Place among the rows of its file, from 1.
+    pub number: u64,
+    pub row: RawRow,
+}
+
+/// What a file held, once it has been read to its end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileRead {
+    pub bytes: u64,
+    /// SHA-256 of the file as it lies on disk, in hexadecimal.
+    pub sha256: String,
+}
+
+/// A file that cannot be read.
+#[derive(Debug)]
+pub struct ReadError {
+    pub path: PathBuf,
+    pub source: io::Error,
+}
+
+/// Reads all inputs in order.
+pub struct Inputs {
+    paths: Vec<PathBuf>,
+    max_row_bytes: u64,
+    open: Option<Input>,
+    /// Files that were read to their end.
+    pub done: Vec<FileRead>,
+}
+
+impl Inputs {
+    pub fn new(paths: Vec<PathBuf>, max_row_bytes: u64) -> Inputs {
+        Inputs { paths, max_row_bytes, open: None, done: Vec::new() }
+    }
+
+    pub fn path(&self, file: usize) -> &Path {
+        &self.paths[file]
+    }
+
+    /// Bytes read so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.done.iter().map(|file| file.bytes).sum::<u64>()
+            + self.open.as_ref().map_or(0, |input| input.hashed().bytes)
+    }
+
+    /// The next rows; none when all files are read.
+    pub fn read_chunk(&mut self) -> Result<Vec<Placed>, ReadError> {
+        let (mut chunk, mut bytes) = (Vec::new(), 0);
+        while chunk.len() < CHUNK_ROWS && bytes < CHUNK_BYTES && self.done.len() < self.paths.len() {
+            let file = self.done.len();
+            let failed = |source| ReadError { path: self.paths[file].clone(), source };
+            let mut input = match self.open.take() {
+                Some(input) => input,
+                None => Input::open(&self.paths[file], self.max_row_bytes).map_err(failed)?,
+            };
+            match input.next_row().map_err(failed)? {
+                Some(row) => {
+                    bytes += row.content.as_ref().map_or(0, Vec::len);
+                    chunk.push(Placed { file, number: input.rows, row });
+                    self.open = Some(input);
+                }
+                None => self.done.push(input.close().map_err(failed)?),
+            }
+        }
+        Ok(chunk)
+    }
+}
+
+/// One open file.
+struct Input {
+    source: Source,
+    splitter: Splitter,
+    buffer: Vec<u8>,
+    /// Bytes of the buffer that the splitter has not seen.
+    unseen: std::ops::Range<usize>,
+    rows: u64,
+    ended: bool,
+}
+
+/// Plain or gzipped, as the first bytes say.
+enum Source {
+    Plain(BufReader<Hashed>),
+    Gzip(MultiGzDecoder<BufReader<Hashed>>),
+}
+
+/// Counts and hashes what is read from a file.
+struct Hashed {
+    file: File,
+    hash: Sha256,
+    bytes: u64,
+}
+
+impl Input {
+    fn open(path: &Path, max_row_bytes: u64) -> io::Result<Input> {
+        let mut plain =
+            BufReader::with_capacity(BUFFER, Hashed { file: File::open(path)?, hash: Sha256::new(), bytes: 0 });
+        let gzip = plain.fill_buf()?.starts_with(&GZIP_MAGIC);
+        Ok(Input {
+            source: if gzip { Source::Gzip(MultiGzDecoder::new(plain)) } else { Source::Plain(plain) },
+            splitter: Splitter::new(max_row_bytes),
+            buffer: vec![0; BUFFER],
+            unseen: 0..0,
+            rows: 0,
+            ended: false,
+        })
+    }
+
+    fn next_row(&mut self) -> io::Result<Option<RawRow>> {
+        while !self.ended {
+            let (used, row) = self.splitter.feed(&self.buffer[self.unseen.clone()]);
+            self.unseen.start += used;
+            if row.is_some() {
+                self.rows += 1;
+                return Ok(row);
+            }
+            let (read, cut) = match self.source.read(&mut self.buffer) {
+                // Only the decompressor knows that more should come.
+                Err(error) if error.kind() == ErrorKind::UnexpectedEof => (0, true),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                other => (other?, false),
+            };
+            self.unseen = 0..read;
+            if read == 0 {
+                self.ended = true;
+                let row = self.splitter.finish(cut);
+                self.rows += u64::from(row.is_some());
+                return Ok(row);
+            }
+        }
+        Ok(None)
+    }
+
+    fn hashed(&self) -> &Hashed {
+        match &self.source {
+            Source::Plain(reader) => reader.get_ref(),
+            Source::Gzip(reader) => reader.get_ref().get_ref(),
+        }
+    }
+
+    fn close(self) -> io::Result<FileRead> {
+        let mut hashed = match self.source {
+            Source::Plain(reader) => reader.into_inner(),
+            Source::Gzip(reader) => reader.into_inner().into_inner(),
+        };
+        io::copy(&mut hashed, &mut io::sink())?;
+        Ok(FileRead { bytes: hashed.bytes, sha256: hex(&hashed.hash.finalize()) })
+    }
+}
+
+impl Read for Source {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Source::Plain(reader) => reader.read(buffer),
+            Source::Gzip(reader) => reader.read(buffer),
+        }
+    }
+}
+
+impl Read for Hashed {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.hash.update(&buffer[..read]);
+        self.bytes += read as u64;
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flate2::{Compression, write::GzEncoder};
+    use std::io::Write;
+
+    fn gzip(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+        encoder.write_all(bytes).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    fn all(paths: Vec<PathBuf>) -> (Vec<(usize, u64, u64, bool, String)>, Vec<FileRead>) {
+        let mut inputs = Inputs::new(paths, 1000);
+        let mut rows = Vec::new();
+        loop {
+            let chunk = inputs.read_chunk().unwrap();
+            if chunk.is_empty() {
+                return (rows, inputs.done);
+            }
+            rows.extend(chunk.into_iter().map(|placed| {
+                let text = String::from_utf8(placed.row.content.unwrap()).unwrap();
+                (placed.file, placed.number, placed.row.line, placed.row.open, text)
+            }));
+        }
+    }
+
+    #[test]
+    fn files_are_read_in_order_plain_or_gzipped_whatever_their_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::write(path("a.json"), "1\n2\n").unwrap();
+        std::fs::write(path("b.jsonl"), gzip(b"[3,\n4]")).unwrap();
+        // Two members, as `cat a.gz b.gz` makes them.
+        std::fs::write(path("c.gz"), [gzip(b"5\n"), gzip(b"6")].concat()).unwrap();
+        std::fs::write(path("empty"), "").unwrap();
+        let (rows, done) = all(vec![path("a.json"), path("empty"), path("b.jsonl"), path("c.gz")]);
+        let short: Vec<_> = rows.iter().map(|row| (row.0, row.1, row.2, &row.4[..])).collect();
+        assert_eq!(
+            short,
+            [(0, 1, 1, "1"), (0, 2, 2, "2"), (2, 1, 1, "3"), (2, 2, 2, "4"), (3, 1, 1, "5"), (3, 2, 2, "6")]
+        );
+        assert_eq!(done[2].sha256, hex(&Sha256::digest(std::fs::read(path("b.jsonl")).unwrap())));
+        assert_eq!(done[3].bytes, std::fs::metadata(path("c.gz")).unwrap().len());
+    }
+
+    #[test]
+    fn a_cut_gzip_file_gives_its_rows_and_an_open_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.gz");
+        let whole = gzip(b"1\n2\n");
+        std::fs::write(&path, &whole[..whole.len() - 4]).unwrap();
+        let (rows, _) = all(vec![path]);
+        assert_eq!(rows.last().map(|row| (row.3, row.4.clone())), Some((true, String::new())));
+        assert_eq!(rows.len(), 3);
+    }
+
+    #[test]
+    fn a_broken_gzip_file_is_an_error_that_names_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.gz");
+        let mut bytes = gzip(b"1\n2\n");
+        let end = bytes.len() - 6;
+        bytes[end] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        assert_eq!(Inputs::new(vec![path.clone()], 10).read_chunk().unwrap_err().path, path);
+    }
+}

@@ -1,0 +1,329 @@
+//! `draftmill prepare`: reads rows, makes samples of them in parallel and in order, and writes the store.
+
+use super::{
+    encode::{Encoded, Encoder, Sample, split_of},
+    input::{Inputs, Placed, ReadError},
+    reject::Reject,
+    report::{PrepareReport, Progress},
+    row::ROLES,
+    store::Split,
+    writer::{PartFile, StoreWriter, beside},
+};
+use crate::config::{Config, Overlong, UnknownRole};
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use serde_json::json;
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, BufWriter, Write},
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+};
+use thiserror::Error;
+use tokio::time::Instant;
+
+/// What to prepare and how. The fields are those of `[data]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PrepareOptions {
+    pub inputs: Vec<PathBuf>,
+    /// Hugging Face folder with tokenizer and chat template; not needed for rows that are tokens already.
+    pub model_dir: PathBuf,
+    pub store: PathBuf,
+    pub max_length: u32,
+    pub overlong: Overlong,
+    pub unknown_role: UnknownRole,
+    pub min_supervised: u32,
+    pub validation_fraction: f64,
+    pub max_reject_fraction: f64,
+    pub max_row_bytes: u64,
+}
+
+impl From<&Config> for PrepareOptions {
+    fn from(config: &Config) -> Self {
+        let data = config.data.clone();
+        PrepareOptions {
+            inputs: data.inputs,
+            model_dir: config.target.dir.clone(),
+            store: data.store,
+            max_length: data.max_length,
+            overlong: data.overlong,
+            unknown_role: data.unknown_role,
+            min_supervised: data.min_supervised,
+            validation_fraction: data.validation_fraction,
+            max_reject_fraction: data.max_reject_fraction,
+            max_row_bytes: data.max_row_bytes,
+        }
+    }
+}
+
+/// Why no store was written. A store that lay there before stays as it was.
+#[derive(Debug, Error)]
+pub enum PrepareError {
+    #[error("there is nothing to prepare: data.inputs is empty; give files, for example --set data.inputs=chats.jsonl")]
+    NoInputs,
+    #[error("{} of data.inputs cannot be read ({source}); correct the path or fetch the file again", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{} cannot be written ({source}); free some disk, or choose another data.store", path.display())]
+    Write { path: PathBuf, source: io::Error },
+    /// The rows need a template and a tokenizer, and the model folder does not give them.
+    #[error("target.dir: {0}")]
+    Model(String),
+    #[error(
+        "{} of {} rows ({:.1}%) were rejected, more than data.max_reject_fraction = {most} allows ({}); see {} and correct \
+         the rows, or raise the setting",
+        .report.rejected_rows(), .report.rows, 100.0 * .report.reject_fraction(), .report.reasons(), rejects(.report)
+    )]
+    TooManyRejected { most: f64, report: Box<PrepareReport> },
+    #[error("none of {} rows gave a sample{}; see {}", .report.rows, because(.report), rejects(.report))]
+    NothingLeft { report: Box<PrepareReport> },
+    #[error("all {} samples fell into the validation split; lower data.validation_fraction or add data", .report.samples())]
+    NothingToTrain { report: Box<PrepareReport> },
+    #[error("interrupted before the store was complete; nothing was written")]
+    Interrupted,
+}
+
+impl PrepareError {
+    /// The closing table, where all rows were read.
+    pub fn report(&self) -> Option<&PrepareReport> {
+        match self {
+            PrepareError::TooManyRejected { report, .. }
+            | PrepareError::NothingLeft { report }
+            | PrepareError::NothingToTrain { report } => Some(report),
+            _ => None,
+        }
+    }
+}
+
+fn rejects(report: &PrepareReport) -> String {
+    report.rejects_file.as_ref().map_or_else(|| "the inputs".into(), |path| path.display().to_string())
+}
+
+fn because(report: &PrepareReport) -> String {
+    if report.reasons().is_empty() { String::new() } else { format!(" ({})", report.reasons()) }
+}
+
+impl From<ReadError> for PrepareError {
+    fn from(ReadError { path, source }: ReadError) -> Self {
+        PrepareError::Read { path, source }
+    }
+}
+
+/// Prepares a store. `progress` is called before the first file is opened and after every few rows; it may break off.
+///
+/// The bytes of the store are a function of the inputs' contents and the options. Rows that give no sample lie in
+/// `<store>.rejects.jsonl` afterwards, also if there are too many of them; a file of an earlier run is replaced.
+pub fn prepare(
+    options: &PrepareOptions,
+    progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+) -> Result<PrepareReport, PrepareError> {
+    let begun = Instant::now();
+    let mut shown = Progress::default();
+    let mut show = |shown: &Progress| match progress(shown.clone()) {
+        ControlFlow::Continue(()) => Ok(()),
+        ControlFlow::Break(()) => Err(PrepareError::Interrupted),
+    };
+    show(&shown)?;
+    if options.inputs.is_empty() {
+        return Err(PrepareError::NoInputs);
+    }
+    for path in &options.inputs {
+        shown.bytes_total += size(path)?;
+    }
+    let encoder = Encoder::load(options).map_err(PrepareError::Model)?;
+    let mut output = Output::create(options)?;
+    let mut inputs = Inputs::new(options.inputs.clone(), options.max_row_bytes);
+    let mut chunk = inputs.read_chunk()?;
+    while !chunk.is_empty() {
+        // While these rows are worked on, the next are read.
+        let work = || chunk.par_iter().map(|row| encoder.encode(row)).collect::<Result<Vec<_>, _>>();
+        let (encoded, next) = rayon::join(work, || inputs.read_chunk());
+        for (row, encoded) in chunk.iter().zip(encoded.map_err(PrepareError::Model)?) {
+            output.take(row, inputs.path(row.file), encoded)?;
+        }
+        chunk = next?;
+        shown = Progress { bytes_total: shown.bytes_total, bytes_read: inputs.bytes_read(), ..output.progress() };
+        show(&shown)?;
+    }
+    output.report.seconds = begun.elapsed().as_secs_f64();
+    output.finish(options, &encoder, &inputs)
+}
+
+/// Bytes of an input, before anything is written: a path that is wrong shows at once.
+fn size(path: &Path) -> Result<u64, PrepareError> {
+    let failed = |source| PrepareError::Read { path: path.into(), source };
+    let metadata = fs::metadata(path).map_err(failed)?;
+    if metadata.is_dir() {
+        return Err(failed(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder")));
+    }
+    Ok(metadata.len())
+}
+
+/// The files that are written, and the counts.
+struct Output {
+    store: StoreWriter,
+    store_path: PathBuf,
+    rejects: BufWriter<fs::File>,
+    rejects_part: PartFile,
+    rejects_path: PathBuf,
+    validation_fraction: f64,
+    report: PrepareReport,
+    from_chat: bool,
+}
+
+/// Names of unknown roles that are counted one by one; the data choose them, so there must be an end.
+const MOST_NAMES: usize = 64;
+
+impl Output {
+    fn create(options: &PrepareOptions) -> Result<Output, PrepareError> {
+        let rejects_path = beside(&options.store, ".rejects.jsonl");
+        let failed = |path: &Path| {
+            let path = path.to_path_buf();
+            move |source| PrepareError::Write { path, source }
+        };
+        let store = StoreWriter::create(&options.store).map_err(failed(&options.store))?;
+        let rejects_part = PartFile::create(&rejects_path).map_err(failed(&rejects_path))?;
+        let rejects = BufWriter::new(rejects_part.file.try_clone().map_err(failed(&rejects_path))?);
+        Ok(Output {
+            store,
+            store_path: options.store.clone(),
+            rejects,
+            rejects_part,
+            rejects_path,
+            validation_fraction: options.validation_fraction,
+            report: PrepareReport { store: options.store.clone(), ..PrepareReport::default() },
+            from_chat: false,
+        })
+    }
+
+    /// Writes and counts what became of a row.
+    fn take(&mut self, row: &Placed, file: &Path, encoded: Encoded) -> Result<(), PrepareError> {
+        self.report.rows += 1;
+        for ((name, _), count) in ROLES.iter().zip(encoded.roles.known).filter(|(_, count)| *count > 0) {
+            *self.report.roles.entry(name.to_string()).or_default() += count;
+        }
+        for name in encoded.roles.unknown {
+            let known = self.report.unknown_roles.contains_key(&name);
+            let name = if known || self.report.unknown_roles.len() < MOST_NAMES { name } else { "(others)".into() };
+            *self.report.unknown_roles.entry(name).or_default() += 1;
+        }
+        match encoded.outcome {
+            Ok(sample) => {
+                self.add(sample).map_err(|source| PrepareError::Write { path: self.store_path.clone(), source })
+            }
+            Err(reject) => {
+                let written = self.reject(row, file, &reject);
+                written.map_err(|source| PrepareError::Write { path: self.rejects_path.clone(), source })
+            }
+        }
+    }
+
+    fn add(&mut self, sample: Sample) -> io::Result<()> {
+        let split = split_of(&sample.ids, self.validation_fraction);
+        self.store.push(split, &sample.ids, &sample.mask)?;
+        match split {
+            Split::Train => self.report.train_samples += 1,
+            Split::Validation => self.report.validation_samples += 1,
+        }
+        self.report.tokens += sample.ids.len() as u64;
+        self.report.longest = self.report.longest.max(sample.ids.len() as u64);
+        self.report.supervised_tokens += sample.mask.iter().map(|&bit| u64::from(bit)).sum::<u64>();
+        self.report.cut += u64::from(sample.cut);
+        self.from_chat |= sample.from_chat;
+        Ok(())
+    }
+
+    fn reject(&mut self, row: &Placed, file: &Path, reject: &Reject) -> io::Result<()> {
+        let Reject { reason, detail } = reject;
+        let counts = if reason.by_policy() { &mut self.report.left_out } else { &mut self.report.rejected };
+        *counts.entry(*reason).or_default() += 1;
+        let line = json!({
+            "file": file.display().to_string(), "line": row.row.line, "row": row.number, "reason": reason.word(),
+            "detail": detail,
+        });
+        writeln!(self.rejects, "{line}")
+    }
+
+    fn progress(&self) -> Progress {
+        Progress {
+            rows: self.report.rows,
+            samples: self.report.samples(),
+            lost: self.report.rejected_rows() + self.report.left_out_rows(),
+            tokens: self.report.tokens,
+            ..Progress::default()
+        }
+    }
+
+    /// Publishes the rejects, and the store if it may be used.
+    fn finish(
+        self,
+        options: &PrepareOptions,
+        encoder: &Encoder,
+        inputs: &Inputs,
+    ) -> Result<PrepareReport, PrepareError> {
+        let Output { store, store_path, rejects, rejects_part, rejects_path, mut report, from_chat, .. } = self;
+        report.files = inputs.done.len() as u64;
+        report.bytes = inputs.bytes_read();
+        report.tokens_per_second = report.tokens as f64 / report.seconds.max(1e-9);
+        let write = |path: &Path, source| PrepareError::Write { path: path.into(), source };
+        if report.rejected.is_empty() && report.left_out.is_empty() {
+            match fs::remove_file(&rejects_path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(write(&rejects_path, error)),
+                _ => {}
+            }
+        } else {
+            let flushed = rejects.into_inner().map(drop).map_err(io::IntoInnerError::into_error);
+            flushed.and_then(|()| rejects_part.publish(&rejects_path)).map_err(|error| write(&rejects_path, error))?;
+            report.rejects_file = Some(rejects_path);
+        }
+        let most = options.max_reject_fraction;
+        match &report {
+            report if report.samples() == 0 => Err(PrepareError::NothingLeft { report: Box::new(report.clone()) }),
+            report if report.reject_fraction() > most => {
+                Err(PrepareError::TooManyRejected { most, report: Box::new(report.clone()) })
+            }
+            report if report.train_samples == 0 => {
+                Err(PrepareError::NothingToTrain { report: Box::new(report.clone()) })
+            }
+            _ => Ok(()),
+        }?;
+        let metadata = metadata(options, encoder, inputs, &report, from_chat);
+        report.fingerprint = Some(store.finish(metadata).map_err(|error| write(&store_path, error))?);
+        Ok(report)
+    }
+}
+
+/// What the store says of its origin. No paths and no times: the same inputs give the same bytes everywhere.
+fn metadata(
+    options: &PrepareOptions,
+    encoder: &Encoder,
+    inputs: &Inputs,
+    report: &PrepareReport,
+    from_chat: bool,
+) -> BTreeMap<String, String> {
+    let chat = encoder.chat().ok().filter(|_| from_chat);
+    let files = options.inputs.iter().zip(&inputs.done).map(|(path, read)| {
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+        json!({ "name": name, "bytes": read.bytes, "sha256": read.sha256 })
+    });
+    let unused = || "unused".to_string();
+    let counts = |counts: &BTreeMap<_, u64>| serde_json::to_string(counts).unwrap_or_default();
+    let pairs = [
+        ("inputs", serde_json::Value::from_iter(files).to_string()),
+        ("template_sha256", chat.map_or_else(unused, |chat| chat.template_sha256.clone())),
+        ("tokenizer_sha256", chat.map_or_else(unused, |chat| chat.tokenizer_sha256.clone())),
+        ("vocab_size", encoder.vocab_size.map_or_else(|| "unknown".into(), |size| size.to_string())),
+        ("max_length", options.max_length.to_string()),
+        ("overlong", options.overlong.to_string()),
+        ("unknown_role", options.unknown_role.to_string()),
+        ("min_supervised", options.min_supervised.to_string()),
+        ("validation_fraction", options.validation_fraction.to_string()),
+        ("max_row_bytes", options.max_row_bytes.to_string()),
+        ("rows", report.rows.to_string()),
+        ("rejected", counts(&report.rejected)),
+        ("left_out", counts(&report.left_out)),
+        ("cut", report.cut.to_string()),
+        ("tokens", report.tokens.to_string()),
+        ("supervised_tokens", report.supervised_tokens.to_string()),
+    ];
+    pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+}

@@ -1,0 +1,99 @@
+//! Why a row does not become a sample.
+
+use serde::{Serialize, Serializer};
+use std::fmt;
+
+/// A row that does not become a sample: the reason, and what exactly was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reject {
+    pub reason: Reason,
+    pub detail: String,
+}
+
+/// Declares the reasons: name, word for programs, whether the row itself is sound, and text for people.
+macro_rules! reasons {
+    ($($name:ident = $word:literal $kind:ident $text:literal;)*) => {
+        /// The reasons, each with a count of its own.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Reason { $(#[doc = $text] $name),* }
+
+        impl Reason {
+            pub const ALL: &[Reason] = &[$(Reason::$name),*];
+
+            /// One word, as it stands in files.
+            pub fn word(self) -> &'static str {
+                match self { $(Reason::$name => $word),* }
+            }
+
+            /// For people.
+            pub fn text(self) -> &'static str {
+                match self { $(Reason::$name => $text),* }
+            }
+
+            /// Whether the row is sound and only a setting leaves it out. Such rows are no sign of bad data.
+            pub fn by_policy(self) -> bool {
+                match self { $(Reason::$name => reasons!($kind)),* }
+            }
+        }
+    };
+    (bad) => { false };
+    (policy) => { true };
+}
+
+reasons! {
+    InvalidUtf8 = "invalid_utf8" bad "not UTF-8";
+    InvalidJson = "invalid_json" bad "not JSON";
+    Truncated = "truncated" bad "the file ends inside the row";
+    TooLarge = "row_too_large" bad "more bytes than data.max_row_bytes";
+    NotAnObject = "not_an_object" bad "not a JSON object";
+    NoConversation = "no_conversation" bad "neither `messages`, `conversations` nor `input_ids`";
+    Empty = "empty" bad "no turns, or no tokens";
+    BadTurn = "bad_turn" bad "a turn without the form of a turn";
+    UnknownRole = "unknown_role" bad "a role that is not known";
+    NullContent = "null_content" bad "a turn without content";
+    UnsupportedContent = "unsupported_content" bad "content that is not text";
+    AssistantFirst = "assistant_first" bad "the assistant speaks first";
+    BadTools = "bad_tools" bad "`tools` that are no list";
+    Template = "template_error" bad "refused by the chat template";
+    Tokenizer = "tokenizer_error" bad "refused by the tokenizer";
+    BadTokens = "bad_tokens" bad "`input_ids` or `loss_mask` of wrong values";
+    MaskLength = "mask_length" bad "`loss_mask` not as long as `input_ids`";
+    TokenRange = "token_out_of_range" bad "a token id outside the vocabulary";
+    NothingSupervised = "nothing_supervised" bad "no token to learn from";
+    Fault = "fault" bad "a fault of draftmill itself: please report it";
+    TooLong = "too_long" policy "longer than data.max_length";
+    FewSupervised = "few_supervised" policy "fewer supervised tokens than data.min_supervised";
+    NoAnchor = "no_anchor" policy "no two supervised tokens in a row";
+}
+
+impl Reason {
+    /// With what was found.
+    pub fn because(self, detail: impl fmt::Display) -> Reject {
+        Reject { reason: self, detail: detail.to_string() }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
+    }
+}
+
+impl Serialize for Reason {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.word())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn words_and_texts_are_distinct() {
+        let words: HashSet<_> = Reason::ALL.iter().map(|reason| reason.word()).collect();
+        let texts: HashSet<_> = Reason::ALL.iter().map(|reason| reason.text()).collect();
+        assert_eq!((words.len(), texts.len()), (Reason::ALL.len(), Reason::ALL.len()));
+    }
+}
