@@ -3,7 +3,7 @@
 use draftmill::state::StateDb;
 use serde_json::Value;
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, Output, Stdio},
     time::Duration,
 };
@@ -107,7 +107,7 @@ fn a_short_real_training_learns_and_exports() {
     let (trained_jobs, open) = run.ledger();
     assert_eq!((trained_jobs as f64, open), (number("jobs_trained"), 0));
     assert_eq!(run.steps(), (1..=number("steps") as u64).collect::<Vec<_>>());
-    let export = Path::new(summary["export_dir"].as_str().unwrap());
+    let export = std::path::Path::new(summary["export_dir"].as_str().unwrap());
     assert_eq!(draftmill::export::check(export), []);
     let actors: Vec<_> = summary["actors"].as_array().unwrap().iter().map(|a| a["actor"].as_str().unwrap()).collect();
     assert_eq!(actors, ["target", "target", "drafter", "drafter", "trainer"]);

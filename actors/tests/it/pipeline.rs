@@ -214,3 +214,75 @@ proptest! {
         assert_all_trained(&world, &world.clone().run(), 2);
     }
 }
+
+/// transformers#40691, ms-swift#10050: a resume in a later epoch must not replay the order of the first one;
+/// SimpleTuner#2986: the numbers of targets and drafters may change between runs, the set of ids stays exact.
+#[test]
+fn transformers_40691_simpletuner_2986_a_resume_in_a_later_epoch_with_other_workers_is_exact() {
+    let world = World { epochs: 3, ..World::default() };
+    let whole = world.clone().run();
+    let first = World { stop_at: Some(whole.took * 3 / 4), ..world.clone() }.run();
+    let ledger = first.result.unwrap().ledger.unwrap();
+    assert!(ledger.plans.len() >= 2, "it was stopped in a later epoch");
+    let open = |epoch: u32| ledger.outcomes.keys().filter(|id| id.epoch == epoch).count();
+    assert!(open(1) > 0, "jobs of a later epoch were trained before the stop");
+    let steps = first.records.len() as u64;
+    let before = ledger.outcomes.clone();
+    let mut resumed = world.clone();
+    resumed.targets.truncate(1);
+    resumed.drafters.push(Breakage::default());
+    let second = resumed.run_with(ledger, steps);
+    assert_all_trained(&world, &second, 3);
+    assert_eq!(second.ledger().plans, whole.ledger().plans, "the plans are those of an uninterrupted run");
+    for (id, outcome) in &before {
+        assert_eq!(second.outcomes().get(id), Some(outcome), "job {id} was trained again");
+    }
+}
+
+/// verl#7401: a resume exactly at the border of an epoch goes on with the next one.
+#[test]
+fn verl_7401_a_resume_at_the_border_of_an_epoch_trains_the_next_one() {
+    let one = World::default().run();
+    let (steps, jobs) = (one.records.len() as u64, one.outcomes().len());
+    let world = World { epochs: 2, ..World::default() };
+    let two = world.clone().run_with(one.result.unwrap().ledger.unwrap(), steps);
+    assert_all_trained(&world, &two, 2);
+    assert_eq!(two.outcomes().len() - jobs, two.ledger().plans[1].jobs.len());
+    assert_eq!(two.records.first().map(|r| r.step), Some(steps + 1));
+}
+
+/// lhotse#785: looking at a plan before the run must not advance it.
+#[test]
+fn lhotse_785_planning_for_a_look_changes_nothing() {
+    let world = World { epochs: 2, ..World::default() };
+    let settings = draftmill_actors::plan::PlanSettings {
+        seed: 1,
+        job_tokens: 1000,
+        order: draftmill_actors::plan::Order::Spread,
+        bounds: draftmill_actors::buckets::optimal_bounds(&world.lengths, 4),
+    };
+    let looked: Vec<_> =
+        (0..2).map(|e| draftmill_actors::plan::plan_epoch(&world.lengths, &settings, e).unwrap()).collect();
+    assert_eq!(world.run().ledger().plans, looked);
+}
+
+/// TorchSpec#126, Automodel#2468: batches without a valid anchor count as micro-batches of weight zero; nobody waits for
+/// anybody's decision, and every step stays full. (The world's drafters find no anchor in every seventeenth job.)
+#[test]
+fn torchspec_126_automodel_2468_a_batch_without_an_anchor_is_a_micro_batch_of_weight_zero() {
+    let world = World { epochs: 2, ..World::default() };
+    let ended = world.clone().run();
+    assert_all_trained(&world, &ended, 2);
+    let supervised: u64 = ended.records.iter().map(|r| r.supervised).sum();
+    let without: u64 = ended
+        .ledger()
+        .plans
+        .iter()
+        .flat_map(|p| &p.jobs)
+        .filter(|j| j.id.index % 17 == 0)
+        .map(|j| u64::from(j.tokens))
+        .sum();
+    let tokens: u64 = ended.records.iter().map(|r| r.tokens).sum();
+    assert!(without > 0);
+    assert_eq!(supervised, tokens - without);
+}
