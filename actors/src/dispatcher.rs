@@ -297,6 +297,12 @@ impl State {
         let mut actions = Vec::new();
         self.lease(&mut actions);
         self.pad(&mut actions);
+        invariant!(
+            "D2",
+            self.pulls.is_empty() || self.depth().1 == 0,
+            "{} targets wait while padded jobs are ready",
+            self.pulls.len()
+        );
         let idle = self.queue.is_empty() && self.leased.is_empty();
         let finished = self.ended || self.stopped;
         if idle && !self.drained && (finished || std::mem::take(&mut self.barrier)) {
