@@ -193,13 +193,16 @@ mod tests {
     use flate2::{Compression, write::GzEncoder};
     use std::io::Write;
 
+    type Short = (usize, u64, u64, bool, String);
+
     fn gzip(bytes: &[u8]) -> Vec<u8> {
         let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
         encoder.write_all(bytes).unwrap();
         encoder.finish().unwrap()
     }
 
-    fn all(paths: Vec<PathBuf>) -> (Vec<(usize, u64, u64, bool, String)>, Vec<FileRead>) {
+    /// Rows as (file, number, line, open, text), and the files.
+    fn all(paths: Vec<PathBuf>) -> (Vec<Short>, Vec<FileRead>) {
         let mut inputs = Inputs::new(paths, 1000);
         let mut rows = Vec::new();
         loop {

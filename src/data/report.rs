@@ -82,7 +82,16 @@ impl fmt::Display for PrepareReport {
         let mut line = |name: &str, count: u64, note: String| {
             writeln!(f, "{}", format!("{name:<22}{:>14}  {note}", grouped(count)).trim_end())
         };
-        line("rows", self.rows, format!("in {} files, {}", self.files, crate::config::ByteSize(self.bytes).rounded()))?;
+        line(
+            "rows",
+            self.rows,
+            format!(
+                "in {} file{}, {}",
+                self.files,
+                if self.files == 1 { "" } else { "s" },
+                crate::config::ByteSize(self.bytes).rounded()
+            ),
+        )?;
         line("rejected", self.rejected_rows(), share(self.rejected_rows(), self.rows))?;
         for (reason, &count) in &self.rejected {
             line(&format!("  {}", reason.word()), count, reason.to_string())?;
