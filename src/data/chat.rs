@@ -278,10 +278,92 @@ mod tests {
     }
 
     #[test]
+    fn what_a_template_makes_of_other_fields_is_said_by_the_assistant() {
+        // Tool calls take the place of the text, as in Llama 3.1's own template.
+        let text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if 'tool_calls' in m %}{{ m.tool_calls[0] | tojson }}\
+                    {% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}";
+        let mut talk = talk(&[(User, "Hi"), (Assistant, "dropped"), (User, "<|im_end|>"), (Assistant, "Bye")]);
+        talk.turns[1].extra.insert("tool_calls".into(), serde_json::json!([{"a": "<|im_end|>\n"}]));
+        let rendered = template(text).render(&talk).unwrap();
+        let said: Vec<_> = rendered.supervised.iter().map(|range| &rendered.text[range.clone()]).collect();
+        assert_eq!(said, ["{\"a\": \"<|im_end|>\\n\"}<|im_end|>", "Bye<|im_end|>"]);
+    }
+
+    #[test]
+    fn an_end_token_may_stand_apart_and_the_next_header_is_none() {
+        let turns = [(User, "a"), (Assistant, "b"), (User, "c"), (Assistant, "d")];
+        let apart = CHATML.replace("+ '<|im_end|>", "+ ' <|im_end|>");
+        assert_eq!(supervised(&template(&apart), &turns), ["b <|im_end|>", "d <|im_end|>"]);
+        // A template without end tokens: the next special token begins a header.
+        let none = CHATML.replace("<|im_end|>", "");
+        assert_eq!(supervised(&template(&none), &turns), ["b", "d"]);
+        // The token that ends a turn need not be the one that ends a text.
+        let other =
+            ChatTemplate::from_text(CHATML, "", "</s>", vec!["<|im_start|>".into(), "<|im_end|>".into()]).unwrap();
+        assert_eq!(supervised(&other, &turns), ["b<|im_end|>", "d<|im_end|>"]);
+    }
+
+    #[test]
+    fn a_template_that_looks_at_the_content_is_uncertain() {
+        let turns = [(User, "a"), (Assistant, "b"), (User, "c")];
+        for text in [
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[1].content | length }}",
+            "{{ messages[1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "{% for m in messages %}{% if m.content != 'b' %}{{ m.content }}{% endif %}{% endfor %}",
+        ] {
+            let error = template(text).render(&talk(&turns)).unwrap_err();
+            assert!(matches!(error, ChatError::Uncertain { turn: 1, .. }), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn generation_blocks_are_shown_and_keep_their_white_space_control() {
+        let text = "{% for m in messages %}{{ m.role }}: \n{%- generation -%} \n{{ m.content }}{%- endgeneration %}\n{% endfor %}";
+        let rendered = template(text).render(&talk(&[(User, "a"), (Assistant, "b")])).unwrap();
+        assert_eq!(rendered.text, "user:aassistant:b");
+    }
+
+    #[test]
+    fn folders_are_read_in_both_spellings_and_broken_ones_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        let load = || ChatTemplate::load(folder.path());
+        let said = |tools| {
+            let talk = Conversation { tools, ..talk(&[(Assistant, "a")]) };
+            load().unwrap().render(&talk).unwrap()
+        };
+        write(
+            "tokenizer.json",
+            r#"{"added_tokens": [{"content": "<e>", "special": true}, {"content": "<n>", "special": false}]}"#,
+        );
+        assert!(matches!(load(), Err(ChatError::Missing(_))));
+        write(
+            "tokenizer_config.json",
+            r#"{"bos_token": {"content": "<s>"}, "eos_token": null, "chat_template": [
+                {"name": "tool_use", "template": "tools {{ messages[0].content }}"},
+                {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}<e><n>"}]}"#,
+        );
+        let rendered = said(None);
+        assert_eq!((rendered.text.as_str(), &rendered.supervised[..]), ("<s>a<e><n>", &[3..7][..]));
+        assert_eq!(said(Some(serde_json::json!([]))).text, "tools a");
+        write("chat_template.jinja", "{{ eos_token }}{{ messages[0].content }}");
+        write("special_tokens_map.json", r#"{"eos_token": "<e>"}"#);
+        assert_eq!(said(None).text, "<e>a");
+        write("tokenizer_config.json", r#"{"bos_token": "#);
+        assert!(matches!(load(), Err(ChatError::Folder(_))), "a lost begin token would spoil every row");
+        write("tokenizer_config.json", "{}");
+        write("chat_template.jinja", "{% if %}");
+        assert!(matches!(load(), Err(ChatError::Template(_))));
+    }
+
+    #[test]
     fn tokens_are_supervised_by_where_they_begin() {
         let offsets = [(0, 2), (2, 5), (5, 5), (5, 9), (9, 12)];
         assert_eq!(loss_mask(&offsets, &[2..6, 9..10]), [0, 1, 0, 1, 1]);
         assert_eq!(loss_mask(&offsets, &[]), [0; 5]);
+        // Offsets without white space: the header's line end, a line end inside, a begin token.
+        let trimmed = [(0, 0), (0, 2), (3, 3), (3, 5), (6, 6), (6, 8)];
+        assert_eq!(loss_mask(&trimmed, &[3..8]), [0, 0, 0, 1, 1, 1]);
     }
 
     #[test]

@@ -10,4 +10,5 @@ mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;
+mod templates;
 mod tidy;

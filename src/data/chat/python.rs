@@ -15,12 +15,16 @@ pub fn text(value: &Value) -> Result<String, Error> {
     }
 }
 
+/// `str.isspace`: besides Unicode's white space, Python takes four separators for it.
+pub fn is_space(c: char) -> bool {
+    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
+}
+
 /// `str.strip` and its one-sided forms: white space, or any of `chars`.
 pub fn strip(text: &str, chars: Option<String>, left: bool, right: bool) -> String {
     let out = |c: char| match &chars {
         Some(chars) => chars.contains(c),
-        // Python takes these four separators for white space, Unicode does not.
-        None => c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c),
+        None => is_space(c),
     };
     let text = if left { text.trim_start_matches(out) } else { text };
     let text = if right { text.trim_end_matches(out) } else { text };
@@ -180,5 +184,42 @@ impl Dumps {
             }
         }
         out.push('"');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use minijinja::context;
+    use serde_json::json;
+
+    /// What a template makes of `v`.
+    fn shown(template: &str, v: serde_json::Value) -> String {
+        let mut environment = super::super::jinja::environment().unwrap();
+        super::super::jinja::add(&mut environment, "t", template).unwrap();
+        let v = minijinja::Value::from(minijinja::value::Serde(v));
+        environment.get_template("t").unwrap().render(context! { v }).unwrap_or_else(|e| e.to_string())
+    }
+
+    #[test]
+    fn values_are_written_as_python_writes_them() {
+        let value = json!({"b": [true, null, 1, 1.0, 1e20, 1.5e-7], "a'": "it's\n", "c": "\"'\\", "é": {}});
+        let expected = r#"{'b': [True, None, 1, 1.0, 1e+20, 1.5e-07], "a'": "it's\n", 'c': '"\'\\', 'é': {}}"#;
+        assert_eq!(shown("{{ v }}", value.clone()), expected);
+        assert_eq!(shown("{{ v | string | trim('{') | trim }}{{ undefined }}", value), expected[1..]);
+        assert_eq!(
+            shown("{{ v.strip() }}|{{ v.lstrip('x\n') }}|{{ v | trim }}", json!("\u{1c}\nx ")),
+            "x|\u{1c}\nx |x"
+        );
+    }
+
+    #[test]
+    fn json_is_written_as_json_dumps_writes_it() {
+        let value = json!({"b": [1e-5, 7.0], "a": "é\u{7f}\u{1}😀/<"});
+        let plain = "{\"b\": [1e-05, 7.0], \"a\": \"é\u{7f}\\u0001😀/<\"}";
+        assert_eq!(shown("{{ v | tojson }}", value.clone()), plain);
+        let dense = r#"{"a":"\u00e9\u007f\u0001\ud83d\ude00/<","b":[1e-05,7.0]}"#;
+        let options = "{{ v | tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}";
+        assert_eq!(shown(options, value), dense);
+        assert!(shown("{{ nothing | tojson }}", json!(1)).contains("one defined value"));
     }
 }

@@ -3,7 +3,7 @@
 //! A turn is found by rendering the conversation once more with a sentinel in its stead: what stands before and after the
 //! sentinel is the template's, and must stand before and after the turn as well. What does not match is an error, never a guess.
 
-use super::{ChatError, ChatTemplate, Conversation, Turn};
+use super::{ChatError, ChatTemplate, Conversation, Turn, python::is_space};
 use minijinja::value::{Serde, Value as Jinja};
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -48,7 +48,7 @@ impl<'a> Spans<'a> {
         };
         // Other fields of the turn, such as tool calls, are laid out by the template, so only plain turns can be compared.
         if turn.extra.values().all(is_blank) && !is_end_of(shown, &turn.content) {
-            return Err(uncertain("it is shown changed"));
+            return Err(uncertain("it is shown changed or not at all"));
         }
         Ok(start..end + self.end_token(at, &self.text[end..])?)
     }
@@ -109,7 +109,7 @@ fn message(turn: &Turn, content: &str, extra: &Map<String, Value>) -> Jinja {
 fn is_blank(value: &Value) -> bool {
     match value {
         Value::Null => true,
-        Value::String(text) => text.trim().is_empty(),
+        Value::String(text) => text.chars().all(is_space),
         Value::Array(items) => items.is_empty(),
         Value::Object(items) => items.is_empty(),
         Value::Bool(_) | Value::Number(_) => false,
@@ -123,8 +123,12 @@ fn sentinel(turns: &[Turn], text: &str) -> String {
     candidates.find(|name| !taken(name)).unwrap_or_default()
 }
 
-/// Whether `shown` is `content`, or the end of it, white space aside: a template may trim, and may drop earlier thinking.
+/// Whether `shown` is `content`, or the end of it, white space aside: a template may trim, and may drop earlier thinking, but
+/// not all that was said.
 fn is_end_of(shown: &str, content: &str) -> bool {
-    let mut content = content.chars().rev().filter(|c| !c.is_whitespace());
-    shown.chars().rev().filter(|c| !c.is_whitespace()).all(|c| content.next() == Some(c))
+    if shown.chars().all(is_space) {
+        return content.chars().all(is_space);
+    }
+    let mut content = content.chars().rev().filter(|&c| !is_space(c));
+    shown.chars().rev().filter(|&c| !is_space(c)).all(|c| content.next() == Some(c))
 }
