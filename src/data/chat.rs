@@ -344,7 +344,7 @@ mod tests {
                 {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}<e><n>"}]}"#,
         );
         let rendered = said(None);
-        assert_eq!((rendered.text.as_str(), &rendered.supervised[..]), ("<s>a<e><n>", &[3..7][..]));
+        assert_eq!((rendered.text.as_str(), rendered.supervised), ("<s>a<e><n>", Vec::from([3..7])));
         assert_eq!(said(Some(serde_json::json!([]))).text, "tools a");
         write("chat_template.jinja", "{{ eos_token }}{{ messages[0].content }}");
         write("special_tokens_map.json", r#"{"eos_token": "<e>"}"#);
@@ -363,7 +363,7 @@ mod tests {
         assert_eq!(loss_mask(&offsets, &[]), [0; 5]);
         // Offsets without white space: the header's line end, a line end inside, a begin token.
         let trimmed = [(0, 0), (0, 2), (3, 3), (3, 5), (6, 6), (6, 8)];
-        assert_eq!(loss_mask(&trimmed, &[3..8]), [0, 0, 0, 1, 1, 1]);
+        assert_eq!(loss_mask(&trimmed, std::slice::from_ref(&(3..8))), [0, 0, 0, 1, 1, 1]);
     }
 
     #[test]

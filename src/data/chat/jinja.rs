@@ -112,3 +112,13 @@ fn field(letter: Option<char>) -> String {
     };
     text.into()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::strftime;
+
+    #[test]
+    fn the_day_of_a_template_is_always_the_same() {
+        assert_eq!(strftime("%d %b %Y, %A %-m/%e at 100%% %q %"), "26 Jul 2024, Friday 7/26 at 100% %q %");
+    }
+}
