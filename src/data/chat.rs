@@ -344,7 +344,8 @@ mod tests {
                 {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}<e><n>"}]}"#,
         );
         let rendered = said(None);
-        assert_eq!((rendered.text.as_str(), rendered.supervised), ("<s>a<e><n>", Vec::from([3..7])));
+        assert_eq!(rendered.text, "<s>a<e><n>");
+        assert_eq!(rendered.supervised, std::slice::from_ref(&(3..7)));
         assert_eq!(said(Some(serde_json::json!([]))).text, "tools a");
         write("chat_template.jinja", "{{ eos_token }}{{ messages[0].content }}");
         write("special_tokens_map.json", r#"{"eos_token": "<e>"}"#);
