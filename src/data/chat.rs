@@ -5,14 +5,14 @@
 //! rendering the conversation once more with a sentinel in its stead, so no template has to be known by name.
 
 mod jinja;
+mod python;
+mod span;
 
+use self::span::Spans;
 use crate::hf::{HfError, read_json};
-use minijinja::{
-    Environment,
-    value::{Serde, Value as Jinja},
-};
+use minijinja::{Environment, value::Value as Jinja};
 use serde_json::{Map, Value};
-use std::{ops::Range, path::Path};
+use std::{io::ErrorKind, ops::Range, path::Path};
 use thiserror::Error;
 
 /// Who speaks.
@@ -42,6 +42,7 @@ pub struct Turn {
     pub role: Role,
     pub content: String,
     /// What else the row said of the turn (`tool_calls`, `reasoning_content`, ...), passed on to the template.
+    /// `role` and `content` in it are overruled by the fields above.
     pub extra: Map<String, Value>,
 }
 
@@ -91,34 +92,43 @@ pub struct ChatTemplate {
     special: Vec<String>,
 }
 
-/// The name under which the environment keeps the template.
-const NAME: &str = "chat";
+/// The names under which the environment keeps its templates; the second one, where there is one, is for
+/// conversations with tools.
+const NAME: &str = "default";
+const WITH_TOOLS: &str = "tool_use";
 
 impl ChatTemplate {
     /// Reads the template of a model folder, from `chat_template.jinja` or `tokenizer_config.json`.
     pub fn load(folder: &Path) -> Result<ChatTemplate, ChatError> {
-        let settings = read_json(&folder.join("tokenizer_config.json")).unwrap_or_default();
-        let text = match std::fs::read_to_string(folder.join("chat_template.jinja")) {
-            Ok(text) => text,
-            Err(_) => template_of(&settings["chat_template"])
-                .ok_or_else(|| ChatError::Missing(folder.display().to_string()))?,
+        let settings = optional(&folder.join("tokenizer_config.json"))?;
+        let path = folder.join("chat_template.jinja");
+        let (text, with_tools) = match std::fs::read_to_string(&path) {
+            Ok(text) => (text, None),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                let named = |name| template_of(&settings["chat_template"], name);
+                (named(NAME).ok_or_else(|| ChatError::Missing(folder.display().to_string()))?, named(WITH_TOOLS))
+            }
+            Err(source) => return Err(HfError::Read { path, source }.into()),
         };
-        let token = |key: &str| match &settings[key] {
-            Value::String(text) => text.clone(),
-            other => other["content"].as_str().unwrap_or_default().to_owned(),
-        };
+        // Older folders name their special tokens in a file of their own.
+        let map = optional(&folder.join("special_tokens_map.json"))?;
+        let token = |key: &str| token_of(&settings[key]).or(token_of(&map[key])).unwrap_or_default();
         let tokenizer = read_json(&folder.join("tokenizer.json"))?;
         let added = tokenizer["added_tokens"].as_array().into_iter().flatten();
-        let special = added.filter(|t| t["special"] == true).filter_map(|t| t["content"].as_str().map(String::from));
-        ChatTemplate::from_text(&text, &token("bos_token"), &token("eos_token"), special.collect())
+        let special = added.filter(|t| t["special"] == true).filter_map(token_of);
+        let mut template = ChatTemplate::from_text(&text, &token("bos_token"), &token("eos_token"), special.collect())?;
+        if let Some(text) = with_tools.filter(|with_tools| *with_tools != text) {
+            jinja::add(&mut template.environment, WITH_TOOLS, &text).map_err(unreadable)?;
+            template.text.push_str(&text);
+        }
+        Ok(template)
     }
 
-    /// Takes a template's text, the texts of the begin and end tokens, and all special tokens.
+    /// Takes a template's text, the texts of the begin and end tokens (empty if there is none), and all special tokens.
     pub fn from_text(text: &str, bos: &str, eos: &str, mut special: Vec<String>) -> Result<ChatTemplate, ChatError> {
-        let environment = jinja::environment(NAME, text).map_err(|e| ChatError::Template(e.to_string()))?;
-        if !eos.is_empty() {
-            special.push(eos.into());
-        }
+        let mut environment = jinja::environment().map_err(unreadable)?;
+        jinja::add(&mut environment, NAME, text).map_err(unreadable)?;
+        special.push(eos.into());
         special.retain(|token| !token.is_empty());
         special.sort_by(|a, b| b.len().cmp(&a.len()).then(a.cmp(b)));
         special.dedup();
@@ -132,141 +142,76 @@ impl ChatTemplate {
 
     /// Renders the whole conversation and finds what is supervised in it.
     pub fn render(&self, conversation: &Conversation) -> Result<Rendered, ChatError> {
-        let text = self.plain(conversation, None)?;
+        let spans = Spans::new(self, conversation)?;
         let mut supervised: Vec<Range<usize>> = Vec::new();
-        for (at, turn) in conversation.turns.iter().enumerate().filter(|(_, t)| t.role == Role::Assistant) {
-            let content = self.place(conversation, at, &text)?;
-            let end = content.end + self.end_token(&text[content.end..]).map_or(0, str::len);
-            if supervised.last().is_some_and(|last| last.end > content.start) {
+        for (at, _) in conversation.turns.iter().enumerate().filter(|(_, turn)| turn.role == Role::Assistant) {
+            let span = spans.find(at)?;
+            if supervised.last().is_some_and(|last| last.end > span.start) {
                 return Err(ChatError::Uncertain { turn: at, why: "it overlaps the turn before" });
             }
-            if !turn.content.is_empty() || end > content.end {
-                supervised.push(content.start..end);
-            }
+            supervised.push(span);
         }
-        supervised.retain(|range| !range.is_empty());
-        Ok(Rendered { text, supervised })
+        supervised.retain(|span| !span.is_empty());
+        Ok(Rendered { text: spans.into_text(), supervised })
     }
 
-    /// Where the template put the content of a turn.
-    fn place(&self, conversation: &Conversation, at: usize, text: &str) -> Result<Range<usize>, ChatError> {
-        let uncertain = |why| ChatError::Uncertain { turn: at, why };
-        let sentinel = sentinel(conversation);
-        let marked = self.plain(conversation, Some((at, &sentinel)))?;
-        let mut parts = marked.split(&sentinel);
-        let (Some(before), Some(after), None) = (parts.next(), parts.next(), parts.next()) else {
-            return Err(uncertain("the template does not show its content exactly once"));
-        };
-        // What differs is what the content made of itself: its thinking may be moved, its ends may be trimmed.
-        let start = common_prefix(text, before);
-        let end = text.len() - common_suffix(&text[start..], after);
-        let shown = &text[start..end];
-        let content = &conversation.turns[at].content;
-        if start == before.len() && text.len() - end == after.len() {
-            // Everything around the content is as the template makes it.
-            return if is_end_of(shown, content) { Ok(start..end) } else { Err(uncertain("it is shown changed")) };
-        }
-        // The surroundings changed with the content (thinking that the template lays out itself): the header ends where
-        // the prompt for this turn would end.
-        if text.len() - end != after.len() {
-            return Err(uncertain("what follows it depends on it"));
-        }
-        let mut prompt = conversation.clone();
-        prompt.turns.truncate(at);
-        let header = self.prompt(&prompt)?;
-        match text.strip_prefix(&header).map(|_| header.len()) {
-            Some(header) if header <= start && is_end_of(&text[header..end], content) => Ok(header..end),
-            _ => Err(uncertain("its header depends on it")),
-        }
-    }
-
-    fn end_token<'a>(&'a self, rest: &str) -> Option<&'a str> {
-        self.special.iter().map(String::as_str).find(|token| rest.starts_with(token))
-    }
-
-    fn plain(&self, conversation: &Conversation, replace: Option<(usize, &str)>) -> Result<String, ChatError> {
-        self.call(conversation, replace, false)
-    }
-
-    /// The conversation with the header of the assistant's next turn.
-    fn prompt(&self, conversation: &Conversation) -> Result<String, ChatError> {
-        self.call(conversation, None, true)
-    }
-
-    fn call(
-        &self,
-        conversation: &Conversation,
-        replace: Option<(usize, &str)>,
-        add_generation_prompt: bool,
-    ) -> Result<String, ChatError> {
-        let messages = conversation
-            .turns
-            .iter()
-            .enumerate()
-            .map(|(at, turn)| {
-                let content = replace.filter(|(i, _)| *i == at).map_or(turn.content.as_str(), |(_, text)| text);
-                let mut message = Map::new();
-                message.insert("role".into(), turn.role.as_str().into());
-                message.insert("content".into(), content.into());
-                message.extend(turn.extra.clone());
-                Value::Object(message)
-            })
-            .collect::<Vec<_>>();
-        let (messages, tools) = (Jinja::from(Serde(messages)), Jinja::from(Serde(&conversation.tools)));
+    fn call(&self, messages: &[Jinja], tools: &Jinja, add_generation_prompt: bool) -> Result<String, ChatError> {
+        let wanted = if tools.is_none() { NAME } else { WITH_TOOLS };
+        let template = self.environment.get_template(wanted).or_else(|_| self.environment.get_template(NAME));
         let context = minijinja::context! {
-            messages, add_generation_prompt, tools, bos_token => self.bos.as_str(),
+            messages, tools, add_generation_prompt, documents => (), bos_token => self.bos.as_str(),
             eos_token => self.eos.as_str(),
         };
-        let template = self.environment.get_template(NAME).map_err(|e| ChatError::Template(e.to_string()))?;
-        template.render(context).map_err(|e| ChatError::Refused(jinja::sentence(&e)))
+        template.map_err(unreadable)?.render(context).map_err(|e| ChatError::Refused(jinja::sentence(&e)))
+    }
+
+    /// The special token that `text` begins with, white space before it aside: bytes up to its end, and the token.
+    fn leading_special<'a>(&'a self, text: &str) -> Option<(usize, &'a str)> {
+        let trimmed = text.trim_start();
+        let token = self.special.iter().find(|token| trimmed.starts_with(token.as_str()))?;
+        Some((text.len() - trimmed.len() + token.len(), token))
     }
 }
 
-/// 1 for every token that begins inside a supervised range. `offsets` are byte ranges of the rendered text, ascending.
+/// 1 for every token that begins inside a supervised range, else 0. `offsets` are byte ranges of the rendered text, ascending.
+/// An empty range stands where its tokenizer trims white space from the offsets: that token began where the one before
+/// ended. Tokens that stand for no text at all get 0.
 pub fn loss_mask(offsets: &[(usize, usize)], supervised: &[Range<usize>]) -> Vec<u8> {
     let mut ranges = supervised.iter().peekable();
+    let mut reached = 0;
     let inside = |&(start, end): &(usize, usize)| {
+        let start = if start == end { reached.min(start) } else { start };
+        reached = reached.max(end);
         while ranges.next_if(|range| range.end <= start).is_some() {}
         u8::from(start < end && ranges.peek().is_some_and(|range| range.contains(&start)))
     };
     offsets.iter().map(inside).collect()
 }
 
-/// The template in `tokenizer_config.json`: a text, or a list of named ones.
-fn template_of(value: &Value) -> Option<String> {
-    match value {
-        Value::String(text) => Some(text.clone()),
-        Value::Array(list) => {
-            let named = |name: &str| list.iter().find(|t| t["name"] == name);
-            named("default").or(list.first())?["template"].as_str().map(String::from)
-        }
-        _ => None,
+fn unreadable(error: minijinja::Error) -> ChatError {
+    ChatError::Template(error.to_string())
+}
+
+/// A JSON file that may be missing, but not broken.
+fn optional(path: &Path) -> Result<Value, ChatError> {
+    match read_json(path) {
+        Err(HfError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(Value::Null),
+        other => Ok(other?),
     }
 }
 
-/// A text that the conversation does not contain and that no template treats specially.
-fn sentinel(conversation: &Conversation) -> String {
-    let taken = |text: &str| conversation.turns.iter().any(|turn| turn.content.contains(text));
-    let candidates = (0_u32..).map(|n| format!("\u{f8f0}draftmill{n}\u{f8f1}"));
-    candidates.into_iter().find(|text| !taken(text)).unwrap_or_default()
+/// A token's text, written plainly or as an object.
+fn token_of(value: &Value) -> Option<String> {
+    value.as_str().or(value["content"].as_str()).map(String::from)
 }
 
-/// Bytes that both texts begin with, cut at a character border.
-fn common_prefix(a: &str, b: &str) -> usize {
-    let n = a.bytes().zip(b.bytes()).take_while(|(x, y)| x == y).count();
-    (0..=n).rev().find(|&i| a.is_char_boundary(i)).unwrap_or(0)
-}
-
-/// Bytes that both texts end with, cut at a character border.
-fn common_suffix(a: &str, b: &str) -> usize {
-    let n = a.bytes().rev().zip(b.bytes().rev()).take_while(|(x, y)| x == y).count();
-    (0..=n).rev().find(|&i| a.is_char_boundary(a.len() - i)).unwrap_or(0)
-}
-
-/// Whether `shown` is `content`, or the end of it, white space aside: a template may trim, and may drop earlier thinking.
-fn is_end_of(shown: &str, content: &str) -> bool {
-    let mut content = content.chars().rev().filter(|c| !c.is_whitespace());
-    shown.chars().rev().filter(|c| !c.is_whitespace()).all(|c| content.next() == Some(c))
+/// The template of this name in `tokenizer_config.json`: a text is the default one, a list has names.
+fn template_of(value: &Value, name: &str) -> Option<String> {
+    match value {
+        Value::String(text) if name == NAME => Some(text.clone()),
+        Value::Array(list) => list.iter().find(|t| t["name"] == name)?["template"].as_str().map(String::from),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -333,10 +278,93 @@ mod tests {
     }
 
     #[test]
+    fn what_a_template_makes_of_other_fields_is_said_by_the_assistant() {
+        // Tool calls take the place of the text, as in Llama 3.1's own template.
+        let text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if 'tool_calls' in m %}{{ m.tool_calls[0] | tojson }}\
+                    {% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}";
+        let mut talk = talk(&[(User, "Hi"), (Assistant, "dropped"), (User, "<|im_end|>"), (Assistant, "Bye")]);
+        talk.turns[1].extra.insert("tool_calls".into(), serde_json::json!([{"a": "<|im_end|>\n"}]));
+        let rendered = template(text).render(&talk).unwrap();
+        let said: Vec<_> = rendered.supervised.iter().map(|range| &rendered.text[range.clone()]).collect();
+        assert_eq!(said, ["{\"a\": \"<|im_end|>\\n\"}<|im_end|>", "Bye<|im_end|>"]);
+    }
+
+    #[test]
+    fn an_end_token_may_stand_apart_and_the_next_header_is_none() {
+        let turns = [(User, "a"), (Assistant, "b"), (User, "c"), (Assistant, "d")];
+        let apart = CHATML.replace("+ '<|im_end|>", "+ ' <|im_end|>");
+        assert_eq!(supervised(&template(&apart), &turns), ["b <|im_end|>", "d <|im_end|>"]);
+        // A template without end tokens: the next special token begins a header.
+        let none = CHATML.replace("<|im_end|>", "");
+        assert_eq!(supervised(&template(&none), &turns), ["b", "d"]);
+        // The token that ends a turn need not be the one that ends a text.
+        let other =
+            ChatTemplate::from_text(CHATML, "", "</s>", vec!["<|im_start|>".into(), "<|im_end|>".into()]).unwrap();
+        assert_eq!(supervised(&other, &turns), ["b<|im_end|>", "d<|im_end|>"]);
+    }
+
+    #[test]
+    fn a_template_that_looks_at_the_content_is_uncertain() {
+        let turns = [(User, "a"), (Assistant, "b"), (User, "c")];
+        for text in [
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[1].content | length }}",
+            "{{ messages[1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "{% for m in messages %}{% if m.content != 'b' %}{{ m.content }}{% endif %}{% endfor %}",
+        ] {
+            let error = template(text).render(&talk(&turns)).unwrap_err();
+            assert!(matches!(error, ChatError::Uncertain { turn: 1, .. }), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn generation_blocks_are_shown_and_keep_their_white_space_control() {
+        let text = "{% for m in messages %}{{ m.role }}: \n{%- generation -%} \n{{ m.content }}{%- endgeneration %}\n{% endfor %}";
+        let rendered = template(text).render(&talk(&[(User, "a"), (Assistant, "b")])).unwrap();
+        assert_eq!(rendered.text, "user:aassistant:b");
+    }
+
+    #[test]
+    fn folders_are_read_in_both_spellings_and_broken_ones_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        let load = || ChatTemplate::load(folder.path());
+        let said = |tools| {
+            let talk = Conversation { tools, ..talk(&[(Assistant, "a")]) };
+            load().unwrap().render(&talk).unwrap()
+        };
+        write(
+            "tokenizer.json",
+            r#"{"added_tokens": [{"content": "<e>", "special": true}, {"content": "<n>", "special": false}]}"#,
+        );
+        assert!(matches!(load(), Err(ChatError::Missing(_))));
+        write(
+            "tokenizer_config.json",
+            r#"{"bos_token": {"content": "<s>"}, "eos_token": null, "chat_template": [
+                {"name": "tool_use", "template": "tools {{ messages[0].content }}"},
+                {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}<e><n>"}]}"#,
+        );
+        let rendered = said(None);
+        assert_eq!(rendered.text, "<s>a<e><n>");
+        assert_eq!(rendered.supervised, std::slice::from_ref(&(3..7)));
+        assert_eq!(said(Some(serde_json::json!([]))).text, "tools a");
+        write("chat_template.jinja", "{{ eos_token }}{{ messages[0].content }}");
+        write("special_tokens_map.json", r#"{"eos_token": "<e>"}"#);
+        assert_eq!(said(None).text, "<e>a");
+        write("tokenizer_config.json", r#"{"bos_token": "#);
+        assert!(matches!(load(), Err(ChatError::Folder(_))), "a lost begin token would spoil every row");
+        write("tokenizer_config.json", "{}");
+        write("chat_template.jinja", "{% if %}");
+        assert!(matches!(load(), Err(ChatError::Template(_))));
+    }
+
+    #[test]
     fn tokens_are_supervised_by_where_they_begin() {
         let offsets = [(0, 2), (2, 5), (5, 5), (5, 9), (9, 12)];
         assert_eq!(loss_mask(&offsets, &[2..6, 9..10]), [0, 1, 0, 1, 1]);
         assert_eq!(loss_mask(&offsets, &[]), [0; 5]);
+        // Offsets without white space: the header's line end, a line end inside, a begin token.
+        let trimmed = [(0, 0), (0, 2), (3, 3), (3, 5), (6, 6), (6, 8)];
+        assert_eq!(loss_mask(&trimmed, std::slice::from_ref(&(3..8))), [0, 0, 0, 1, 1, 1]);
     }
 
     #[test]

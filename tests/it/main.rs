@@ -10,5 +10,6 @@ mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;
+mod templates;
 mod tidy;
 mod train;

@@ -1,23 +1,30 @@
 //! A minijinja environment that renders Hugging Face chat templates as transformers does with Jinja2.
 
-use minijinja::{Environment, Error, ErrorKind, Value, syntax::SyntaxConfig, value::Kwargs};
-use serde::Serialize;
-use std::io;
+use super::python;
+use minijinja::{Environment, Error, ErrorKind, State, Value, syntax::SyntaxConfig};
+use minijinja_contrib::pycompat::unknown_method_callback;
 
-/// The environment with one template in it.
-pub fn environment(name: &'static str, text: &str) -> Result<Environment<'static>, Error> {
+/// The environment, without a template.
+pub fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(method);
+    environment.set_formatter(|out, _, value| Ok(out.write_str(&python::text(value)?)?));
     environment.add_function("raise_exception", |text: String| -> Result<String, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, text))
     });
-    environment.add_function("strftime_now", strftime_now);
-    environment.add_filter("tojson", tojson);
-    // Marks of what is supervised: found without them, so they are only kept from being an error.
-    let text = text.replace("{% generation %}", "").replace("{% endgeneration %}", "");
-    environment.add_template_owned(name, text)?;
+    environment.add_function("strftime_now", |format: String| strftime(&format));
+    environment.add_filter("tojson", python::json);
+    environment.add_filter("string", |value: Value| python::text(&value));
+    environment.add_filter("trim", |text: String, chars: Option<String>| python::strip(&text, chars, true, true));
     Ok(environment)
+}
+
+/// Adds a template to the environment.
+pub fn add(environment: &mut Environment<'static>, name: &'static str, text: &str) -> Result<(), Error> {
+    // Python reads every line end as one character.
+    let text = text.replace("\r\n", "\n").replace('\r', "\n");
+    environment.add_template_owned(name, without_generation(&text))
 }
 
 /// What a template said, in one line.
@@ -26,42 +33,92 @@ pub fn sentence(error: &Error) -> String {
     text.lines().next().unwrap_or_default().to_owned()
 }
 
-/// Templates write the date of the day. A store must not depend on the day it was prepared, so the day is fixed.
-fn strftime_now(format: String) -> String {
-    format.replace("%d", "26").replace("%b", "Jul").replace("%B", "July").replace("%m", "07").replace("%Y", "2024")
+/// `{% generation %}` marks what is supervised; that is found without it, so its block becomes one that is always
+/// shown. Signs of white-space control are kept.
+fn without_generation(text: &str) -> String {
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some((before, tag)) = rest.split_once("{%") {
+        let (tag, after) = tag.split_once("%}").unwrap_or((tag, ""));
+        let word = tag.trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace());
+        let tag = match word {
+            "generation" => tag.replace(word, "if true"),
+            "endgeneration" => tag.replace(word, "endif"),
+            _ => {
+                out.push_str(&rest[..before.len() + 2]);
+                rest = &rest[before.len() + 2..];
+                continue;
+            }
+        };
+        out.extend([before, "{%", &tag, "%}"]);
+        rest = after;
+    }
+    out + rest
 }
 
-/// As transformers calls `json.dumps`: no escapes of non-ASCII or HTML, a blank after each comma and colon.
-fn tojson(value: Value, kwargs: Kwargs) -> Result<Value, Error> {
-    let indent: Option<usize> = kwargs.get("indent")?;
-    kwargs.assert_all_used()?;
-    let mut bytes = Vec::new();
-    let written = match indent {
-        Some(n) => {
-            let blanks = vec![b' '; n];
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(&blanks);
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, formatter))
-        }
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Blanks)),
+/// Python's methods of texts, lists and maps.
+fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    let ends = match name {
+        "strip" => Some((true, true)),
+        "lstrip" => Some((true, false)),
+        "rstrip" => Some((false, true)),
+        _ => None,
     };
-    written.map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
-    let text = String::from_utf8(bytes).map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
-    Ok(Value::from_safe_string(text))
+    if let (Some((left, right)), Some(text)) = (ends, value.as_str()) {
+        let (chars,): (Option<String>,) = minijinja::value::from_args(args)?;
+        return Ok(python::strip(text, chars, left, right).into());
+    }
+    unknown_method_callback(state, value, name, args)
 }
 
-/// Python's default separators.
-struct Blanks;
-
-impl serde_json::ser::Formatter for Blanks {
-    fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
+/// Templates write the date of the day. A store must not depend on the day it was prepared, so the moment is fixed:
+/// Friday 26 July 2024, 00:00, the date that Llama 3's template falls back to.
+fn strftime(format: &str) -> String {
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        match chars.next() {
+            Some('-') => out.push_str(field(chars.next()).trim_start_matches('0')),
+            letter => out.push_str(&field(letter)),
+        }
     }
+    out
+}
 
-    fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
-    }
+fn field(letter: Option<char>) -> String {
+    let text = match letter {
+        Some('Y') => "2024",
+        Some('y') => "24",
+        Some('m') => "07",
+        Some('d' | 'e') => "26",
+        Some('B') => "July",
+        Some('b' | 'h') => "Jul",
+        Some('A') => "Friday",
+        Some('a') => "Fri",
+        Some('j') => "208",
+        Some('F') => "2024-07-26",
+        Some('H' | 'M' | 'S') => "00",
+        Some('I') => "12",
+        Some('p') => "AM",
+        Some('T') => "00:00:00",
+        Some('Z' | 'z') => "",
+        Some('%') => "%",
+        Some(other) => return format!("%{other}"),
+        None => "%",
+    };
+    text.into()
+}
 
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        out.write_all(b": ")
+#[cfg(test)]
+mod tests {
+    use super::strftime;
+
+    #[test]
+    fn the_day_of_a_template_is_always_the_same() {
+        assert_eq!(strftime("%d %b %Y, %A %-m/%e at 100%% %q %"), "26 Jul 2024, Friday 7/26 at 100% %q %");
     }
 }
