@@ -150,7 +150,7 @@ fn check_refuses_a_pool_that_would_stop_for_good_and_a_disk_that_is_full() {
     let report = examine(&set(&sets), &full, &stored);
     let keys: Vec<_> = report.problems.iter().map(|problem| problem.key.as_str()).collect();
     assert_eq!(keys, ["pool.max_bytes", "run.dir"]);
-    assert!(report.problems[0].message.contains("4 x 5835000 B"), "{}", report.problems[0]);
+    assert!(report.problems[0].message.contains("4 x 5835020 B"), "{}", report.problems[0]);
     assert!(report.plan.is_some(), "the table is told in spite of problems");
 }
 
