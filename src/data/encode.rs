@@ -63,10 +63,10 @@ impl Encoder {
         Ok(Encoder {
             chat: Chat::load(&options.model_dir),
             vocab_size: vocab_size(&options.model_dir)?,
-            max_length: options.max_length as usize,
-            overlong: options.overlong,
-            unknown_role: options.unknown_role,
-            min_supervised: options.min_supervised as usize,
+            max_length: options.data.max_length as usize,
+            overlong: options.data.overlong,
+            unknown_role: options.data.unknown_role,
+            min_supervised: options.data.min_supervised as usize,
         })
     }
 

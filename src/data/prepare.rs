@@ -9,7 +9,7 @@ use super::{
     store::Split,
     writer::{PartFile, StoreWriter, beside},
 };
-use crate::config::{Config, Overlong, UnknownRole};
+use crate::config::{Config, Data};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde_json::json;
 use std::{
@@ -22,37 +22,18 @@ use std::{
 use thiserror::Error;
 use tokio::time::Instant;
 
-/// What to prepare and how. The fields are those of `[data]`.
+/// What to prepare and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PrepareOptions {
-    pub inputs: Vec<PathBuf>,
+    /// The section `[data]`.
+    pub data: Data,
     /// Hugging Face folder with tokenizer and chat template; not needed for rows that are tokens already.
     pub model_dir: PathBuf,
-    pub store: PathBuf,
-    pub max_length: u32,
-    pub overlong: Overlong,
-    pub unknown_role: UnknownRole,
-    pub min_supervised: u32,
-    pub validation_fraction: f64,
-    pub max_reject_fraction: f64,
-    pub max_row_bytes: u64,
 }
 
 impl From<&Config> for PrepareOptions {
     fn from(config: &Config) -> Self {
-        let data = config.data.clone();
-        PrepareOptions {
-            inputs: data.inputs,
-            model_dir: config.target.dir.clone(),
-            store: data.store,
-            max_length: data.max_length,
-            overlong: data.overlong,
-            unknown_role: data.unknown_role,
-            min_supervised: data.min_supervised,
-            validation_fraction: data.validation_fraction,
-            max_reject_fraction: data.max_reject_fraction,
-            max_row_bytes: data.max_row_bytes,
-        }
+        PrepareOptions { data: config.data.clone(), model_dir: config.target.dir.clone() }
     }
 }
 
@@ -123,15 +104,15 @@ pub fn prepare(
         ControlFlow::Break(()) => Err(PrepareError::Interrupted),
     };
     show(&shown)?;
-    if options.inputs.is_empty() {
+    if options.data.inputs.is_empty() {
         return Err(PrepareError::NoInputs);
     }
-    for path in &options.inputs {
+    for path in &options.data.inputs {
         shown.bytes_total += size(path)?;
     }
     let encoder = Encoder::load(options).map_err(PrepareError::Model)?;
     let mut output = Output::create(options)?;
-    let mut inputs = Inputs::new(options.inputs.clone(), options.max_row_bytes);
+    let mut inputs = Inputs::new(options.data.inputs.clone(), options.data.max_row_bytes);
     let mut chunk = inputs.read_chunk()?;
     while !chunk.is_empty() {
         // While these rows are worked on, the next are read.
@@ -175,22 +156,22 @@ const MOST_NAMES: usize = 64;
 
 impl Output {
     fn create(options: &PrepareOptions) -> Result<Output, PrepareError> {
-        let rejects_path = beside(&options.store, ".rejects.jsonl");
+        let rejects_path = beside(&options.data.store, ".rejects.jsonl");
         let failed = |path: &Path| {
             let path = path.to_path_buf();
             move |source| PrepareError::Write { path, source }
         };
-        let store = StoreWriter::create(&options.store).map_err(failed(&options.store))?;
+        let store = StoreWriter::create(&options.data.store).map_err(failed(&options.data.store))?;
         let rejects_part = PartFile::create(&rejects_path).map_err(failed(&rejects_path))?;
         let rejects = BufWriter::new(rejects_part.file.try_clone().map_err(failed(&rejects_path))?);
         Ok(Output {
             store,
-            store_path: options.store.clone(),
+            store_path: options.data.store.clone(),
             rejects,
             rejects_part,
             rejects_path,
-            validation_fraction: options.validation_fraction,
-            report: PrepareReport { store: options.store.clone(), ..PrepareReport::default() },
+            validation_fraction: options.data.validation_fraction,
+            report: PrepareReport { store: options.data.store.clone(), ..PrepareReport::default() },
             from_chat: false,
         })
     }
@@ -275,7 +256,7 @@ impl Output {
             flushed.and_then(|()| rejects_part.publish(&rejects_path)).map_err(|error| write(&rejects_path, error))?;
             report.rejects_file = Some(rejects_path);
         }
-        let most = options.max_reject_fraction;
+        let most = options.data.max_reject_fraction;
         match &report {
             report if report.samples() == 0 => Err(PrepareError::NothingLeft { report: Box::new(report.clone()) }),
             report if report.reject_fraction() > most => {
@@ -301,7 +282,7 @@ fn metadata(
     from_chat: bool,
 ) -> BTreeMap<String, String> {
     let chat = encoder.chat().ok().filter(|_| from_chat);
-    let files = options.inputs.iter().zip(&inputs.done).map(|(path, read)| {
+    let files = options.data.inputs.iter().zip(&inputs.done).map(|(path, read)| {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
         json!({ "name": name, "bytes": read.bytes, "sha256": read.sha256 })
     });
@@ -312,12 +293,12 @@ fn metadata(
         ("template_sha256", chat.map_or_else(unused, |chat| chat.template_sha256.clone())),
         ("tokenizer_sha256", chat.map_or_else(unused, |chat| chat.tokenizer_sha256.clone())),
         ("vocab_size", encoder.vocab_size.map_or_else(|| "unknown".into(), |size| size.to_string())),
-        ("max_length", options.max_length.to_string()),
-        ("overlong", options.overlong.to_string()),
-        ("unknown_role", options.unknown_role.to_string()),
-        ("min_supervised", options.min_supervised.to_string()),
-        ("validation_fraction", options.validation_fraction.to_string()),
-        ("max_row_bytes", options.max_row_bytes.to_string()),
+        ("max_length", options.data.max_length.to_string()),
+        ("overlong", options.data.overlong.to_string()),
+        ("unknown_role", options.data.unknown_role.to_string()),
+        ("min_supervised", options.data.min_supervised.to_string()),
+        ("validation_fraction", options.data.validation_fraction.to_string()),
+        ("max_row_bytes", options.data.max_row_bytes.to_string()),
         ("rows", report.rows.to_string()),
         ("rejected", counts(&report.rejected)),
         ("left_out", counts(&report.left_out)),

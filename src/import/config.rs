@@ -1,8 +1,9 @@
 //! Reads the architecture from GGUF metadata and writes it as a Hugging Face `config.json`.
 
+use super::ImportError;
 use super::gguf::{Gguf, first_line};
 use super::tokenizer::SpecialTokens;
-use super::{ImportError, WeightType};
+use crate::hf::{Dtype, dtype_name};
 use serde_json::{Value, json};
 
 /// The model families that import knows. Other families keep other norms, other activations or other tensors.
@@ -136,7 +137,7 @@ impl Architecture {
 
     /// `config.json` in both spellings: transformers 5 reads `rope_parameters` and `dtype`, transformers 4 and the other
     /// readers `rope_theta`, `rope_scaling` and `torch_dtype`.
-    pub(super) fn config(&self, special: &SpecialTokens, dtype: WeightType) -> Value {
+    pub(super) fn config(&self, special: &SpecialTokens, dtype: Dtype) -> Value {
         let mut config = json!({
             "architectures": [self.family.class()],
             "model_type": self.family.name(),
@@ -157,8 +158,8 @@ impl Architecture {
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
             "use_cache": true,
-            "dtype": dtype.torch_name(),
-            "torch_dtype": dtype.torch_name(),
+            "dtype": dtype_name(dtype),
+            "torch_dtype": dtype_name(dtype),
         });
         let extra = match self.family {
             Family::Llama => json!({"attention_bias": self.attention_bias, "mlp_bias": false}),

@@ -9,6 +9,7 @@ mod gguf;
 mod tensors;
 mod tokenizer;
 
+use crate::hf::{Dtype, dtype_name};
 use config::Architecture;
 use folder::NewFolder;
 use gguf::Gguf;
@@ -20,22 +21,14 @@ pub struct ImportOptions {
     pub gguf: PathBuf,
     /// The folder to make. It must be absent or empty unless `force` is set.
     pub out: PathBuf,
-    pub dtype: WeightType,
+    /// How the weights are stored.
+    ///
+    /// f32 keeps exactly the values that the file dequantises to, and a CPU without matrix units for bf16 computes fastest
+    /// in it. bf16 halves the folder, which is what a GPU wants. f16 has a narrow range: a weight that does not fit is an
+    /// error.
+    pub dtype: Dtype,
     /// Replaces an earlier import in `out`. A folder that holds anything else is left alone.
     pub force: bool,
-}
-
-/// How the weights are stored.
-///
-/// `f32` is the default: it keeps exactly the values that the file dequantises to, and a CPU without matrix units for
-/// bf16 computes fastest in it. `bf16` halves the folder, which is what a GPU wants. `f16` has a narrow range: a weight
-/// that does not fit is an error.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum WeightType {
-    #[default]
-    F32,
-    Bf16,
-    F16,
 }
 
 /// What was made.
@@ -48,7 +41,7 @@ pub struct ImportReport {
     pub parameters: u64,
     /// Size of `model.safetensors` in bytes.
     pub weight_bytes: u64,
-    pub dtype: WeightType,
+    pub dtype: Dtype,
     /// Number of tensors by the type in which the GGUF file stores them, most frequent first.
     pub stored_as: Vec<(String, usize)>,
     pub vocabulary: usize,
@@ -112,27 +105,6 @@ pub fn import_gguf(options: &ImportOptions) -> Result<ImportReport, ImportError>
     })
 }
 
-impl WeightType {
-    /// The name that configuration files use, such as `bfloat16`.
-    pub fn torch_name(self) -> &'static str {
-        match self {
-            Self::F32 => "float32",
-            Self::Bf16 => "bfloat16",
-            Self::F16 => "float16",
-        }
-    }
-}
-
-impl fmt::Display for WeightType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-        })
-    }
-}
-
 impl fmt::Display for ImportReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stored: Vec<_> = self.stored_as.iter().map(|(kind, n)| format!("{n} {kind}")).collect();
@@ -144,7 +116,7 @@ impl fmt::Display for ImportReport {
             self.parameters as f64 / 1e6,
             self.tensors,
             stored.join(", "),
-            self.dtype,
+            dtype_name(self.dtype),
             self.weight_bytes as f64 / 1e6,
             self.vocabulary,
             if self.tied_embeddings { "tied" } else { "separate" },

@@ -1,9 +1,10 @@
 //! Names, checks and writes the weights: one tensor at a time from the GGUF file into `model.safetensors`.
 
+use super::ImportError;
 use super::config::{Architecture, Family};
 use super::folder::NewFolder;
 use super::gguf::{Gguf, first_line};
-use super::{ImportError, WeightType};
+use crate::hf::{Dtype as WeightType, dtype_name};
 use candle_core::{DType, Tensor};
 use half::slice::HalfFloatSliceExt;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
@@ -71,7 +72,7 @@ pub(super) fn write(
                 return Err(match part.iter().all(|v| v.is_finite()) {
                     true => gguf.unsupported(
                         format!("values in tensor {name} beyond"),
-                        format!("the range of {dtype}"),
+                        format!("the range of {}", dtype_name(dtype)),
                         "--dtype f32 for such models",
                     ),
                     false => gguf.damaged(format!("tensor {name} holds values that are not finite")),

@@ -100,7 +100,7 @@ fn every_part_of_the_identity_changes_the_fingerprint() {
     world.write("model/tokenizer.json", tokenizer + " ");
     changed(&world, "tokenizer");
     let mut world = world;
-    world.options.max_length -= 1;
+    world.options.data.max_length -= 1;
     changed(&world, "max_length");
 }
 
@@ -109,7 +109,7 @@ proptest! {
     #[test]
     fn the_split_of_a_sample_follows_from_its_content(order in Just((0..60usize).collect::<Vec<_>>()).prop_shuffle()) {
         let mut world = World::new();
-        world.options.validation_fraction = 0.3;
+        world.options.data.validation_fraction = 0.3;
         let split_of = |world: &World, rows: &[usize]| -> BTreeMap<Vec<i32>, Split> {
             world.write("a.jsonl", jsonl(&rows.iter().map(|&i| chat(i)).collect::<Vec<_>>()));
             world.prepare(&["a.jsonl"]).unwrap();
@@ -123,7 +123,7 @@ proptest! {
         }
         let share = straight.values().filter(|split| **split == Split::Validation).count();
         prop_assert!((6..=30).contains(&share), "{share} of 60 at a share of 0.3");
-        world.options.validation_fraction = 0.5;
+        world.options.data.validation_fraction = 0.5;
         for (ids, split) in split_of(&world, &order) {
             prop_assert!(split == Split::Validation || straight[&ids] == Split::Train, "a larger share only adds");
         }
@@ -136,14 +136,14 @@ fn overlong_samples_are_cut_or_dropped_as_the_setting_says() {
     world.write("a.jsonl", jsonl(&[chat(0)]));
     world.prepare(&["a.jsonl"]).unwrap();
     let whole = world.samples().remove(0);
-    world.options.max_length = whole.1.len() as u32;
+    world.options.data.max_length = whole.1.len() as u32;
     assert_eq!(world.prepare(&["a.jsonl"]).unwrap().cut, 0);
-    world.options.max_length -= 3;
+    world.options.data.max_length -= 3;
     assert_eq!(world.prepare(&["a.jsonl"]).unwrap().cut, 1);
     let cut = world.samples().remove(0);
     let end = whole.1.len() - 3;
     assert_eq!((&cut.1[..], &cut.2[..]), (&whole.1[..end], &whole.2[..end]));
-    world.options.overlong = Overlong::Drop;
+    world.options.data.overlong = Overlong::Drop;
     world.write("a.jsonl", jsonl(&[chat(0), json!({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})]));
     let report = world.prepare(&["a.jsonl"]).unwrap();
     assert_eq!((report.samples(), report.left_out), (1, BTreeMap::from([(Reason::TooLong, 1)])));
@@ -199,11 +199,11 @@ fn speculators_907_a_role_that_is_a_models_name_is_never_dropped_in_silence() {
     let mut world = World::new();
     let row = json!({"messages": [{"role": "user", "content": "q"}, {"role": "llama-70b", "content": "an answer"}]});
     world.write("a.jsonl", jsonl(&[row, chat(0)]));
-    world.options.max_reject_fraction = 0.5;
+    world.options.data.max_reject_fraction = 0.5;
     let named = BTreeMap::from([("llama-70b".to_string(), 1)]);
     let report = world.prepare(&["a.jsonl"]).unwrap();
     assert_eq!((report.rejected, &report.unknown_roles), (BTreeMap::from([(Reason::UnknownRole, 1)]), &named));
-    world.options.unknown_role = UnknownRole::Skip;
+    world.options.data.unknown_role = UnknownRole::Skip;
     let report = world.prepare(&["a.jsonl"]).unwrap();
     assert_eq!((&report.rejected, &report.unknown_roles), (&BTreeMap::from([(Reason::NothingSupervised, 1)]), &named));
     assert!(report.to_string().contains("llama-70b 1"));
@@ -213,7 +213,7 @@ fn speculators_907_a_role_that_is_a_models_name_is_never_dropped_in_silence() {
 #[test]
 fn specforge_738_tools_may_be_a_list_or_a_string_and_a_broken_string_costs_its_row() {
     let mut world = World::new();
-    world.options.max_reject_fraction = 0.5;
+    world.options.data.max_reject_fraction = 0.5;
     let tools = json!([{"type": "function", "function": {"name": "look_up", "parameters": {}}}]);
     let row = |tools: Value| {
         let mut row = chat(0);
@@ -278,9 +278,9 @@ fn what_cannot_be_read_or_used_is_named_and_leaves_nothing() {
     world.write("model/config.json", "{");
     fails(&world, &["a.jsonl"], &["config.json"]);
     world.write("model/config.json", "{}");
-    world.options.validation_fraction = 1.0;
+    world.options.data.validation_fraction = 1.0;
     fails(&world, &["a.jsonl"], &["validation_fraction"]);
-    world.options.store = world.path("a.jsonl/data.safetensors");
+    world.options.data.store = world.path("a.jsonl/data.safetensors");
     fails(&world, &["a.jsonl"], &["a.jsonl/data.safetensors", "data.store"]);
 }
 

@@ -1,6 +1,9 @@
 //! `draftmill import`: hand-made GGUF files for the rules, the demo's real one for the result.
 
-use draftmill::import::{ImportError, ImportOptions, ImportReport, WeightType, import_gguf};
+use draftmill::{
+    hf::Dtype as WeightType,
+    import::{ImportError, ImportOptions, ImportReport, import_gguf},
+};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -23,8 +23,8 @@ fn table() -> Vec<(String, String, String)> {
 /// A world in which two supervised tokens are needed, any share may be bad, and the vocabulary is known.
 fn tolerant() -> World {
     let mut world = World::new();
-    world.options.min_supervised = 2;
-    world.options.max_reject_fraction = 1.0;
+    world.options.data.min_supervised = 2;
+    world.options.data.max_reject_fraction = 1.0;
     world.write("model/config.json", json!({"vocab_size": 259}).to_string());
     world
 }
@@ -89,7 +89,7 @@ fn the_remaining_kinds_have_their_names_too() {
     assert_eq!(only(&world, "a", 2, Reason::InvalidUtf8), 2);
 
     let huge = json!({"messages": [{"role": "user", "content": "x".repeat(200_000)}]}).to_string();
-    world.options.max_row_bytes = 100_000;
+    world.options.data.max_row_bytes = 100_000;
     for text in [format!("{good}\n{huge}\n{good}\n"), format!("[{good},\n{huge},{good}]")] {
         world.write("a", text);
         assert_eq!(only(&world, "a", 2, Reason::TooLarge), 2);
@@ -111,7 +111,7 @@ fn the_remaining_kinds_have_their_names_too() {
     assert_eq!(only(&world, "a", 51, Reason::Truncated), 50);
 
     world.write("a", jsonl(&[chat(0), json!({"input_ids": vec![1; 200], "loss_mask": vec![1; 200]})]));
-    (world.options.max_length, world.options.overlong) = (150, Overlong::Drop);
+    (world.options.data.max_length, world.options.data.overlong) = (150, Overlong::Drop);
     assert_eq!(only(&world, "a", 2, Reason::TooLong), 1);
 
     // A tokenizer of whole words without a word for what it does not know.
@@ -146,7 +146,7 @@ fn only_bad_rows_or_too_many_are_an_error_that_leaves_no_store_but_the_rejects()
     assert!(matches!(world.prepare(&["empty"]), Err(PrepareError::NothingLeft { .. })));
     fs::remove_file(world.path("empty")).unwrap();
 
-    world.options.max_reject_fraction = 0.25;
+    world.options.data.max_reject_fraction = 0.25;
     world.write("a.jsonl", jsonl(&[chat(0), chat(1), chat(2), bad.clone()]));
     world.prepare(&["a.jsonl"]).unwrap();
     let before = fs::read(world.path("data.safetensors")).unwrap();
@@ -166,7 +166,7 @@ fn only_bad_rows_or_too_many_are_an_error_that_leaves_no_store_but_the_rejects()
 #[test]
 fn sound_rows_that_a_setting_leaves_out_are_no_sign_of_bad_data() {
     let mut world = World::new();
-    world.options.min_supervised = 20;
+    world.options.data.min_supervised = 20;
     let short = json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "no"}]});
     world.write("a.jsonl", jsonl(&[short.clone(), short.clone(), chat(0)]));
     let report = world.prepare(&["a.jsonl"]).unwrap();

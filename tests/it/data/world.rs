@@ -1,7 +1,7 @@
 //! A folder with a tiny model to prepare data for: a ChatML template and a tokenizer that has one token for each byte.
 
 use draftmill::{
-    config::{Overlong, UnknownRole},
+    config::{Data, Overlong, UnknownRole},
     data::{PrepareError, PrepareOptions, PrepareReport, Split, Store, prepare},
 };
 use flate2::{Compression, write::GzEncoder};
@@ -28,9 +28,8 @@ impl World {
     /// Settings that let every sound row pass and allow no bad one.
     pub fn new() -> World {
         let folder = tempfile::tempdir().unwrap();
-        let options = PrepareOptions {
+        let data = Data {
             inputs: Vec::new(),
-            model_dir: folder.path().join("model"),
             store: folder.path().join("data.safetensors"),
             max_length: 1000,
             overlong: Overlong::Cut,
@@ -40,6 +39,7 @@ impl World {
             max_reject_fraction: 0.0,
             max_row_bytes: 1 << 20,
         };
+        let options = PrepareOptions { data, model_dir: folder.path().join("model") };
         let world = World { folder, options };
         fs::create_dir(world.path("model")).unwrap();
         world.write("model/chat_template.jinja", TEMPLATE);
@@ -65,7 +65,9 @@ impl World {
     }
 
     pub fn with_inputs(&self, names: &[&str]) -> PrepareOptions {
-        PrepareOptions { inputs: names.iter().map(|name| self.path(name)).collect(), ..self.options.clone() }
+        let mut options = self.options.clone();
+        options.data.inputs = names.iter().map(|name| self.path(name)).collect();
+        options
     }
 
     pub fn prepare(&self, names: &[&str]) -> Result<PrepareReport, PrepareError> {
@@ -73,7 +75,7 @@ impl World {
     }
 
     pub fn store(&self) -> Store {
-        Store::open(&self.options.store).unwrap()
+        Store::open(&self.options.data.store).unwrap()
     }
 
     /// Everything in the store.

@@ -155,7 +155,7 @@ fn weights_that_are_not_finite_or_do_not_fit_are_named() {
     let mut tiny = Tiny::new("llama", "smollm");
     tiny.tensors.get_mut("blk.1.ffn_down.weight").unwrap().1[5] = 1e6;
     let (folder, _, result) = tiny.import(WeightType::F16);
-    assert!(sentence(&result.unwrap_err()).contains("tensor blk.1.ffn_down.weight beyond the range of f16"));
+    assert!(sentence(&result.unwrap_err()).contains("tensor blk.1.ffn_down.weight beyond the range of float16"));
     assert_eq!(names(folder.path()), ["tiny.gguf"], "the half-written folder is gone");
     tiny.tensors.get_mut("blk.1.ffn_down.weight").unwrap().1[5] = f32::NAN;
     assert!(refusal(&tiny).contains("tensor blk.1.ffn_down.weight holds values that are not finite"));

@@ -260,7 +260,7 @@ fn every_weight_type_rounds_to_nearest() {
         report.unwrap();
         let stored = &weights(&out)["model.layers.0.mlp.up_proj.weight"].1;
         for (a, b) in exact.iter().zip(stored) {
-            assert!((a - b).abs() <= a.abs() * 0.5_f32.powi(bits) + 1e-7, "{dtype}: {a} became {b}");
+            assert!((a - b).abs() <= a.abs() * 0.5_f32.powi(bits) + 1e-7, "{dtype:?}: {a} became {b}");
         }
     }
 }
