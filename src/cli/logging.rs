@@ -5,7 +5,7 @@ use crate::{
     config::{Log, LogFormat},
     exit::{Exit, Failure},
 };
-use std::io::{IsTerminal, stderr};
+use std::io::{self, IsTerminal, Write, stderr};
 use tracing_subscriber::{EnvFilter, fmt};
 
 /// Starts logging for the whole process. The command line wins over the configuration.
@@ -17,13 +17,34 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<(), Failure> {
             format!("--log-level {level} is no log filter ({error}); choose error, warn, info, debug or trace"),
         )
     })?;
-    let builder = fmt().with_env_filter(filter).with_writer(stderr);
-    let started = if json(log.format, stderr().is_terminal()) {
+    let terminal = stderr().is_terminal();
+    let builder = fmt().with_env_filter(filter).with_writer(move || OverProgress { terminal, begun: false });
+    let started = if json(log.format, terminal) {
         builder.json().flatten_event(true).try_init()
     } else {
-        builder.with_ansi(stderr().is_terminal()).with_target(false).try_init()
+        builder.with_ansi(terminal).with_target(false).try_init()
     };
     started.map_err(Failure::of(Exit::Internal))
+}
+
+/// Writes one log line to stderr. On a terminal it first clears the line, where a progress bar may stand; the bar draws
+/// itself again below.
+struct OverProgress {
+    terminal: bool,
+    begun: bool,
+}
+
+impl Write for OverProgress {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.terminal && !std::mem::replace(&mut self.begun, true) {
+            stderr().write_all(b"\r\x1b[2K")?;
+        }
+        stderr().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        stderr().flush()
+    }
 }
 
 fn level<'a>(args: &'a LogArgs, log: &'a Log) -> &'a str {

@@ -41,6 +41,8 @@ pub enum Split {
 /// Why a store cannot be used.
 #[derive(Debug, Error)]
 pub enum StoreError {
+    #[error("{} does not exist; run draftmill prepare with the same configuration first, or name a prepared store in data.store", .0.display())]
+    Absent(PathBuf),
     #[error("{} cannot be read ({source}); {REMEDY}, or give the path of a prepared store", path.display())]
     Read { path: PathBuf, source: std::io::Error },
     #[error("{} is no whole store of prepared data: {reason}; {REMEDY}", path.display())]
@@ -66,7 +68,10 @@ impl Store {
     /// Maps a store and checks its layout: tensors, types, shapes, offsets, counts. The time this takes grows with the
     /// number of samples, not of tokens; [`Store::verify`] reads everything.
     pub fn open(path: &Path) -> Result<Store, StoreError> {
-        let read = |source| StoreError::Read { path: path.into(), source };
+        let read = |source: std::io::Error| match source.kind() {
+            std::io::ErrorKind::NotFound => StoreError::Absent(path.into()),
+            _ => StoreError::Read { path: path.into(), source },
+        };
         let damaged = |reason: String| StoreError::Damaged { path: path.into(), reason };
         let file = File::open(path).map_err(read)?;
         // SAFETY: the map is only read. A store is written under another name and renamed into place, so nobody changes

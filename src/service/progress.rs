@@ -22,7 +22,7 @@ pub struct Progress {
 impl Progress {
     /// `total` steps are expected, `start_step` of them are done. `every`: time between plain lines.
     pub fn new(total: u64, start_step: u64, every: Duration) -> Progress {
-        let style = ProgressStyle::with_template("{spinner} step {pos}/{len} [{wide_bar}] {msg}");
+        let style = ProgressStyle::with_template("{spinner} step {pos}/{len} [{bar:20}] {msg}");
         let bar = stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(4));
             if let Ok(style) = style {

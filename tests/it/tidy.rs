@@ -111,3 +111,10 @@ fn metrics_are_named_in_one_place() {
         }
     }
 }
+
+#[test]
+fn the_scrape_configuration_names_the_default_port() {
+    let admin = draftmill::config::Admin::default();
+    let address = admin.listen.0.unwrap().to_string();
+    assert!(read("dashboards/prometheus.yml").contains(&address), "{address}");
+}
