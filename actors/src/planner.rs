@@ -82,6 +82,8 @@ pub struct Counts {
     pub unfinished: u64,
     pub real_tokens: u64,
     pub padded_tokens: u64,
+    /// Every job of the plan was handed out, now or in an earlier run.
+    pub plan_ended: bool,
 }
 
 /// What to do next, decided by `State`.
@@ -131,6 +133,7 @@ impl State {
     /// What comes next; a job is taken out by this call.
     pub fn take_next(&mut self) -> Next {
         if self.stopped || self.epoch >= self.epochs {
+            self.counts.plan_ended = !self.stopped;
             return Next::Ended;
         }
         let Some(open) = &mut self.open else {

@@ -181,7 +181,7 @@ impl Prepared {
         let start_step = self.start_step();
         let settings = self.settings();
         let Prepared { loaded, source, plan, total_steps, opened, .. } = self;
-        let Opened { folder, state, .. } = opened;
+        let Opened { folder, state, from, .. } = opened;
         let stops = Stops::default();
         let metrics = listener.map(|l| serve_metrics(l, &loaded.config, plan.bounds.len(), &stops)).transpose()?;
         let listening = signals::listen(stops.clone(), settings.grace).failed(Exit::Internal)?;
@@ -198,10 +198,12 @@ impl Prepared {
         let seconds = born.elapsed().as_secs_f64();
         listening.abort();
         let log = recording.await.failed(Exit::Internal)?.map_err(|e| folder.cannot_write(folder.root(), &e))?;
-        let report = report.map_err(|fault| match fault.root {
+        let mut report = report.map_err(|fault| match fault.root {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
+        // A process that was killed between its last checkpoint and the export has nothing left to train.
+        report.trainer.checkpoint = report.trainer.checkpoint.or(from.map(|from| from.name));
         let summary = close(&loaded, &folder, report, &log, seconds, total_steps)?;
         drop(metrics);
         Ok(summary)
@@ -368,7 +370,8 @@ fn close(
     summary.run_dir = folder.root().to_owned();
     summary.target_dir = config.target.dir.clone();
     summary.pool_max_bytes = config.pool.max_bytes.0;
-    summary.finished = report.trainer.step >= total_steps || report.jobs.unfinished == 0;
+    // Skipped jobs may leave fewer steps than were expected.
+    summary.finished = report.trainer.step >= total_steps || (report.jobs.plan_ended && report.jobs.unfinished == 0);
     let checkpoint = report.trainer.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
     if let Some(checkpoint) = checkpoint.filter(|dir| summary.finished && dir.exists()) {
         let export = folder.export();

@@ -112,10 +112,20 @@ fn a_short_real_training_learns_and_exports() {
     let actors: Vec<_> = summary["actors"].as_array().unwrap().iter().map(|a| a["actor"].as_str().unwrap()).collect();
     assert_eq!(actors, ["target", "target", "drafter", "drafter", "trainer"]);
 
+    // Killed between the last checkpoint and the export: the next start exports.
+    std::fs::remove_file(run.dir().join("summary.json")).unwrap();
+    std::fs::remove_dir_all(export).unwrap();
+    let again = run.train(&["--json"]);
+    assert_eq!(again.status.code(), Some(0), "{}", text(&again));
+    assert_eq!(draftmill::export::check(export), []);
+    let after = run.summary();
+    assert_eq!((&after["steps"], &after["loss_last"]), (&summary["steps"], &summary["loss_last"]));
+    let summary = after;
+
     // A second start finds nothing left to do and changes nothing.
     let again = run.train(&[]);
     assert_eq!(again.status.code(), Some(0), "{}", text(&again));
-    assert_eq!((run.summary(), run.ledger()), (summary, (trained_jobs, 0)));
+    assert_eq!((run.summary(), run.ledger()), (summary.clone(), (trained_jobs, 0)));
 }
 
 #[cfg(feature = "torch")]
