@@ -28,7 +28,7 @@ const VERSION: u32 = 1;
 pub enum CheckpointError {
     #[error("{}: {source}; free space or mend its permissions", path.display())]
     Io { path: PathBuf, source: io::Error },
-    #[error("{} is not as it was written ({reason}); delete the folder {} and start again from an earlier checkpoint", file.display(), dir.display())]
+    #[error("{} is not as it was written ({reason}); restore it from a copy, or delete the folder {} and run the same command: it then goes on from the checkpoint before", file.display(), dir.display())]
     Damaged { dir: PathBuf, file: PathBuf, reason: String },
     #[error("{} was written by a newer version of draftmill (format {found}, this one reads up to {VERSION}); use that version", dir.display())]
     Newer { dir: PathBuf, found: u32 },
@@ -168,16 +168,21 @@ impl Verified {
     }
 }
 
-/// Removes what a killed process left half-written. Returns how many folders.
-pub fn clean(checkpoints: &Path) -> io::Result<usize> {
+/// Removes what a killed process left: halves, and checkpoints after `newest`, which never came to exist in state.db or
+/// belong to a history that was given up. Returns how many folders.
+pub fn clean(checkpoints: &Path, newest: u64) -> io::Result<usize> {
     let mut removed = 0;
     if checkpoints.exists() {
         for entry in fs::read_dir(checkpoints)? {
             let path = entry?.path();
-            if path.extension().is_some_and(|e| e == "tmp") {
+            if path.is_dir() && path.extension().is_some_and(|e| e == "tmp") {
                 fs::remove_dir_all(&path)?;
                 removed += 1;
             }
+        }
+        for step in steps(checkpoints)?.into_iter().filter(|&step| step > newest) {
+            fs::remove_dir_all(checkpoints.join(name_of(step)))?;
+            removed += 1;
         }
     }
     Ok(removed)
@@ -187,8 +192,10 @@ pub fn clean(checkpoints: &Path) -> io::Result<usize> {
 pub fn steps(checkpoints: &Path) -> io::Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(checkpoints)? {
-        let name = entry?.file_name();
-        steps.extend(name.to_str().and_then(|n| n.strip_prefix("step-")).and_then(|n| n.parse::<u64>().ok()));
+        let entry = entry?;
+        let step = entry.file_name().to_str().and_then(|n| n.strip_prefix("step-")).and_then(|n| n.parse::<u64>().ok());
+        // Another spelling of the number, or a file, is none of ours.
+        steps.extend(step.filter(|&step| entry.file_name().to_str() == Some(&name_of(step)) && entry.path().is_dir()));
     }
     steps.sort_unstable();
     Ok(steps)

@@ -218,6 +218,8 @@ impl State {
 
     pub fn on_barrier(&mut self) -> Vec<Action> {
         self.barrier = true;
+        // Two barriers may follow each other without a job between them: each wants its answer.
+        self.drained = false;
         self.decide()
     }
 

@@ -82,7 +82,7 @@ pub struct Counts {
     pub unfinished: u64,
     pub real_tokens: u64,
     pub padded_tokens: u64,
-    /// Every job of the plan was handed out, now or in an earlier run.
+    /// Every job of every epoch was handed out; false where a stop came first.
     pub plan_ended: bool,
 }
 
@@ -202,6 +202,12 @@ impl State {
 
 // === the loop ===
 
+/// What waits for room in the dispatcher's queue.
+enum Outgoing {
+    Job(JobSpec),
+    Barrier,
+}
+
 /// Starts the planner's channels. `run` with the second value.
 pub fn channel() -> (Handle, Inbox) {
     let (tx, inbox) = mpsc::channel(INBOX);
@@ -238,7 +244,7 @@ pub async fn run<L: Ledger>(
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
     let mut planner = Planner { settings, state, ledger: Some(ledger), shares };
     let mut feed = Some(feed);
-    let mut next: Option<JobSpec> = None;
+    let mut next: Option<Outgoing> = None;
     let mut barrier: Option<oneshot::Receiver<()>> = None;
     let (mut asked, mut settled) = (Vec::new(), Vec::new());
     let mut asking = true;
@@ -250,23 +256,20 @@ pub async fn run<L: Ledger>(
                     planner.begin(epoch).await?;
                     continue;
                 }
-                Next::Job(job) => next = Some(job),
-                Next::Barrier => {
-                    let (reply, drained) = oneshot::channel();
-                    if let Some(feed) = &feed {
-                        feed.send(Feed::Barrier(reply)).await.map_err(|_| gone("dispatcher"))?;
-                    }
-                    barrier = Some(drained);
-                }
+                Next::Job(job) => next = Some(Outgoing::Job(job)),
+                Next::Barrier => next = Some(Outgoing::Barrier),
                 // Dropping the feed tells the dispatcher that the plan has ended; dropping the last sender of
                 // receipts lets `returns` end when every receipt has come home.
                 Next::Ended => (feed, inbox.receipts) = (None, None),
             }
         }
-        let slot = match &inbox.receipts {
-            Some(receipts) if next.is_some() => receipts.clone().try_reserve_owned().ok(),
+        // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
+        // from recording: the trainer may be what the dispatcher's queue waits for.
+        let slot = match (&inbox.receipts, &next) {
+            (Some(receipts), Some(Outgoing::Job(_))) => receipts.clone().try_reserve_owned().ok(),
             _ => None,
         };
+        let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
         tokio::select! {
             biased;
             () = stops.abort.cancelled() => return Err(Fault::aborted("planner")),
@@ -296,12 +299,21 @@ pub async fn run<L: Ledger>(
                     break;
                 }
             }
-            permit = reserve(feed.clone()), if slot.is_some() => {
+            permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
-                if let (Some(spec), Some(slot)) = (next.take(), slot) {
-                    planner.state.on_handed_out(&spec);
-                    let receipt = Receipt::new(spec.id, slot);
-                    permit.send(Feed::Job(Job { spec, attempts: 0, receipt }));
+                match (next.take(), slot) {
+                    (Some(Outgoing::Job(spec)), Some(slot)) => {
+                        planner.state.on_handed_out(&spec);
+                        let receipt = Receipt::new(spec.id, slot);
+                        permit.send(Feed::Job(Job { spec, attempts: 0, receipt }));
+                    }
+                    (Some(Outgoing::Barrier), _) => {
+                        let (reply, drained) = oneshot::channel();
+                        permit.send(Feed::Barrier(reply));
+                        barrier = Some(drained);
+                    }
+                    // Excluded by `may_leave`.
+                    (other, _) => next = other,
                 }
             }
             drained = answer(&mut barrier), if barrier.is_some() => {

@@ -62,7 +62,17 @@ pub struct Start {
 /// Trains until the plan is done, a signal comes, or the first fault. An interrupted run gives a summary that is not
 /// `finished`.
 pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
-    let prepared = Prepared::open(loaded, start)?;
+    let stops = Stops::default();
+    let signals = signals::listen(stops.clone(), loaded.config.shutdown.grace.0).failed(Exit::Internal)?;
+    let trained = train_until(loaded, start, &stops).await;
+    signals.abort();
+    trained
+}
+
+async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summary, Failure> {
+    // Reads and compares gigabytes; a signal need not wait for that.
+    let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, start));
+    let prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
         return Ok(summary);
@@ -71,7 +81,13 @@ pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
         Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
         None => None,
     };
-    prepared.run(listener).await
+    prepared.run(listener, stops).await
+}
+
+/// What comes out of `work`, or the end of a run that was stopped before it began.
+async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Result<T, Failure> {
+    let done = stops.stop.run_until_cancelled(work).await;
+    done.ok_or_else(|| Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint stays"))
 }
 
 /// Everything that a run needs but the engines.
@@ -119,15 +135,22 @@ impl Prepared {
     /// The summary of a run that has nothing left to do.
     fn finished(&self) -> Result<Option<Summary>, Failure> {
         let path = self.opened.folder.summary();
-        let done = self.start_step() >= self.total_steps && self.total_steps > 0;
+        let Config { run, .. } = &self.loaded.config;
+        let counts = self.opened.state.counts().failed(Exit::Run)?;
+        let planned = (0..run.epochs).all(|epoch| counts.iter().any(|c| c.epoch == epoch && c.open() == 0));
+        let done = planned || run.max_steps.is_some_and(|limit| self.start_step() >= limit);
         if !done || !path.exists() {
             return Ok(None);
         }
         let text = std::fs::read_to_string(&path).failed(Exit::Run)?;
-        Ok(serde_json::from_str::<Summary>(&text).ok().filter(|s| s.finished))
+        // Written by an earlier end, of fewer epochs, or damaged: then the end is written anew.
+        let of_this_end = |s: &Summary| {
+            s.finished && s.steps == self.start_step() && s.export_dir.as_ref().is_none_or(|dir| dir.exists())
+        };
+        Ok(serde_json::from_str::<Summary>(&text).ok().filter(of_this_end))
     }
 
-    async fn run(mut self, listener: Option<TcpListener>) -> Result<Summary, Failure> {
+    async fn run(mut self, listener: Option<TcpListener>, stops: &Stops) -> Result<Summary, Failure> {
         self.announce(listener.as_ref());
         match self.loaded.config.run.engine {
             Engine::Simulated => {
@@ -138,14 +161,14 @@ impl Prepared {
                     drafters: vec![SimDrafter::new(costs, 1.0); n_drafters],
                     optimizer: SimOptimizer { costs, weight: 0.01 * self.start_step() as f64 },
                 };
-                self.drive(engines, listener).await
+                self.drive(engines, listener, stops.clone()).await
             }
             Engine::Torch => {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.from.take());
-                let engines = torch::load(&self.loaded, models, folder, from).await?;
-                self.drive(engines, listener).await
+                let engines = unless_stopped(stops, torch::load(&self.loaded, models, folder, from)).await??;
+                self.drive(engines, listener, stops.clone()).await
             }
         }
     }
@@ -172,7 +195,12 @@ impl Prepared {
         }
     }
 
-    async fn drive<T, D, O>(self, engines: Engines<T, D, O>, listener: Option<TcpListener>) -> Result<Summary, Failure>
+    async fn drive<T, D, O>(
+        self,
+        engines: Engines<T, D, O>,
+        listener: Option<TcpListener>,
+        stops: Stops,
+    ) -> Result<Summary, Failure>
     where
         T: TargetEngine,
         D: DraftEngine<Features = T::Features>,
@@ -182,9 +210,7 @@ impl Prepared {
         let settings = self.settings();
         let Prepared { loaded, source, plan, total_steps, opened, .. } = self;
         let Opened { folder, state, from, .. } = opened;
-        let stops = Stops::default();
         let metrics = listener.map(|l| serve_metrics(l, &loaded.config, plan.bounds.len(), &stops)).transpose()?;
-        let listening = signals::listen(stops.clone(), settings.grace).failed(Exit::Internal)?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let progress = Progress::new(total_steps, start_step, loaded.config.log.progress_every.0);
@@ -196,15 +222,13 @@ impl Prepared {
         let born = Instant::now();
         let report = mill::run(settings, parts, stops.clone()).await;
         let seconds = born.elapsed().as_secs_f64();
-        listening.abort();
         let log = recording.await.failed(Exit::Internal)?.map_err(|e| folder.cannot_write(folder.root(), &e))?;
-        let mut report = report.map_err(|fault| match fault.root {
+        let report = report.map_err(|fault| match fault.root {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        // A process that was killed between its last checkpoint and the export has nothing left to train.
-        report.trainer.checkpoint = report.trainer.checkpoint.or(from.map(|from| from.name));
-        let summary = close(&loaded, &folder, report, &log, seconds, total_steps)?;
+        let before = from.map(|checkpoint| checkpoint.name);
+        let summary = close(&loaded, &folder, report, &log, seconds, before)?;
         drop(metrics);
         Ok(summary)
     }
@@ -298,12 +322,13 @@ fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<
     Ok(identity)
 }
 
-/// The checkpoint that state.db names, verified. The simulated engine has none on disk.
+/// The checkpoint that the run goes on from, verified. The simulated engine has none on disk.
 fn resume_point(engine: Engine, opened: &Opened) -> Result<Option<Verified>, Failure> {
     let folder = opened.folder.checkpoints();
-    let removed = crate::checkpoint::clean(&folder).map_err(|e| opened.folder.cannot_write(&folder, &e))?;
+    let newest = opened.from.as_ref().map_or(0, |from| from.step);
+    let removed = crate::checkpoint::clean(&folder, newest).map_err(|e| opened.folder.cannot_write(&folder, &e))?;
     if removed > 0 {
-        tracing::info!(removed, "half-written checkpoints of a killed process were removed");
+        tracing::info!(removed, "checkpoints that a killed process left unfinished were removed");
     }
     match &opened.from {
         Some(from) if engine == Engine::Torch => {
@@ -355,14 +380,15 @@ async fn record(
     result.map(|()| log)
 }
 
-/// Exports the drafter of a finished run and writes the figures.
+/// Exports the drafter of a finished run and writes the figures. `before`: the checkpoint that the run went on from, which is
+/// its last where a kill came between the last step and the export.
 fn close(
     loaded: &Loaded,
     folder: &RunFolder,
     report: Report<StateDb>,
     log: &StepLog,
     seconds: f64,
-    total_steps: u64,
+    before: Option<String>,
 ) -> Result<Summary, Failure> {
     let config = &loaded.config;
     let (first, last) = log.windows();
@@ -370,9 +396,10 @@ fn close(
     summary.run_dir = folder.root().to_owned();
     summary.target_dir = config.target.dir.clone();
     summary.pool_max_bytes = config.pool.max_bytes.0;
-    // Skipped jobs may leave fewer steps than were expected.
-    summary.finished = report.trainer.step >= total_steps || (report.jobs.plan_ended && report.jobs.unfinished == 0);
-    let checkpoint = report.trainer.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
+    let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
+    summary.finished = at_limit || (report.jobs.plan_ended && report.jobs.unfinished == 0);
+    summary.checkpoint = report.trainer.checkpoint.or(before);
+    let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
     if let Some(checkpoint) = checkpoint.filter(|dir| summary.finished && dir.exists()) {
         let export = folder.export();
         crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)

@@ -1,7 +1,7 @@
 //! What a resumed run asks of its state: is this the same run, where are its weights, and which jobs are open again.
 
 use super::{Problem, StateDb, StateError, Synced, unsigned::Unsigned};
-use rusqlite::{Connection, OptionalExtension};
+use rusqlite::Connection;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
@@ -79,12 +79,16 @@ impl StateDb {
 
     /// The newest checkpoint that exists; `None` before the first.
     pub fn latest_checkpoint(&self) -> Result<Option<Checkpoint>, StateError> {
-        self.read("read the newest checkpoint from", |connection| {
-            let mut statement =
-                connection.prepare_cached("SELECT step, name FROM checkpoints ORDER BY step DESC LIMIT 1")?;
+        Ok(self.checkpoints()?.into_iter().next())
+    }
+
+    /// Every checkpoint that was made to exist, newest first. The folders of old ones were deleted since.
+    pub fn checkpoints(&self) -> Result<Vec<Checkpoint>, StateError> {
+        self.read("read the checkpoints from", |connection| {
+            let mut statement = connection.prepare_cached("SELECT step, name FROM checkpoints ORDER BY step DESC")?;
             let read =
                 |row: &rusqlite::Row<'_>| Ok(Checkpoint { step: row.get::<_, Unsigned>(0)?.0, name: row.get(1)? });
-            Ok(statement.query_row([], read).optional()?)
+            Ok(statement.query_map([], read)?.collect::<Result<_, _>>()?)
         })
     }
 

@@ -10,6 +10,7 @@ mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;
+mod recovery;
 mod templates;
 mod tidy;
 mod train;

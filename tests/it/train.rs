@@ -9,13 +9,13 @@ use std::{
 };
 
 /// A run folder of its own, with the smoke configuration on top of the repository's files.
-struct Run {
+pub struct Run {
     folder: tempfile::TempDir,
     sets: Vec<String>,
 }
 
 impl Run {
-    fn new(sets: &[&str]) -> Run {
+    pub fn new(sets: &[&str]) -> Run {
         let folder = tempfile::tempdir().unwrap();
         let dir = format!("run.dir={}", folder.path().join("run").display());
         let run = Run { sets: sets.iter().map(|s| (*s).to_owned()).chain([dir]).collect(), folder };
@@ -25,11 +25,11 @@ impl Run {
         run
     }
 
-    fn dir(&self) -> PathBuf {
+    pub fn dir(&self) -> PathBuf {
         self.folder.path().join("run")
     }
 
-    fn draftmill(&self, command: &str, more: &[&str]) -> Command {
+    pub fn draftmill(&self, command: &str, more: &[&str]) -> Command {
         let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
         run.current_dir(env!("CARGO_MANIFEST_DIR")).args([command, "--config", "configs/smoke.toml"]).args(more);
         for set in &self.sets {
@@ -38,12 +38,12 @@ impl Run {
         run
     }
 
-    fn train(&self, more: &[&str]) -> Output {
+    pub fn train(&self, more: &[&str]) -> Output {
         self.draftmill("train", more).output().unwrap()
     }
 
     /// Starts training and waits until `steps` are in the log.
-    fn train_until(&self, steps: usize) -> Child {
+    pub fn train_until(&self, steps: usize) -> Child {
         let mut child = self.draftmill("train", &[]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         loop {
             let log = std::fs::read_to_string(self.dir().join("steps.jsonl")).unwrap_or_default();
@@ -55,34 +55,34 @@ impl Run {
         }
     }
 
-    fn summary(&self) -> Value {
+    pub fn summary(&self) -> Value {
         serde_json::from_slice(&std::fs::read(self.dir().join("summary.json")).unwrap()).unwrap()
     }
 
     /// Jobs trained and open over all epochs.
-    fn ledger(&self) -> (u64, u64) {
+    pub fn ledger(&self) -> (u64, u64) {
         let state = StateDb::open_or_create(&self.dir()).unwrap();
         let counts = state.counts().unwrap();
         (counts.iter().map(|c| c.trained).sum(), counts.iter().map(|c| c.open()).sum())
     }
 
-    fn steps(&self) -> Vec<u64> {
+    pub fn steps(&self) -> Vec<u64> {
         let log = std::fs::read_to_string(self.dir().join("steps.jsonl")).unwrap();
         log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap()).collect()
     }
 }
 
-fn text(output: &Output) -> String {
+pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-fn interrupt(child: &Child) {
+pub fn interrupt(child: &Child) {
     let pid = i32::try_from(child.id()).unwrap();
     // SAFETY: the process is our child and has not been waited for, so the number is still its own.
     assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
 }
 
-const SLOW: &[&str] = &[
+pub const SLOW: &[&str] = &[
     "run.engine=simulated",
     "simulate.micro_batch=30ms",
     "simulate.feature_bytes_per_token=1 KiB",

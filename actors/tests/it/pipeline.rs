@@ -14,7 +14,7 @@ fn waited(totals: &Totals, cause: Cause) -> Duration {
 }
 
 /// Every job of every planned epoch was trained, and each sample of an epoch exactly once.
-fn assert_all_trained(world: &World, ended: &crate::world::Outcomes, epochs: u32) {
+pub fn assert_all_trained(world: &World, ended: &crate::world::Outcomes, epochs: u32) {
     let ledger = ended.ledger();
     assert_eq!(ledger.plans.len(), epochs as usize);
     for plan in &ledger.plans {

@@ -38,6 +38,9 @@ pub struct World {
     pub max_skip_fraction: f64,
     pub max_failures_in_a_row: u32,
     pub pool: pool_state::Settings,
+    pub queue_jobs: usize,
+    pub pad_ahead: usize,
+    pub prefetch: usize,
     /// Asks for an orderly end at this time.
     pub stop_at: Option<Duration>,
     pub abort_at: Option<Duration>,
@@ -85,6 +88,9 @@ impl Default for World {
                 draw: pool_state::Draw::Proportional,
                 seed: 7,
             },
+            queue_jobs: 8,
+            pad_ahead: 2,
+            prefetch: 1,
             stop_at: None,
             abort_at: None,
             counts: Vec::new(),
@@ -156,7 +162,11 @@ impl World {
                 epoch_barrier: self.epoch_barrier,
                 max_skip_fraction: self.max_skip_fraction,
             },
-            dispatcher: dispatcher::Settings { queue_jobs: 8, pad_ahead: 2, max_attempts: self.max_attempts },
+            dispatcher: dispatcher::Settings {
+                queue_jobs: self.queue_jobs,
+                pad_ahead: self.pad_ahead,
+                max_attempts: self.max_attempts,
+            },
             pool: self.pool,
             trainer: trainer::Settings {
                 drafters: self.drafters.len(),
@@ -167,7 +177,7 @@ impl World {
                 max_steps: self.max_steps,
                 checkpoint_every: self.checkpoint_every,
             },
-            prefetch: 1,
+            prefetch: self.prefetch,
             max_failures_in_a_row: self.max_failures_in_a_row,
             grace: Duration::from_secs(10),
         };
