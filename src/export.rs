@@ -18,6 +18,8 @@ use thiserror::Error;
 
 const MODEL: &str = "model.safetensors";
 const CONFIG: &str = "config.json";
+/// What an export holds, and so what another one may replace.
+const OURS: [&str; 2] = [CONFIG, MODEL];
 
 /// Why an export could not be written.
 #[derive(Debug, Error)]
@@ -28,8 +30,10 @@ pub enum ExportError {
     Hf(#[from] HfError),
     #[error("{} cannot be written: {source}; free space or mend its permissions", path.display())]
     Io { path: PathBuf, source: io::Error },
-    #[error("{} exists and is not empty; choose another folder, or add --force to replace it", .0.display())]
+    #[error("{} exists and is not empty; choose another folder, or add --force to replace an earlier export", .0.display())]
     Occupied(PathBuf),
+    #[error("{} holds {found}, which no export wrote, and --force replaces exports only; choose another folder", dir.display())]
+    Foreign { dir: PathBuf, found: String },
     #[error("the export does not pass its own check and was thrown away: {0}")]
     Unsound(Finding),
 }
@@ -43,6 +47,21 @@ pub struct ExportReport {
     pub parameters: usize,
     pub bytes: u64,
     pub dtype: &'static str,
+}
+
+/// The folder to write, where nothing stands in its way: it is absent or empty, or `force` replaces an earlier export.
+fn free(out: &Path, force: bool) -> Result<PathBuf, ExportError> {
+    let at = |source| ExportError::Io { path: out.to_owned(), source };
+    if !out.exists() {
+        return std::path::absolute(out).map_err(at);
+    }
+    let out = fs::canonicalize(out).map_err(at)?;
+    let names = fs::read_dir(&out).map_err(at)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    let names = names.collect::<io::Result<Vec<_>>>().map_err(at)?;
+    if let Some(found) = names.iter().find(|name| !OURS.contains(&name.as_str())) {
+        return Err(ExportError::Foreign { dir: out, found: found.clone() });
+    }
+    if names.is_empty() || force { Ok(out) } else { Err(ExportError::Occupied(out)) }
 }
 
 /// Writes the drafter of a checkpoint folder to `out`, whole or not at all, and checks it.
@@ -61,12 +80,11 @@ pub fn export_checkpoint(dir: &Path, out: &Path, dtype: Dtype, force: bool) -> R
         let path = path.to_owned();
         move |source| ExportError::Io { path, source }
     };
-    let occupied = fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some());
-    if occupied && !force {
-        return Err(ExportError::Occupied(out.to_owned()));
-    }
+    let out = free(out, force)?;
     let tmp = out.with_extension("tmp");
+    let out = out.as_path();
     let result = (|| {
+        free(&tmp, true)?;
         let _ = fs::remove_dir_all(&tmp);
         fs::create_dir_all(&tmp).map_err(at(&tmp))?;
         let model = tmp.join(MODEL);

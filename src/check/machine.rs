@@ -1,9 +1,6 @@
 //! What this machine has: devices, memory, disk, ports.
 
-use crate::{
-    admin::AdminError,
-    config::{ByteSize, Config, Device, Engine, Problem, Written},
-};
+use crate::config::{ByteSize, Config, Device, Engine, Problem, Written};
 use std::{collections::BTreeSet, ffi::CString, net::TcpListener, os::unix::ffi::OsStrExt, path::Path};
 
 /// What the rules below need to know of the machine; tests give their own.
@@ -16,6 +13,8 @@ pub struct Machine {
     pub memory: Option<u64>,
     /// Room on the disk of run.dir.
     pub free_disk: Option<u64>,
+    /// Whether to try the port. A run takes it itself, after it has its folder.
+    pub ask_port: bool,
 }
 
 impl Machine {
@@ -26,6 +25,7 @@ impl Machine {
             cuda_devices: cuda_devices(),
             memory: memory(),
             free_disk: free_disk(&config.run.dir),
+            ask_port: true,
         }
     }
 }
@@ -54,14 +54,15 @@ pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Pr
             }
         }
     }
-    if let Some(address) = config.admin.listen.0
+    if let Some(address) = config.admin.listen.0.filter(|_| machine.ask_port)
         && let Err(source) = TcpListener::bind(address)
     {
-        let error = match source.kind() {
-            std::io::ErrorKind::AddrInUse => AdminError::InUse { address },
-            _ => AdminError::Bind { address, source },
+        let message = match source.kind() {
+            std::io::ErrorKind::AddrInUse => "another process listens there, perhaps another run".to_owned(),
+            _ => format!("it cannot be listened on: {source}"),
         };
-        problems.push(written.problem("admin.listen", error.to_string(), ""));
+        let remedy = "choose another port (--set admin.listen=127.0.0.1:0 takes any), or \"off\"";
+        problems.push(written.problem("admin.listen", message, remedy));
     }
     if config.run.dir.exists() && !config.run.dir.is_dir() {
         problems.push(written.problem("run.dir", "this is a file", "name a folder, or one that does not exist yet"));
@@ -145,7 +146,8 @@ mod tests {
     use super::*;
     use crate::config::load_text;
 
-    const BARE: Machine = Machine { torch: false, cuda_devices: 0, memory: Some(1 << 30), free_disk: Some(1 << 30) };
+    const BARE: Machine =
+        Machine { torch: false, cuda_devices: 0, memory: Some(1 << 30), free_disk: Some(1 << 30), ask_port: true };
 
     fn keys(text: &str, machine: &Machine) -> Vec<String> {
         let loaded = load_text(&format!("{text}\n[admin]\nlisten = \"off\""), "x.toml", &[]).unwrap();

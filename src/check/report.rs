@@ -41,6 +41,21 @@ impl Report {
         first.unwrap_or(Exit::Done)
     }
 
+    /// Takes in what was found by looking further. A key that is blamed already is blamed once.
+    pub fn add(&mut self, further: Report) {
+        for (problem, exit) in further.problems.into_iter().zip(further.exits) {
+            if problem.key.is_empty() || !self.problems.iter().any(|known| known.key == problem.key) {
+                self.fail(exit, problem);
+            }
+        }
+        // In the order of the file; what stands nowhere comes last.
+        self.problems.sort_by_key(|problem| problem.line.unwrap_or(usize::MAX));
+        let Report { notes, mask_token, validation_samples, plan, models, .. } = further;
+        self.notes.extend(notes);
+        (self.mask_token, self.validation_samples, self.plan, self.models) =
+            (mask_token, validation_samples, plan, models);
+    }
+
     /// This report, or all its problems as the reason not to begin.
     pub fn sound(self) -> Result<Report, Failure> {
         match self.exit() {

@@ -2,17 +2,17 @@
 
 use super::{CheckArgs, output, prepare::stored};
 use crate::{
-    check::{Machine, examine},
+    check::{Machine, Report, examine},
     config::{Loaded, Problems},
     exit::Failure,
 };
 
 /// Tells every problem on stderr and the forecast on stdout, or both as JSON on stdout.
-pub fn run(args: &CheckArgs, loaded: Result<Loaded, Problems>) -> Result<(), Failure> {
-    let report = match loaded {
-        Ok(loaded) => examine(&loaded, &Machine::detect(&loaded.config), &stored(&loaded.config)),
-        Err(problems) => problems.into(),
-    };
+pub fn run(args: &CheckArgs, loaded: Option<&Loaded>, problems: Problems) -> Result<(), Failure> {
+    let mut report = Report::from(problems);
+    if let Some(loaded) = loaded {
+        report.add(examine(loaded, &Machine::detect(&loaded.config), &stored(&loaded.config)));
+    }
     if args.json {
         output::print_json(&report)?;
     } else {

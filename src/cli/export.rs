@@ -42,18 +42,25 @@ fn check(dir: &Path, json: bool) -> Result<(), Failure> {
 
 fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     let folder = RunFolder::new(run);
-    let steps = checkpoint::steps(&folder.checkpoints()).map_err(|e| {
-        Failure::new(Exit::Model, format!("{} holds no checkpoints ({e}); give the run.dir of a run", run.display()))
-    })?;
+    let steps = checkpoint::steps(&folder.checkpoints()).unwrap_or_default();
+    if steps.is_empty() {
+        let why = match folder.config().exists() {
+            true => "has no checkpoint yet; let it train on, or end it with one Ctrl-C, which writes one",
+            false => "is no run; give the run.dir of a run",
+        };
+        return Err(Failure::new(Exit::Model, format!("{} {why}", run.display())));
+    }
     let step = match args.checkpoint {
         WhichCheckpoint::Latest => steps.last().copied(),
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
     };
     let step = step.ok_or_else(|| {
-        Failure::new(
-            Exit::Model,
-            format!("{} has no such checkpoint; it has those of the steps {steps:?}", run.display()),
-        )
+        let asked = match args.checkpoint {
+            WhichCheckpoint::Latest => "latest".into(),
+            WhichCheckpoint::Step(step) => step.to_string(),
+        };
+        let run = run.display();
+        Failure::new(Exit::Model, format!("{run} has no checkpoint {asked}; it has those of the steps {steps:?}"))
     })?;
     let dtype = args.dtype.map_or_else(|| stated_dtype(&folder), Dtype::from);
     let checkpoint = folder.checkpoints().join(checkpoint::name_of(step));

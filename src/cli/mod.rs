@@ -49,11 +49,11 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?),
         Command::Check(args) => {
             open_libtorch()?;
-            // A configuration that cannot be read is a finding like any other.
-            let loaded = load(&args.config);
-            let log = loaded.as_ref().map_or_else(|_| Log::default(), |loaded| loaded.config.log.clone());
+            // A configuration with mistakes is a finding like any other, and what is right in it is still looked at.
+            let (loaded, problems) = config::load_leniently(args.config.config.as_deref(), &args.config.set);
+            let log = loaded.as_ref().map_or_else(Log::default, |loaded| loaded.config.log.clone());
             logging::start(&cli.log, &log)?;
-            check::run(args, loaded)
+            check::run(args, loaded.as_ref(), problems)
         }
         Command::Train(args) => {
             open_libtorch()?;

@@ -33,6 +33,19 @@ impl Written {
         self.problem_with(key, value.unwrap_or_default(), message, remedy)
     }
 
+    /// Puts the defaults in the place of these keys.
+    pub(super) fn reset<'a>(&mut self, keys: impl Iterator<Item = &'a str>) {
+        let Ok(mut table) = Table::try_from(&self.wire) else { return };
+        for (section, key) in keys.filter_map(|key| key.split_once('.')) {
+            if let (Some(entries), Some(value)) =
+                (table.get_mut(section).and_then(Value::as_table_mut), default_of(section, key))
+            {
+                entries.insert(key.into(), value);
+            }
+        }
+        self.wire = Wire::deserialize(table).unwrap_or_default();
+    }
+
     fn problem_with(
         &self,
         key: &str,
@@ -170,7 +183,7 @@ fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -
                 Ok(_) => drop(kept.insert(key, value)),
                 Err(error) => {
                     let remedy = default_of(&section, &key).map(|value| format!("the default is {value}"));
-                    let message = error.message().trim().replace('\n', ", ");
+                    let message = in_words(&error.message().trim().replace('\n', ", "));
                     problems.push(written.problem_with(&path, value.to_string(), message, remedy.unwrap_or_default()));
                 }
             }
@@ -178,6 +191,19 @@ fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -
         clean.insert(section, Value::Table(kept));
     }
     clean
+}
+
+/// serde's names of types as a person says them.
+fn in_words(message: &str) -> String {
+    let words = [
+        ("u16", "a whole number of at least 0"),
+        ("u32", "a whole number of at least 0"),
+        ("u64", "a whole number of at least 0"),
+        ("f64", "a number"),
+        ("a sequence", "a list, for example [\"a\", \"b\"]"),
+        ("unknown variant", "there is no choice"),
+    ];
+    words.iter().fold(message.to_owned(), |text, (word, said)| text.replace(word, said))
 }
 
 fn default_of(section: &str, key: &str) -> Option<Value> {

@@ -40,6 +40,29 @@ pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Loaded, Problems> {
     finish(load::read_file(file, sets))
 }
 
+/// For those who look for every mistake: what could be read, with defaults in the place of bad values, and the problems.
+/// `None` where even that gives nothing to go on with.
+pub fn load_leniently(file: Option<&Path>, sets: &[String]) -> (Option<Loaded>, Problems) {
+    let (mut written, mut problems) = load::read_file(file, sets);
+    // A rule may blame a key that depends on another one, so one round may not be enough.
+    for _ in 0..FIELDS.len() {
+        match resolve(&written) {
+            Ok(config) => return (Some(Loaded { config, written }), problems),
+            Err(more) => {
+                let before = problems.0.len();
+                let new = more.0.into_iter().filter(|new| !problems.0.iter().any(|old| old.key == new.key));
+                let new: Vec<_> = new.collect();
+                problems.0.extend(new);
+                if problems.0.len() == before {
+                    break;
+                }
+                written.reset(problems.0[before..].iter().map(|problem| problem.key.as_str()));
+            }
+        }
+    }
+    (None, problems)
+}
+
 /// The same from text; `name` stands for the file in messages.
 pub fn load_text(text: &str, name: &str, sets: &[String]) -> Result<Loaded, Problems> {
     finish(load::read(text, name, sets))

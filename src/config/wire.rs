@@ -101,7 +101,8 @@ sections! {
         Restart unknown_role: UnknownRole = UnknownRole::Reject;
         /// Samples with fewer supervised tokens are left out (counted, not an error).
         Restart min_supervised: u32 = 32;
-        /// Share of samples, chosen by a hash of their content, that is kept apart for validation and never trained.
+        /// Share of samples, chosen by a hash of their content, that is kept apart in the store and never trained, for a
+        /// measure of your own.
         Restart validation_fraction: f64 = 0.01;
         /// More rejected rows than this share end `prepare` with an error.
         Restart max_reject_fraction: f64 = 0.05;
@@ -156,7 +157,7 @@ sections! {
         Restart max_bytes: ByteSize = ByteSize(4 << 30);
         /// Batches held and reserved never exceed this.
         Restart max_batches: u32 = 16;
-        /// Draws wait until this many batches are ready, so that every step mixes lengths.
+        /// Draws wait until this many batches are ready, so that the micro-batches of a step differ in length.
         Restart min_ready: u32 = 4;
         /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch.
         Restart draw: Draw = Draw::Proportional;
@@ -221,7 +222,7 @@ sections! {
     checkpoint: Checkpoint {
         /// Optimizer steps between checkpoints; one is always written at the end.
         Live every_steps: u64 = 500;
-        /// Checkpoints that are kept; older ones are deleted.
+        /// Checkpoints that are kept when a run ends, and one more while it goes on; older ones are deleted.
         Live keep_last: u32 = 3;
         /// Number type of exported weights.
         Live export_dtype: Dtype = Dtype::Bf16;

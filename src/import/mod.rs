@@ -53,7 +53,7 @@ pub struct ImportReport {
 /// Why an import failed. Nothing is left in or beside `out`.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
-    #[error("cannot read {path}: {source}", path = path.display())]
+    #[error("cannot read {path}: {source}; give the path of a GGUF file", path = path.display())]
     Read { path: PathBuf, source: std::io::Error },
     #[error("{path} is not a GGUF file: {found}; name the .gguf file itself", path = path.display())]
     NotGguf { path: PathBuf, found: String },

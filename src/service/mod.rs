@@ -26,7 +26,7 @@ use crate::{
     config::{Config, Engine, Loaded},
     data::{Split, Store, StoreSource},
     exit::{Exit, Failure},
-    state::{Identity, StateDb},
+    state::{Checkpoint, Identity, StateDb},
 };
 use draftmill_actors::{
     dispatcher,
@@ -108,7 +108,8 @@ impl Prepared {
         let store = Arc::new(Store::open(&config.data.store).failed(Exit::Data)?);
         let lengths = store.lengths(Split::Train);
         let samples = Samples { lengths, validation: store.len(Split::Validation) };
-        let report = examine(&loaded, &Machine::detect(config), &Stored::Ready(samples)).sound()?;
+        let machine = Machine { ask_port: false, ..Machine::detect(config) };
+        let report = examine(&loaded, &machine, &Stored::Ready(samples)).sound()?;
         let forecast =
             report.plan.ok_or_else(|| Failure::new(Exit::Internal, "there is no forecast of a sound run"))?;
         let models = report.models.map(|(target, draft)| Models { target, draft });
@@ -227,8 +228,7 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let before = from.map(|checkpoint| checkpoint.name);
-        let summary = close(&loaded, &folder, report, &log, seconds, before)?;
+        let summary = close(&loaded, &folder, report, &log, seconds, from)?;
         drop(metrics);
         Ok(summary)
     }
@@ -307,7 +307,7 @@ fn costs(config: &Config) -> CostModel {
 fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
     let mut identity = Identity::new();
     for (name, value) in [
-        ("data", store.fingerprint().to_string()),
+        ("data", data_name(store)),
         ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
         ("run.seed", config.run.seed.to_string()),
         ("plan.job_tokens", plan.job_tokens.to_string()),
@@ -320,6 +320,14 @@ fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<
         models.identity(&config.target.dir, &mut identity).failed(Exit::Model)?;
     }
     Ok(identity)
+}
+
+/// The store's fingerprint, with the names of the files that it was made of for people.
+fn data_name(store: &Store) -> String {
+    let inputs = store.metadata().get("inputs").and_then(|text| serde_json::from_str::<serde_json::Value>(text).ok());
+    let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();
+    let names: Vec<_> = names.filter_map(|input| input["name"].as_str()).collect();
+    format!("{} ({})", store.fingerprint(), names.join(", "))
 }
 
 /// The checkpoint that the run goes on from, verified. The simulated engine has none on disk.
@@ -388,7 +396,7 @@ fn close(
     report: Report<StateDb>,
     log: &StepLog,
     seconds: f64,
-    before: Option<String>,
+    before: Option<Checkpoint>,
 ) -> Result<Summary, Failure> {
     let config = &loaded.config;
     let (first, last) = log.windows();
@@ -398,8 +406,14 @@ fn close(
     summary.pool_max_bytes = config.pool.max_bytes.0;
     let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
     summary.finished = at_limit || (report.jobs.plan_ended && report.jobs.unfinished == 0);
-    summary.checkpoint = report.trainer.checkpoint.or(before);
+    summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
+    summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
     let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
+    if let Err(error) = crate::checkpoint::retain(&folder.checkpoints(), config.checkpoint.keep_last as usize)
+        && folder.checkpoints().exists()
+    {
+        tracing::warn!(%error, "old checkpoints could not be deleted");
+    }
     if let Some(checkpoint) = checkpoint.filter(|dir| summary.finished && dir.exists()) {
         let export = folder.export();
         crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)

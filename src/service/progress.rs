@@ -22,7 +22,7 @@ pub struct Progress {
 impl Progress {
     /// `total` steps are expected, `start_step` of them are done. `every`: time between plain lines.
     pub fn new(total: u64, start_step: u64, every: Duration) -> Progress {
-        let style = ProgressStyle::with_template("{spinner} step {pos}/{len} [{bar:20}] {msg}");
+        let style = ProgressStyle::with_template("{spinner} step {pos}/{len} {msg}");
         let bar = stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(4));
             if let Ok(style) = style {
@@ -61,11 +61,10 @@ impl Progress {
         let done = (r.step - self.start_step).max(1) as f64;
         let left = Duration::from_secs_f64(seconds / done * self.total.saturating_sub(r.step) as f64);
         format!(
-            "loss {:.3} acc {:.1}% lr {:.1e} norm {:.2} {:.0} tok/s, {} left",
+            "loss {:.3} acc {:.1}% lr {:.1e} {:.0} tok/s, {} left",
             r.loss,
             r.accuracy * 100.0,
             r.learning_rate,
-            r.grad_norm,
             self.tokens as f64 / seconds,
             clock(left)
         )

@@ -30,8 +30,11 @@ pub struct Summary {
     pub pool_max_bytes: u64,
     pub jobs_trained: u64,
     pub jobs_skipped: u64,
-    /// Jobs that were under way when the run was stopped; they stay open.
+    /// Jobs that were under way when the run ended; they are not trained.
     pub jobs_unfinished: u64,
+    /// The step from which this start went on; 0 at the beginning. Rates, shares and counts of jobs are of this start
+    /// alone, losses and accuracies of the whole run.
+    pub resumed_from: u64,
     /// Seconds from the start of the first actor to the end of the last.
     pub seconds: f64,
     pub actors: Vec<ActorShares>,
@@ -107,13 +110,15 @@ impl fmt::Display for Summary {
         let state = if self.finished { "finished" } else { "stopped" };
         writeln!(f, "run {}: {state} after {} steps", self.run_dir.display(), self.steps)?;
         if self.window > 0 {
-            let n = self.window;
-            writeln!(
-                f,
-                "  loss        {:.3} -> {:.3}   (means of the first and last {n} steps)",
-                self.loss_first, self.loss_last
-            )?;
+            let over = match self.window {
+                1 => "the first and the last step".to_owned(),
+                n => format!("means of the first and last {n} steps"),
+            };
+            writeln!(f, "  loss        {:.3} -> {:.3}   ({over})", self.loss_first, self.loss_last)?;
             writeln!(f, "  accuracy    {} -> {}", percent(self.accuracy_first), percent(self.accuracy_last))?;
+        }
+        if self.resumed_from > 0 {
+            writeln!(f, "  since this start, which went on from step {}:", self.resumed_from)?;
         }
         writeln!(
             f,
@@ -128,7 +133,11 @@ impl fmt::Display for Summary {
         writeln!(
             f,
             "{}",
-            if self.jobs_unfinished > 0 { format!(", {} open", self.jobs_unfinished) } else { String::new() }
+            if self.jobs_unfinished > 0 {
+                format!(", {} under way at the end and not trained", self.jobs_unfinished)
+            } else {
+                String::new()
+            }
         )?;
         writeln!(f, "  who waited  {:<12} {:>8}   waiting for", "", "busy")?;
         for a in &self.actors {

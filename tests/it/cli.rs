@@ -30,7 +30,8 @@ fn target(folder: &Path) {
     std::fs::write(folder.join("tokenizer.json"), json!({"model": {"vocab": vocab}}).to_string()).unwrap();
 }
 
-const LARGE: Machine = Machine { torch: true, cuda_devices: 0, memory: Some(1 << 40), free_disk: Some(1 << 40) };
+const LARGE: Machine =
+    Machine { torch: true, cuda_devices: 0, memory: Some(1 << 40), free_disk: Some(1 << 40), ask_port: true };
 
 fn set(values: &[String]) -> config::Loaded {
     let fixed = ["admin.listen=off", "drafter.layers=2", "data.min_supervised=1"].map(String::from);
@@ -164,4 +165,17 @@ fn check_names_a_store_that_does_not_fit_the_configuration() {
         let all = config::Problems(report.problems).to_string();
         assert!(all.contains("data.store") && all.contains(part), "{all}");
     }
+}
+
+/// One bad value must not hide what else is wrong.
+#[test]
+fn check_looks_on_behind_bad_values() {
+    let sets = ["optimizer.learning_rate=-1", "target.dir=nope", "data.inputs=nope.jsonl", "run.epochs=two"];
+    let arguments: Vec<_> = ["check"].into_iter().chain(sets.iter().flat_map(|set| ["--set", set])).collect();
+    let (code, _, errors) = draftmill(&arguments);
+    assert_eq!(code, i32::from(Exit::Config.code()));
+    for key in ["optimizer.learning_rate", "target.dir", "data.inputs", "run.epochs"] {
+        assert_eq!(errors.matches(&format!("--set: {key} = ")).count(), 1, "{key}: {errors}");
+    }
+    assert!(errors.contains("expected a whole number"), "{errors}");
 }

@@ -194,6 +194,14 @@ fn an_export_replaces_nothing_unless_told_and_leaves_nothing_half_written() {
     assert_eq!(check(&export.dir), []);
     export_checkpoint(&from, &export.dir, Dtype::F32, true).unwrap();
     assert_eq!(DraftConfig::load(&export.dir).unwrap().dtype, Dtype::F32);
+    // What no export wrote is never deleted, whatever is asked: not a stranger's file, the run itself, or a parent.
+    fs::write(export.dir.join("precious.txt"), "hi").unwrap();
+    for dir in [&export.dir, &from, &export.root.path().to_owned(), &export.dir.join("..")] {
+        let refused = export_checkpoint(&from, dir, Dtype::F32, true);
+        assert!(matches!(refused, Err(ExportError::Foreign { .. })), "{}: {refused:?}", dir.display());
+    }
+    assert_eq!(fs::read_to_string(export.dir.join("precious.txt")).unwrap(), "hi");
+    fs::remove_file(export.dir.join("precious.txt")).unwrap();
     let weights = from.join(checkpoint::WEIGHTS);
     fs::write(&weights, [fs::read(&weights).unwrap(), vec![0]].concat()).unwrap();
     assert!(export_checkpoint(&from, &export.dir, Dtype::F32, true).is_err());
