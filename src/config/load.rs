@@ -289,9 +289,9 @@ mod tests {
         let shown = lines(&problems).join("\n");
         for expected in [
             "x.toml:2: pool.max_byte = 1: there is no such key; did you mean pool.max_bytes?",
-            "x.toml:3: pool.min_ready = \"many\": invalid type: string \"many\", expected u32",
+            "x.toml:3: pool.min_ready = \"many\": invalid type: string \"many\", expected a whole number of at least 0",
             "x.toml:5: dispatsh: there is no such section; did you mean [dispatch]?",
-            "x.toml:7: plan.order = \"random\": unknown variant `random`, expected `shuffle` or `spread`",
+            "x.toml:7: plan.order = \"random\": there is no choice `random`, expected `shuffle` or `spread`",
             "x.toml:8: plan.epochs = 2: there is no such key; did you mean run.epochs?",
             "--set: pool.nothing = 1: there is no such key; the keys of [pool] are max_bytes, max_batches",
             "--set: seed=1: the key has no section",
