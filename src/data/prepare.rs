@@ -55,6 +55,8 @@ pub enum PrepareError {
         .report.rejected_rows(), .report.rows, 100.0 * .report.reject_fraction(), .report.reasons(), rejects(.report)
     )]
     TooManyRejected { most: f64, report: Box<PrepareReport> },
+    #[error("{} of data.inputs: no rows in it; give files of one conversation a line, or one JSON array", .inputs.join(", "))]
+    Empty { inputs: Vec<String> },
     #[error("none of {} rows gave a sample{}; see {}", .report.rows, because(.report), rejects(.report))]
     NothingLeft { report: Box<PrepareReport> },
     #[error("all {} samples fell into the validation split; lower data.validation_fraction or add data", .report.samples())]
@@ -258,6 +260,10 @@ impl Output {
         }
         let most = options.data.max_reject_fraction;
         match &report {
+            report if report.rows == 0 => {
+                let inputs = options.data.inputs.iter().map(|path| path.display().to_string()).collect();
+                Err(PrepareError::Empty { inputs })
+            }
             report if report.samples() == 0 => Err(PrepareError::NothingLeft { report: Box::new(report.clone()) }),
             report if report.reject_fraction() > most => {
                 Err(PrepareError::TooManyRejected { most, report: Box::new(report.clone()) })

@@ -143,7 +143,11 @@ fn only_bad_rows_or_too_many_are_an_error_that_leaves_no_store_but_the_rejects()
     assert_eq!(world.files(), ["a.jsonl", "data.safetensors.rejects.jsonl", "model"]);
     assert_eq!(world.rejects().len(), 2);
     world.write("empty", "");
-    assert!(matches!(world.prepare(&["empty"]), Err(PrepareError::NothingLeft { .. })));
+    let error = world.prepare(&["empty"]).unwrap_err();
+    assert!(
+        matches!(&error, PrepareError::Empty { .. }) && error.to_string().contains("empty of data.inputs"),
+        "{error}"
+    );
     fs::remove_file(world.path("empty")).unwrap();
 
     world.options.data.max_reject_fraction = 0.25;
