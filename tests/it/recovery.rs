@@ -18,6 +18,7 @@ fn assert_whole(run: &Run) {
 }
 
 /// As if the process had been killed between its last step and its export.
+#[cfg(feature = "torch")]
 fn undo_the_end(run: &Run) {
     fs::remove_file(run.dir().join("summary.json")).unwrap();
     fs::remove_dir_all(run.dir().join("export")).unwrap();
