@@ -25,7 +25,7 @@ use tokio::sync::{
 /// Requests wait here: the trainer's, one a step.
 const INBOX: usize = 16;
 /// One slot for each job between planner and outcome. What really bounds these is the queue and the pool.
-const IN_FLIGHT: usize = 1 << 16;
+pub const IN_FLIGHT: usize = 1 << 16;
 /// Outcomes that are recorded in one transaction at most.
 const RECORD_AT_ONCE: usize = 4096;
 

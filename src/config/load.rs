@@ -2,11 +2,20 @@
 
 use super::{
     problem::{Problem, Problems},
+    values::ByteSize,
     wire::{FIELDS, SECTIONS, Wire},
 };
 use serde::Deserialize;
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
 use toml::{Table, Value, de::DeTable};
+
+/// No configuration is longer, and every key of ours together is a hundredth of it.
+const MAX_FILE: u64 = 1 << 20;
 
 /// The wire types with the place where each value was written.
 #[derive(Clone, Debug, Default)]
@@ -68,7 +77,7 @@ impl Written {
 pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
     let Some(path) = file else { return read("", "", sets) };
     let name = path.display().to_string();
-    match std::fs::read_to_string(path) {
+    match read_text(path) {
         Ok(text) => read(&text, &name, sets),
         Err(error) => {
             let (written, mut problems) = read("", &name, sets);
@@ -86,6 +95,16 @@ pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
             (written, problems)
         }
     }
+}
+
+/// The whole file, unless it is far too long for a configuration: parsing and listing its mistakes would take for ever.
+fn read_text(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    let length = File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)? as u64;
+    if length > MAX_FILE {
+        return Err(io::Error::other(format!("it is longer than {}", ByteSize(MAX_FILE))));
+    }
+    Ok(text)
 }
 
 /// Reads TOML text named `file` and puts the overrides over it.
@@ -340,6 +359,12 @@ mod tests {
         let (written, problems) = read("", "", &sets(&["log.level=1\nx = 2"]));
         assert_eq!(problems, Problems::default());
         assert_eq!(written.wire.log.level, "1\nx = 2");
+    }
+
+    #[test]
+    fn a_file_that_is_no_configuration_is_not_read_to_its_end() {
+        let (_, problems) = read_file(Some(Path::new("/dev/zero")), &[]);
+        assert!(problems.to_string().contains("longer than 1 MiB"), "{problems}");
     }
 
     #[test]

@@ -31,10 +31,12 @@ impl fmt::Display for Problem {
             write!(f, ":{line}")?;
         }
         f.write_str(": ")?;
-        match (self.key.is_empty(), self.value.is_empty()) {
+        // One finding is one line, whatever was written.
+        let (key, value) = (self.key.replace('\n', "\\n"), self.value.replace('\n', "\\n"));
+        match (key.is_empty(), value.is_empty()) {
             (true, _) => {}
-            (false, true) => write!(f, "{}: ", self.key)?,
-            (false, false) => write!(f, "{} = {}: ", self.key, self.value)?,
+            (false, true) => write!(f, "{key}: ")?,
+            (false, false) => write!(f, "{key} = {value}: ")?,
         }
         f.write_str(&self.message)?;
         if !self.remedy.is_empty() {

@@ -61,6 +61,18 @@ impl Audit<'_> {
         for (key, value) in positive {
             self.require(value >= 1, key, "must be at least 1", "leave it out for the default");
         }
+        // Far above every machine and model, and low enough that no product overflows and no loop over layers hangs.
+        let at_most = [
+            ("run.threads", w.run.threads.or(|| 1), 1 << 10),
+            ("drafter.layers", w.drafter.layers, 1 << 10),
+            ("drafter.heads", w.drafter.heads.or(|| 1), 1 << 12),
+            ("drafter.kv_heads", w.drafter.kv_heads.or(|| 1), 1 << 12),
+            ("drafter.head_dim", w.drafter.head_dim.or(|| 1), 1 << 12),
+            ("drafter.intermediate_size", w.drafter.intermediate_size.or(|| 1), 1 << 22),
+        ];
+        for (key, value, most) in at_most {
+            self.require(value <= most, key, "is more than any machine or model has", format!("choose at most {most}"));
+        }
         let fractions = [
             ("data.max_reject_fraction", w.data.max_reject_fraction),
             ("dispatch.max_skip_fraction", w.dispatch.max_skip_fraction),
@@ -196,6 +208,15 @@ impl Audit<'_> {
             "must not be negative",
             "choose 0 for none",
         );
+        let drafters = self.written.wire.drafter.devices.len().max(1);
+        // Half of what the planner follows at once: the other half is for what is queued, extracted and drawn.
+        let most = draftmill_actors::planner::IN_FLIGHT / 2 / drafters;
+        self.require(
+            optimizer.accumulation as usize <= most,
+            "optimizer.accumulation",
+            format!("with {drafters} drafters a step would have more micro-batches than can be under way at once"),
+            format!("choose at most {most}"),
+        );
         let (low, peak) = (optimizer.min_learning_rate, optimizer.learning_rate);
         self.require(
             (0.0..=peak.max(0.0)).contains(&low),
@@ -267,6 +288,9 @@ mod tests {
             ("optimizer", "learning_rate = 0.0"),
             ("optimizer", "min_learning_rate = 1e-3"),
             ("optimizer", "beta2 = 1.0"),
+            ("optimizer", "accumulation = 40000"),
+            ("run", "threads = 4096"),
+            ("drafter", "layers = 4294967295"),
             ("optimizer", "weight_decay = -1.0"),
             ("optimizer", "max_grad_norm = nan"),
             ("checkpoint", "keep_last = 0"),

@@ -135,8 +135,10 @@ pub fn prepare(
 fn size(path: &Path) -> Result<u64, PrepareError> {
     let failed = |source| PrepareError::Read { path: path.into(), source };
     let metadata = fs::metadata(path).map_err(failed)?;
-    if metadata.is_dir() {
-        return Err(failed(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder")));
+    // A pipe would keep whoever opens it waiting, and a device has no end.
+    if !metadata.is_file() {
+        let what = if metadata.is_dir() { "it is a folder" } else { "it is not a regular file" };
+        return Err(failed(io::Error::other(what)));
     }
     Ok(metadata.len())
 }

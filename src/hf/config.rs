@@ -1,6 +1,6 @@
 //! The target's configuration: Qwen3, Qwen2 and Llama folders as transformers 4 and 5 write them.
 
-use super::fields::Fields;
+use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
 use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -75,9 +75,9 @@ impl TargetConfig {
         let top = Fields::new(file, value)?;
         let family = family(&top)?;
         refuse_unsupported(&top, family)?;
-        let hidden_size = top.size("hidden_size")?;
-        let heads = top.size("num_attention_heads")?;
-        let kv_heads = match top.count("num_key_value_heads")? {
+        let hidden_size = top.size_to("hidden_size", MAX_WIDTH)?;
+        let heads = top.size_to("num_attention_heads", MAX_HEADS)?;
+        let kv_heads = match top.count_to("num_key_value_heads", MAX_HEADS)? {
             Some(0) => return Err(top.bad("num_key_value_heads", "at least 1")),
             Some(count) => count,
             None if family == Family::Llama => heads,
@@ -86,7 +86,7 @@ impl TargetConfig {
         if !heads.is_multiple_of(kv_heads) {
             return Err(top.bad("num_key_value_heads", &format!("a divisor of num_attention_heads ({heads})")));
         }
-        let head_dim = match (top.count("head_dim")?, family) {
+        let head_dim = match (top.count_to("head_dim", MAX_HEAD_DIM)?, family) {
             (Some(dim), _) => dim,
             // transformers' default, which does not look at the hidden size.
             (None, Family::Qwen3) => 128,
@@ -101,15 +101,15 @@ impl TargetConfig {
         Ok(TargetConfig {
             family,
             hidden_size,
-            intermediate_size: top.size("intermediate_size")?,
-            num_hidden_layers: top.size("num_hidden_layers")?,
+            intermediate_size: top.size_to("intermediate_size", MAX_WIDTH)?,
+            num_hidden_layers: top.size_to("num_hidden_layers", MAX_LAYERS)?,
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
             head_dim,
             rms_norm_eps: top.positive("rms_norm_eps")?.unwrap_or(1e-6),
             rope_theta,
             rope_scaling,
-            vocab_size: top.size("vocab_size")?,
+            vocab_size: top.size_to("vocab_size", MAX_WIDTH)?,
             max_position_embeddings: top.size("max_position_embeddings")?,
             tie_word_embeddings: top.flag("tie_word_embeddings")?.unwrap_or(false),
             qkv_bias: attention_bias || family == Family::Qwen2,
@@ -299,6 +299,27 @@ mod tests {
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100,
             "max_position_embeddings": 256, "rope_theta": 2e5, "dtype": "bfloat16", "eos_token_id": [7, 8],
         })
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused_by_name_before_anything_is_multiplied() {
+        for key in [
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "max_position_embeddings",
+        ] {
+            for size in [1_u64 << 31, 1 << 62, u64::MAX] {
+                let mut value = qwen3();
+                value[key] = json!(size);
+                let text = TargetConfig::from_json(&value).unwrap_err().to_string();
+                assert!(text.contains(&format!("`{key}` = {size}")) && text.contains("at most"), "{text}");
+            }
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The drafter's configuration in the z-lab layout: `config.json` in and out, and the exact tensors that belong to it.
 
-use super::fields::Fields;
+use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
 use super::{Dtype, HfError, dtype_name, read_json};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -68,21 +68,21 @@ impl DraftConfig {
         let nested = top.nested("dflash_config")?.ok_or_else(|| {
             top.missing("dflash_config", "an object with `mask_token_id`, `target_layer_ids` and `block_size`")
         })?;
-        let heads = top.size("num_attention_heads")?;
-        let hidden_size = top.size("hidden_size")?;
-        let layers = top.size("num_hidden_layers")?;
+        let heads = top.size_to("num_attention_heads", MAX_HEADS)?;
+        let hidden_size = top.size_to("hidden_size", MAX_WIDTH)?;
+        let layers = top.size_to("num_hidden_layers", MAX_LAYERS)?;
         let sliding_window =
             if top.flag("use_sliding_window")?.unwrap_or(false) { top.count("sliding_window")? } else { None };
         let config = DraftConfig {
             hidden_size,
-            intermediate_size: top.size("intermediate_size")?,
+            intermediate_size: top.size_to("intermediate_size", MAX_WIDTH)?,
             num_hidden_layers: layers,
             num_attention_heads: heads,
-            num_key_value_heads: top.count("num_key_value_heads")?.unwrap_or(heads),
-            head_dim: top.count("head_dim")?.unwrap_or(hidden_size / heads),
+            num_key_value_heads: top.count_to("num_key_value_heads", MAX_HEADS)?.unwrap_or(heads),
+            head_dim: top.count_to("head_dim", MAX_HEAD_DIM)?.unwrap_or(hidden_size / heads),
             rms_norm_eps: top.positive("rms_norm_eps")?.unwrap_or(1e-6),
             rope_theta: rope_theta(&top)?,
-            vocab_size: top.size("vocab_size")?,
+            vocab_size: top.size_to("vocab_size", MAX_WIDTH)?,
             block_size: block_size(&top, &nested)?,
             mask_token_id: one_id(&nested, "mask_token_id")?
                 .ok_or_else(|| nested.missing("mask_token_id", "a token id that the target never produces"))?,

@@ -3,6 +3,13 @@
 use super::{Dtype, HfError, dtype_from_name};
 use serde_json::Value;
 
+/// Far above every model, and low enough that products of them are no more than a 64-bit number holds.
+const MAX_COUNT: usize = 1 << 28;
+pub(super) const MAX_WIDTH: usize = 1 << 22;
+pub(super) const MAX_LAYERS: usize = 1 << 10;
+pub(super) const MAX_HEADS: usize = 1 << 12;
+pub(super) const MAX_HEAD_DIM: usize = 1 << 12;
+
 /// One JSON object with the name of the file that it came from and the path of keys that led to it.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
@@ -35,15 +42,24 @@ impl<'a> Fields<'a> {
     }
 
     pub fn count(&self, key: &str) -> Result<Option<usize>, HfError> {
-        let expected = "a whole number";
-        self.get(key)
-            .map(|value| value.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(|| self.bad(key, expected)))
-            .transpose()
+        self.count_to(key, MAX_COUNT)
     }
 
     /// A whole number of at least 1 that must be there.
     pub fn size(&self, key: &str) -> Result<usize, HfError> {
-        match self.count(key)? {
+        self.size_to(key, MAX_COUNT)
+    }
+
+    /// A whole number that a model can have: products of sizes must not overflow, nor loops over layers take for ever.
+    pub fn count_to(&self, key: &str, most: usize) -> Result<Option<usize>, HfError> {
+        let number = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n <= most);
+        self.get(key)
+            .map(|value| number(value).ok_or_else(|| self.bad(key, &format!("a whole number of at most {most}"))))
+            .transpose()
+    }
+
+    pub fn size_to(&self, key: &str, most: usize) -> Result<usize, HfError> {
+        match self.count_to(key, most)? {
             Some(0) => Err(self.bad(key, "at least 1")),
             Some(n) => Ok(n),
             None => Err(self.missing(key, "a whole number of at least 1")),

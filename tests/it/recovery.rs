@@ -17,6 +17,7 @@ fn assert_whole(run: &Run) {
     assert_eq!(run.summary()["finished"], true);
 }
 
+#[cfg(feature = "torch")]
 /// As if the process had been killed between its last step and its export.
 #[cfg(feature = "torch")]
 fn undo_the_end(run: &Run) {
@@ -168,4 +169,21 @@ fn a_signal_while_it_starts_ends_with_130() {
     }
     assert!(run.train(&[]).status.success());
     assert_whole(&run);
+}
+
+#[test]
+fn a_pipe_or_device_as_input_is_refused_and_not_waited_for() {
+    let run = Run::new(SLOW);
+    let pipe = run.dir().join("pipe");
+    let path = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+    // SAFETY: the path is a C string that outlives the call.
+    assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+    for input in [pipe.to_str().unwrap(), "/dev/zero"] {
+        let inputs = format!("data.inputs={input}");
+        for (command, store) in [("prepare", "data.store=auto"), ("check", "data.store=nowhere")] {
+            let refused = run.draftmill(command, &["--set", &inputs, "--set", store]).output().unwrap();
+            assert_eq!(refused.status.code(), Some(4), "{}", text(&refused));
+            assert!(text(&refused).contains("it is not a regular file"), "{}", text(&refused));
+        }
+    }
 }
