@@ -12,7 +12,7 @@ use crate::{
     job::{Job, Receipt, Settled},
     ledger::Ledger,
     metrics as m,
-    plan::{Plan, PlanSettings, plan_epoch},
+    plan::{Plan, PlanError, PlanSettings, plan_epoch},
     types::{JobId, JobSpec, Outcome},
 };
 use metrics::{counter, gauge};
@@ -247,9 +247,10 @@ pub async fn run<L: Ledger>(
     let mut next: Option<Outgoing> = None;
     let mut barrier: Option<oneshot::Receiver<()>> = None;
     let (mut asked, mut settled) = (Vec::new(), Vec::new());
-    let mut asking = true;
+    let (mut asking, mut returning) = (true, true);
 
-    loop {
+    // Until every receipt is home and the trainer, which may still ask for a checkpoint, is gone.
+    while asking || returning {
         if next.is_none() && barrier.is_none() && feed.is_some() {
             match planner.state.take_next() {
                 Next::Plan(epoch) => {
@@ -286,18 +287,9 @@ pub async fn run<L: Ledger>(
                 planner.on_settled(&mut settled).await?;
                 planner.on_asked(&mut asked).await?;
             }
-            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE) => {
-                if n == 0 && !asking {
-                    break;
-                }
+            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning => {
+                returning = n > 0;
                 planner.on_settled(&mut settled).await?;
-                if n == 0 {
-                    // Every receipt is home; the trainer may still ask for a checkpoint.
-                    while inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE).await > 0 {
-                        planner.on_asked(&mut asked).await?;
-                    }
-                    break;
-                }
             }
             permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
@@ -329,26 +321,19 @@ pub async fn run<L: Ledger>(
 
 impl<L: Ledger> Planner<L> {
     async fn begin(&mut self, epoch: u32) -> Result<(), Fault> {
-        let settings = self.settings.clone();
-        let planned = tokio::task::spawn_blocking(move || plan_epoch(&settings.lengths, &settings.plan, epoch));
-        let plan = planned.await.map_err(fault)?.map_err(fault)?;
-        let mut jobs_of_bucket = vec![0_u64; plan.bounds.len()];
-        for job in &plan.jobs {
-            jobs_of_bucket[usize::from(job.bucket)] += 1;
-            invariant!(
-                "P1",
-                job.padded_tokens() <= u64::from(self.settings.plan.job_tokens),
-                "job {} has {} token slots, the budget is {}",
-                job.id,
-                job.padded_tokens(),
-                self.settings.plan.job_tokens
-            );
-        }
-        let (plan, ended) =
-            self.with_ledger(move |ledger| Ok((ledger.begin_epoch(&plan)?, plan)).map(|(e, p)| (p, e))).await?;
+        let Settings { plan: settings, lengths, .. } = self.settings.clone();
+        let planned = tokio::task::spawn_blocking(move || {
+            let plan = plan_epoch(&lengths, &settings, epoch)?;
+            let broken = plan.p1_violation(&lengths, settings.job_tokens);
+            Ok::<_, PlanError>((plan, broken))
+        });
+        let (plan, broken) = planned.await.map_err(fault)?.map_err(fault)?;
+        invariant!("P1", broken.is_none(), "epoch {epoch}: {}", broken.unwrap_or_default());
+        let jobs_of_bucket = plan.jobs_per_bucket().into_iter().map(u64::from).collect();
+        let (ended, plan) = self.with_ledger(move |ledger| Ok((ledger.begin_epoch(&plan)?, plan))).await?;
         gauge!(m::EPOCH).set(f64::from(epoch));
         tracing::info!(epoch, jobs = plan.jobs.len(), open = ended.iter().filter(|e| !**e).count(), "epoch planned");
-        self.shares.send_replace(jobs_of_bucket.into());
+        self.shares.send_replace(jobs_of_bucket);
         self.state.begin(plan, &ended);
         Ok(())
     }

@@ -102,7 +102,7 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     if let Some(target) = &target {
         match TensorFiles::open(folder) {
             Ok(files) => {
-                for error in files.check(&target.tensor_shapes()) {
+                for error in target.check_weights(&files) {
                     report.fail(Exit::Model, bad(&error));
                 }
             }

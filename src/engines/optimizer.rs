@@ -86,11 +86,6 @@ pub enum ResumeError {
     Model(#[from] ModelError),
 }
 
-/// The fp32 weights of a checkpoint, on the CPU.
-pub fn weights_of(from: &Verified) -> Result<Weights, ResumeError> {
-    read(from, checkpoint::WEIGHTS)
-}
-
 fn read(from: &Verified, file: &str) -> Result<ParamSet, ResumeError> {
     let files = from.tensors(file)?;
     let pairs = files.names().map(|name| Ok((name.to_owned(), load::tensor(&files, name)?)));

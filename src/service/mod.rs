@@ -106,14 +106,13 @@ impl Prepared {
     fn open(loaded: Loaded, start: Start) -> Result<Prepared, Failure> {
         let config = &loaded.config;
         let store = Arc::new(Store::open(&config.data.store).failed(Exit::Data)?);
-        let lengths = store.lengths(Split::Train);
-        let samples = Samples { lengths, validation: store.len(Split::Validation) };
+        let lengths: Arc<[u32]> = store.lengths(Split::Train).into();
+        let samples = Samples { lengths: lengths.to_vec(), validation: store.len(Split::Validation) };
         let machine = Machine { ask_port: false, ..Machine::detect(config) };
         let report = examine(&loaded, &machine, &Stored::Ready(samples)).sound()?;
         let forecast =
             report.plan.ok_or_else(|| Failure::new(Exit::Internal, "there is no forecast of a sound run"))?;
         let models = report.models.map(|(target, draft)| Models { target, draft });
-        let lengths: Arc<[u32]> = store.lengths(Split::Train).into();
         let bounds = forecast.buckets.iter().map(|bucket| bucket.bound).collect();
         let plan = PlanSettings {
             seed: config.run.seed,
