@@ -39,6 +39,18 @@ pub struct Settings {
     pub pad_ahead: usize,
     /// Tries of a job before it is skipped.
     pub max_attempts: u32,
+    pub policy: Policy,
+}
+
+/// Who gets the next job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// Whichever target asks.
+    #[default]
+    Pull,
+    /// Target `i` of `targets` gets every `targets`-th job, through a queue of `depth` of its own. Only for comparison: the
+    /// next job waits for its own target while others idle.
+    RoundRobin { targets: usize, depth: usize },
 }
 
 /// What the planner streams.
@@ -176,6 +188,14 @@ enum Padding {
 struct Entry {
     job: Job,
     padding: Padding,
+    /// The one target that may have it; any, where there is none.
+    only: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Pull {
+    id: PullId,
+    target: usize,
 }
 
 /// Every decision of the dispatcher, without waiting for anything.
@@ -183,8 +203,10 @@ struct Entry {
 pub struct State {
     settings: Settings,
     queue: VecDeque<Entry>,
-    pulls: VecDeque<PullId>,
+    pulls: VecDeque<Pull>,
     leased: BTreeSet<JobId>,
+    /// Jobs that came from the planner so far.
+    arrived: u64,
     barrier: bool,
     ended: bool,
     stopped: bool,
@@ -198,6 +220,7 @@ impl State {
             queue: VecDeque::new(),
             pulls: VecDeque::new(),
             leased: BTreeSet::new(),
+            arrived: 0,
             barrier: false,
             ended: false,
             stopped: false,
@@ -207,13 +230,30 @@ impl State {
 
     /// Whether another job may come in.
     pub fn has_room(&self) -> bool {
-        !self.barrier && !self.stopped && self.queue.len() < self.settings.queue_jobs
+        let room = match self.settings.policy {
+            Policy::Pull => self.queue.len() < self.settings.queue_jobs,
+            Policy::RoundRobin { depth, .. } => {
+                let turn = self.turn();
+                self.queue.iter().filter(|e| e.only == turn).count() < depth
+            }
+        };
+        room && !self.barrier && !self.stopped
     }
 
     pub fn on_job(&mut self, job: Job) -> Vec<Action> {
         self.drained = false;
-        self.queue.push_back(Entry { job, padding: Padding::Wanted });
+        let only = self.turn();
+        self.arrived += 1;
+        self.queue.push_back(Entry { job, padding: Padding::Wanted, only });
         self.decide()
+    }
+
+    /// Whose turn the next job is.
+    fn turn(&self) -> Option<usize> {
+        match self.settings.policy {
+            Policy::Pull => None,
+            Policy::RoundRobin { targets, .. } => Some((self.arrived % targets as u64) as usize),
+        }
     }
 
     pub fn on_barrier(&mut self) -> Vec<Action> {
@@ -230,8 +270,8 @@ impl State {
         self.decide()
     }
 
-    pub fn on_pull(&mut self, pull: PullId) -> Vec<Action> {
-        self.pulls.push_back(pull);
+    pub fn on_pull(&mut self, id: PullId, target: usize) -> Vec<Action> {
+        self.pulls.push_back(Pull { id, target });
         self.decide()
     }
 
@@ -259,7 +299,7 @@ impl State {
         if let Return::Failed { job, batch, failure, message } = back
             && !self.stopped
         {
-            self.retry(Entry { job, padding: Padding::Ready(batch) }, failure, message);
+            self.retry(Entry { job, padding: Padding::Ready(batch), only: None }, failure, message);
         }
         self.decide()
     }
@@ -267,7 +307,7 @@ impl State {
     /// The lease did not reach its target: as if it had never been given.
     pub fn on_undelivered(&mut self, job: Job, batch: Arc<PaddedBatch>) -> Vec<Action> {
         self.leased.remove(&job.id());
-        self.queue.push_front(Entry { job, padding: Padding::Ready(batch) });
+        self.queue.push_front(Entry { job, padding: Padding::Ready(batch), only: None });
         self.decide()
     }
 
@@ -301,7 +341,7 @@ impl State {
         self.pad(&mut actions);
         invariant!(
             "D2",
-            self.pulls.is_empty() || self.depth().1 == 0,
+            self.settings.policy != Policy::Pull || self.pulls.is_empty() || self.depth().1 == 0,
             "{} targets wait while padded jobs are ready",
             self.pulls.len()
         );
@@ -312,19 +352,27 @@ impl State {
             actions.push(Action::Drain { last: finished });
         }
         if self.stopped || (finished && idle) {
-            actions.extend(self.pulls.drain(..).map(|pull| Action::NoMore { pull }));
+            actions.extend(self.pulls.drain(..).map(|pull| Action::NoMore { pull: pull.id }));
         }
         actions
     }
 
     fn lease(&mut self, actions: &mut Vec<Action>) {
-        while !self.pulls.is_empty() {
-            let Some(at) = self.queue.iter().position(|e| matches!(e.padding, Padding::Ready(_))) else { break };
-            let Some(Entry { job, padding: Padding::Ready(batch) }) = self.queue.remove(at) else { break };
-            let Some(pull) = self.pulls.pop_front() else { break };
+        while let Some((pull, at)) = self.next_pair() {
+            let Some(Entry { job, padding: Padding::Ready(batch), .. }) = self.queue.remove(at) else { break };
+            let Some(pull) = self.pulls.remove(pull) else { break };
             invariant!("D1", self.leased.insert(job.id()), "job {} is leased twice", job.id());
-            actions.push(Action::Lease { pull, job, batch });
+            actions.push(Action::Lease { pull: pull.id, job, batch });
         }
+    }
+
+    /// The places of a waiting pull and of the padded job that it gets.
+    fn next_pair(&self) -> Option<(usize, usize)> {
+        let may = |entry: &Entry, pull: &Pull| {
+            matches!(entry.padding, Padding::Ready(_)) && entry.only.is_none_or(|only| only == pull.target)
+        };
+        let job_for = |pull: &Pull| self.queue.iter().position(|entry| may(entry, pull));
+        self.pulls.iter().enumerate().find_map(|(i, pull)| Some((i, job_for(pull)?)))
     }
 
     fn pad(&mut self, actions: &mut Vec<Action>) {
@@ -398,15 +446,15 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
                 d.state.on_stop()
             }
             Some(back) = inbox.returns.recv() => d.state.on_return(back),
-            Some(done) = d.padding.join_next() => match done {
+            Some(done) = d.padding.join_next(), if B::BLOCKING => match done {
                 Ok((job, result)) => d.state.on_padded(job, result),
                 Err(e) => return Err(Fault::new("dispatcher", format!("padding a job panicked: {e}"))),
             },
             msg = inbox.inbox.recv() => match msg {
-                Some(Msg::Pull { target: _, reply }) => {
+                Some(Msg::Pull { target, reply }) => {
                     pulls += 1;
                     d.replies.insert(pulls, reply);
-                    d.state.on_pull(pulls)
+                    d.state.on_pull(pulls, target)
                 }
                 None => break,
             },
@@ -432,6 +480,10 @@ impl<B: BatchSource, F: Send + 'static> Dispatcher<B, F> {
         let mut actions: VecDeque<Action> = actions.into();
         while let Some(action) = actions.pop_front() {
             match action {
+                Action::Pad(spec) if !B::BLOCKING => {
+                    let padded = self.source.pad(&spec);
+                    actions.extend(self.state.on_padded(spec.id, padded));
+                }
                 Action::Pad(spec) => {
                     let source = self.source.clone();
                     self.padding.spawn_blocking(move || (spec.id, source.pad(&spec)));

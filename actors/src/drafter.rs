@@ -7,7 +7,7 @@
 
 use crate::{
     ask::answer,
-    engine::{DraftEngine, EngineError},
+    engine::{DraftEngine, EngineError, MicroFailure},
     fault::{Fault, Gone, Stops},
     meter::{Cause, Meter, Totals},
     metrics as m,
@@ -191,7 +191,7 @@ impl<E: DraftEngine> Drafter<E> {
                 counter!(m::DRAFTER_ANCHORS, "index" => index).increment(report.anchors);
                 self.trainer.report(ticket, job, report).await.map_err(|g| self.gone(g))
             }
-            Err(e) => {
+            Err(MicroFailure { error: e, features: _ }) => {
                 self.failures_in_a_row += 1;
                 let lost = matches!(e, EngineError::Lost(_));
                 tracing::warn!(drafter = self.settings.index, job = %job.id(), error = %e, "micro-batch failed");

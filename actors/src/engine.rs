@@ -5,7 +5,7 @@
 //! `spawn_blocking` call and back.
 
 use crate::types::{JobId, PaddedBatch};
-use std::future::Future;
+use std::{fmt, future::Future};
 use thiserror::Error;
 
 /// Why an engine could not do a unit of work. The text is a sentence for a person.
@@ -77,6 +77,23 @@ pub trait TargetEngine: Send + 'static {
         &mut self,
         batch: std::sync::Arc<PaddedBatch>,
     ) -> impl Future<Output = Result<Self::Features, EngineError>> + Send;
+
+    /// Brings an engine back that panicked, was lost or kept failing: loads what it needs anew and probes it with a small
+    /// forward. `Ok` means that it answers again. May be called again after an error.
+    fn restart(&mut self) -> impl Future<Output = Result<(), EngineError>> + Send;
+}
+
+/// A micro-batch that could not be trained, with its features where the engine still has them.
+pub struct MicroFailure<F> {
+    pub error: EngineError,
+    /// `None` where they were lost together with the unit of work.
+    pub features: Option<F>,
+}
+
+impl<F> fmt::Debug for MicroFailure<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}, features {}", self.error, if self.features.is_some() { "kept" } else { "lost" })
+    }
 }
 
 /// Sums over the supervised positions of one micro-batch (`reference/dflash.md` section 3.5).
@@ -125,12 +142,12 @@ pub trait DraftEngine: Send + 'static {
 
     /// Samples anchors from a stream seeded by (run seed, job), runs forward and backward, and adds the gradient of the
     /// loss numerator to what this engine holds. A batch without a valid anchor adds nothing and is no error.
-    /// After an error nothing of this batch remains in the sum.
+    /// After an error nothing of this batch remains in the sum, and its features come back with it.
     fn micro_batch(
         &mut self,
         job: JobId,
         features: Self::Features,
-    ) -> impl Future<Output = Result<MicroReport, EngineError>> + Send;
+    ) -> impl Future<Output = Result<MicroReport, MicroFailure<Self::Features>>> + Send;
 
     /// Moves the accumulated gradient out and starts again from zero. `None` when no micro-batch added anything.
     fn take_gradient(&mut self) -> impl Future<Output = Result<Option<Self::Gradient>, EngineError>> + Send;

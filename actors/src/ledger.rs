@@ -9,6 +9,10 @@ use crate::{
 /// process; plans and checkpoints, with every outcome before them, also survive a loss of power.
 /// Errors are sentences that name the file and the remedy.
 pub trait Ledger: Send + 'static {
+    /// Whether calls wait for the disk and belong on a blocking thread. `false` where they return at once: then they are made
+    /// in place, which is cheaper, and a simulation stays a function of its seed.
+    const BLOCKING: bool = true;
+
     /// Writes the plan of an epoch, unless that epoch is already there: then compares it, and an `Err` names the difference.
     /// Returns for each job of the plan whether it already has an outcome.
     fn begin_epoch(&mut self, plan: &Plan) -> Result<Vec<bool>, String>;
@@ -29,6 +33,8 @@ pub struct MemoryLedger {
 }
 
 impl Ledger for MemoryLedger {
+    const BLOCKING: bool = false;
+
     fn begin_epoch(&mut self, plan: &Plan) -> Result<Vec<bool>, String> {
         match self.plans.iter().find(|p| p.epoch == plan.epoch) {
             Some(old) if old != plan => return Err(format!("epoch {} was planned differently before", plan.epoch)),

@@ -5,7 +5,7 @@
 //! ends when every receipt has come home. Invariants: P1, P2, D1.
 
 use crate::{
-    ask::answer,
+    ask::{answer, off_thread},
     dispatcher::Feed,
     fault::{Fault, Gone, Stops},
     invariant,
@@ -322,7 +322,7 @@ pub async fn run<L: Ledger>(
 impl<L: Ledger> Planner<L> {
     async fn begin(&mut self, epoch: u32) -> Result<(), Fault> {
         let Settings { plan: settings, lengths, .. } = self.settings.clone();
-        let planned = tokio::task::spawn_blocking(move || {
+        let planned = off_thread(L::BLOCKING, move || {
             let plan = plan_epoch(&lengths, &settings, epoch)?;
             let broken = plan.p1_violation(&lengths, settings.job_tokens);
             Ok::<_, PlanError>((plan, broken))
@@ -383,13 +383,13 @@ impl<L: Ledger> Planner<L> {
         Ok(())
     }
 
-    /// Uses the ledger on a blocking thread: it waits for the disk.
+    /// Uses the ledger, on a blocking thread where it waits for the disk.
     async fn with_ledger<T: Send + 'static>(
         &mut self,
         work: impl FnOnce(&mut L) -> Result<T, String> + Send + 'static,
     ) -> Result<T, Fault> {
         let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
-        let (ledger, result) = tokio::task::spawn_blocking(move || {
+        let (ledger, result) = off_thread(L::BLOCKING, move || {
             let result = work(&mut ledger);
             (ledger, result)
         })

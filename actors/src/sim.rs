@@ -2,8 +2,8 @@
 
 use crate::{
     engine::{
-        DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroReport, Optimizer, StepReport,
-        StepRequest, TargetEngine,
+        DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Optimizer,
+        StepReport, StepRequest, TargetEngine,
     },
     types::{BatchSource, JobId, JobSpec, PaddedBatch},
 };
@@ -83,6 +83,8 @@ pub struct SimSource {
 }
 
 impl BatchSource for SimSource {
+    const BLOCKING: bool = false;
+
     fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String> {
         let length = |&s: &u32| self.lengths.get(s as usize).copied().ok_or_else(|| format!("there is no sample {s}"));
         let lengths = job.samples.iter().map(length).collect::<Result<Vec<_>, _>>()?;
@@ -116,6 +118,10 @@ impl TargetEngine for SimTarget {
         let tokens = batch.tokens();
         Ok(SimFeatures { shape: self.costs.shape(tokens), bytes: self.costs.bytes(tokens), finite: true })
     }
+
+    async fn restart(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
 }
 
 /// A drafter that takes its time. Its "gradient" is the sum of the tokens that it saw.
@@ -140,7 +146,11 @@ impl DraftEngine for SimDrafter {
     type Gradient = f64;
     type Weights = f64;
 
-    async fn micro_batch(&mut self, _job: JobId, features: SimFeatures) -> Result<MicroReport, EngineError> {
+    async fn micro_batch(
+        &mut self,
+        _job: JobId,
+        features: SimFeatures,
+    ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
         let tokens = features.shape.tokens;
         let seconds = self.costs.seconds_per_micro_batch + tokens as f64 * self.costs.seconds_per_context_token;
         sleep(seconds * self.slowness).await;

@@ -72,5 +72,9 @@ pub enum Outcome {
 
 /// Turns the rows of a job into a padded batch. Runs on CPU threads; must not block on anything but the disk.
 pub trait BatchSource: Send + Sync + 'static {
+    /// Whether padding is real work and belongs on a blocking thread. `false` where it is next to nothing: then it happens in
+    /// place, which is cheaper, and a simulation stays a function of its seed.
+    const BLOCKING: bool = true;
+
     fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String>;
 }

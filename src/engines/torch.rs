@@ -1,6 +1,6 @@
 //! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
 
-use super::worker::Worker;
+use super::worker::{Worker, engine_error, panic_text};
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -12,9 +12,10 @@ use crate::model::load::kind_of;
 use crate::model::params::{Gradient, Weights};
 use crate::model::target::{Depth, Target};
 use draftmill_actors::engine::{
-    DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroReport, TargetEngine,
+    DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, TargetEngine,
 };
 use draftmill_actors::types::{JobId, PaddedBatch};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use tch::{Device, Tensor};
@@ -49,8 +50,14 @@ pub struct TargetOptions {
 /// A frozen target on one device.
 pub struct TorchTarget {
     worker: Worker<Target>,
+    /// What the target is loaded from, once more after it was lost.
+    source: Arc<Source>,
     options: TargetOptions,
-    width: u32,
+}
+
+struct Source {
+    config: TargetConfig,
+    files: Arc<TensorFiles>,
 }
 
 /// How a drafter trains.
@@ -98,18 +105,27 @@ impl TorchFeatures {
 impl TorchTarget {
     /// Loads the layers up to the last tap from a Hugging Face folder. Reads gigabytes: call it on a blocking thread.
     pub fn load(folder: &Path, options: TargetOptions) -> Result<TorchTarget, ModelError> {
-        let config = TargetConfig::load(folder)?;
-        let files = TensorFiles::open(folder)?;
-        TorchTarget::new(config, &files, options)
+        TorchTarget::new(TargetConfig::load(folder)?, Arc::new(TensorFiles::open(folder)?), options)
     }
 
-    pub fn new(config: TargetConfig, files: &TensorFiles, options: TargetOptions) -> Result<TorchTarget, ModelError> {
+    pub fn new(
+        config: TargetConfig,
+        files: Arc<TensorFiles>,
+        options: TargetOptions,
+    ) -> Result<TorchTarget, ModelError> {
+        let source = Arc::new(Source { config, files });
+        let target = source.load(&options)?;
+        Ok(TorchTarget { worker: Worker::new(target), source, options })
+    }
+}
+
+impl Source {
+    fn load(&self, options: &TargetOptions) -> Result<Target, ModelError> {
         let Some(&last) = options.taps.iter().max() else {
             return Err(ModelError::Input("a target needs at least one tapped layer".into()));
         };
-        let width = config.hidden_size as u32;
-        let target = Target::load(config, files, Depth::Layers(last + 1), kind_of(options.compute), options.device)?;
-        Ok(TorchTarget { worker: Worker::new(target), options, width })
+        let (depth, kind) = (Depth::Layers(last + 1), kind_of(options.compute));
+        Target::load(self.config.clone(), &self.files, depth, kind, options.device)
     }
 }
 
@@ -120,7 +136,7 @@ impl TargetEngine for TorchTarget {
         FeatureShape {
             tokens: batch.tokens(),
             taps: self.options.taps.len() as u32,
-            width: self.width,
+            width: self.source.config.hidden_size as u32,
             dtype: self.options.features,
         }
     }
@@ -133,6 +149,28 @@ impl TargetEngine for TorchTarget {
         let options = self.options.clone();
         self.worker.run(move |target| extract(target, &batch, &options)).await
     }
+
+    async fn restart(&mut self) -> Result<(), EngineError> {
+        let (source, options) = (self.source.clone(), self.options.clone());
+        // The old weights go first: two copies may not fit on the device.
+        self.worker = Worker::lost();
+        let mut loading = Worker::new(());
+        let target = loading.run(move |()| {
+            let target = source.load(&options)?;
+            let features = extract(&target, &probe(), &options)?;
+            match features.finite {
+                true => Ok(target),
+                false => Err(ModelError::Input("the probe's hidden states are NaN or infinite".into())),
+            }
+        });
+        self.worker = Worker::new(target.await?);
+        Ok(())
+    }
+}
+
+/// A batch that every target can extract.
+fn probe() -> PaddedBatch {
+    PaddedBatch { rows: 1, width: 4, lengths: vec![4], ids: vec![0; 4], loss_mask: vec![0; 4] }
 }
 
 impl TorchDrafter {
@@ -156,8 +194,28 @@ impl DraftEngine for TorchDrafter {
     type Gradient = Gradient;
     type Weights = Weights;
 
-    async fn micro_batch(&mut self, job: JobId, features: TorchFeatures) -> Result<MicroReport, EngineError> {
-        self.worker.run(move |replica| replica.micro_batch(job, features)).await
+    async fn micro_batch(
+        &mut self,
+        job: JobId,
+        features: TorchFeatures,
+    ) -> Result<MicroReport, MicroFailure<TorchFeatures>> {
+        let work = move |replica: &mut Replica| {
+            // Whatever happens to the replica, the features outlive it.
+            let trained = catch_unwind(AssertUnwindSafe(|| replica.micro_batch(job, &features)));
+            Ok((trained.map_err(panic_text), features))
+        };
+        let lost = |error| MicroFailure { error, features: None };
+        let (trained, features) = self.worker.run(work).await.map_err(lost)?;
+        let error = match trained {
+            Ok(Ok(report)) => return Ok(report),
+            Ok(Err(error)) => engine_error(error),
+            Err(panic) => {
+                // Its sum may hold half a gradient.
+                self.worker = Worker::lost();
+                EngineError::Lost(panic)
+            }
+        };
+        Err(MicroFailure { error, features: Some(features) })
     }
 
     async fn take_gradient(&mut self) -> Result<Option<Gradient>, EngineError> {
@@ -170,10 +228,10 @@ impl DraftEngine for TorchDrafter {
 }
 
 impl Replica {
-    fn micro_batch(&mut self, job: JobId, mut features: TorchFeatures) -> Result<MicroReport, ModelError> {
+    fn micro_batch(&mut self, job: JobId, features: &TorchFeatures) -> Result<MicroReport, ModelError> {
         let options = &self.options;
-        features.hidden = features.hidden.f_to_device(options.model.device)?;
-        let batch = features.packed();
+        let hidden = features.hidden.f_to_device(options.model.device)?;
+        let batch = Packed { hidden: &hidden, ..features.packed() };
         let mut rng = job_rng(options.seed, job);
         let anchors = Anchors::sample(batch.loss_mask, batch.lengths, options.num_anchors, &mut rng)?;
         let (report, gradient) = self.drafter.loss_and_gradient(&batch, &anchors)?;

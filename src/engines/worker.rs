@@ -2,6 +2,7 @@
 
 use crate::model::ModelError;
 use draftmill_actors::engine::EngineError;
+use std::any::Any;
 
 /// Runs closures on blocking threads, one at a time, with a state that moves in and out.
 pub(super) struct Worker<S> {
@@ -12,6 +13,11 @@ pub(super) struct Worker<S> {
 impl<S: Send + 'static> Worker<S> {
     pub(super) fn new(state: S) -> Worker<S> {
         Worker { state: Some(state) }
+    }
+
+    /// One whose state is lost: every unit of work fails.
+    pub(super) fn lost() -> Worker<S> {
+        Worker { state: None }
     }
 
     /// The state between units of work; `None` once it is lost.
@@ -35,13 +41,16 @@ impl<S: Send + 'static> Worker<S> {
                 self.state = Some(state);
                 result.map_err(engine_error)
             }
-            Err(error) => Err(EngineError::Lost(panic_text(error))),
+            Err(error) => Err(EngineError::Lost(match error.try_into_panic() {
+                Ok(panic) => panic_text(panic),
+                Err(_) => "its unit of work was cancelled".into(),
+            })),
         }
     }
 }
 
 /// libtorch tells its errors apart by text alone.
-fn engine_error(error: ModelError) -> EngineError {
+pub(super) fn engine_error(error: ModelError) -> EngineError {
     let text = error.to_string();
     let lower = text.to_lowercase();
     if lower.contains("out of memory") || lower.contains("can't allocate memory") {
@@ -54,11 +63,8 @@ fn engine_error(error: ModelError) -> EngineError {
     }
 }
 
-fn panic_text(error: tokio::task::JoinError) -> String {
-    if !error.is_panic() {
-        return "its unit of work was cancelled".into();
-    }
-    let payload = error.into_panic();
+/// What a panic said, as a sentence.
+pub(super) fn panic_text(payload: Box<dyn Any + Send>) -> String {
     let text = payload.downcast_ref::<String>().cloned();
     let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
     format!("its unit of work panicked: {}", text.unwrap_or_else(|| "without a text".into()))

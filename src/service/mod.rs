@@ -247,6 +247,7 @@ impl Prepared {
                 queue_jobs: config.dispatch.queue_jobs as usize,
                 pad_ahead: config.dispatch.pad_ahead as usize,
                 max_attempts: config.dispatch.max_attempts,
+                policy: dispatcher::Policy::Pull,
             },
             pool: pool_state::Settings {
                 max_bytes: config.pool.max_bytes.0,

@@ -19,6 +19,7 @@ use crate::{
     },
 };
 use draftmill_actors::engine::DraftEngine;
+use std::sync::Arc;
 use tch::Device;
 
 /// The engines of a real run.
@@ -50,7 +51,7 @@ fn blocking(
 ) -> Result<(TorchEngines, Vec<Weights>), Failure> {
     set_threads(config.run.threads);
     let Models { target, draft } = models;
-    let files = TensorFiles::open(&config.target.dir).failed(Exit::Model)?;
+    let files = Arc::new(TensorFiles::open(&config.target.dir).failed(Exit::Model)?);
     let devices = |devices: &[config::Device]| -> Result<Vec<Device>, Failure> {
         devices.iter().map(|d| parse_device(&d.to_string()).failed(Exit::Config)).collect()
     };
@@ -65,7 +66,7 @@ fn blocking(
             features_on: Device::Cpu,
             taps: draft.target_layer_ids.clone(),
         };
-        targets.push(TorchTarget::new(target.clone(), &files, options).failed(Exit::Model)?);
+        targets.push(TorchTarget::new(target.clone(), files.clone(), options).failed(Exit::Model)?);
     }
     let mut drafters = Vec::new();
     for &device in &drafter_devices {

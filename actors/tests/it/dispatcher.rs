@@ -1,7 +1,7 @@
 //! Properties of the dispatcher's `State`: D1, D2, order, attempts, and the order to drain.
 
 use draftmill_actors::{
-    dispatcher::{Action, Failure, Return, Settings, State},
+    dispatcher::{Action, Failure, Policy, Return, Settings, State},
     job::{Job, Receipt},
     types::{JobId, JobSpec, PaddedBatch},
 };
@@ -18,7 +18,7 @@ fn job(index: u32) -> Job {
 }
 
 fn settings() -> Settings {
-    Settings { queue_jobs: 4, pad_ahead: 2, max_attempts: 2 }
+    Settings { queue_jobs: 4, pad_ahead: 2, max_attempts: 2, policy: Policy::Pull }
 }
 
 #[derive(Clone, Debug)]
@@ -87,7 +87,7 @@ impl Outside {
             Event::Pull => {
                 self.pulls += 1;
                 self.waiting += 1;
-                state.on_pull(self.pulls)
+                state.on_pull(self.pulls, 0)
             }
             Event::Padded(i, ok) if !self.padding.is_empty() => {
                 let id = self.padding.swap_remove(i % self.padding.len());

@@ -2,7 +2,7 @@
 
 use draftmill_actors::{
     dispatcher,
-    engine::{DraftEngine, EngineError, FeatureShape, MicroReport, TargetEngine},
+    engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
     fault::{Fault, Stops},
     ledger::MemoryLedger,
     mill::{self, Parts, Report},
@@ -166,6 +166,7 @@ impl World {
                 queue_jobs: self.queue_jobs,
                 pad_ahead: self.pad_ahead,
                 max_attempts: self.max_attempts,
+                policy: dispatcher::Policy::Pull,
             },
             pool: self.pool,
             trainer: trainer::Settings {
@@ -279,6 +280,10 @@ impl TargetEngine for BreakableTarget {
         }
         Ok(features)
     }
+
+    async fn restart(&mut self) -> Result<(), EngineError> {
+        self.inner.restart().await
+    }
 }
 
 /// A simulated drafter that can misbehave.
@@ -298,10 +303,15 @@ impl DraftEngine for BreakableDrafter {
     type Gradient = f64;
     type Weights = f64;
 
-    async fn micro_batch(&mut self, job: JobId, features: SimFeatures) -> Result<MicroReport, EngineError> {
+    async fn micro_batch(
+        &mut self,
+        job: JobId,
+        features: SimFeatures,
+    ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
+        let failed = |error| Err(MicroFailure { error, features: Some(features) });
         match self.trouble.strike().await {
-            Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
-            Some(Wrong::Lose) => return Err(EngineError::Lost("the device fell off the bus".into())),
+            Some(Wrong::Fail) => return failed(EngineError::Failed("out of luck".into())),
+            Some(Wrong::Lose) => return failed(EngineError::Lost("the device fell off the bus".into())),
             _ => {}
         }
         let mut report = self.inner.micro_batch(job, features).await?;

@@ -166,9 +166,21 @@ async fn a_failed_micro_batch_leaves_no_trace() {
     };
     let mut other = TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap();
     let wrong = other.extract(batch(&case, &[12, 7])).await.unwrap();
-    let error = drafter.micro_batch(job(1), wrong).await.unwrap_err();
+    let failed = drafter.micro_batch(job(1), wrong).await.unwrap_err();
+    assert!(failed.features.is_some(), "the batch comes back");
+    let error = failed.error;
     assert!(matches!(&error, EngineError::Failed(text) if text.contains("features of shape")), "{error}");
     equal("kept", &drafter.take_gradient().await.unwrap().unwrap(), &want);
+}
+
+#[tokio::test]
+async fn a_restarted_target_gives_the_same_features() {
+    let case = Case::load();
+    let mut target = target(&case, FeatureDtype::F32);
+    let before = target.extract(batch(&case, &[12, 7])).await.unwrap();
+    target.restart().await.unwrap();
+    let after = target.extract(batch(&case, &[12, 7])).await.unwrap();
+    assert_eq!(before.packed().hidden, after.packed().hidden);
 }
 
 #[tokio::test]
