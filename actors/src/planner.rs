@@ -1,8 +1,9 @@
 //! The planner owns the plan and the ledger: it writes each epoch's plan, streams its jobs, and records what became of each.
 //!
 //! In: outcomes (from the trainer as one message a step, from everyone else through receipts). Out: jobs, in plan order.
-//! When the dispatcher's queue is full it waits; outcomes are still recorded. At a stop it hands out no further job and
-//! ends when every receipt has come home. Invariants: P1, P2, D1.
+//! When the dispatcher's queue is full it waits; outcomes are still recorded. While the disk is busy jobs still leave, and the
+//! outcomes that come meanwhile make up the next transaction. At a stop it hands out no further job and ends when every
+//! receipt has come home. Invariants: P1, P2, D1.
 
 use crate::{
     ask::{answer, off_thread},
@@ -15,18 +16,21 @@ use crate::{
     plan::{Plan, PlanError, PlanSettings, plan_epoch},
     types::{JobId, JobSpec, Outcome},
 };
-use metrics::{counter, gauge};
-use std::{collections::VecDeque, sync::Arc};
-use tokio::sync::{
-    mpsc::{self, OwnedPermit},
-    oneshot, watch,
+use metrics::{Counter, counter, gauge};
+use std::{collections::VecDeque, future::pending, sync::Arc};
+use tokio::{
+    sync::{
+        mpsc::{self, OwnedPermit},
+        oneshot, watch,
+    },
+    task::{JoinError, JoinHandle, spawn_blocking},
 };
 
 /// Requests wait here: the trainer's, one a step.
 const INBOX: usize = 16;
 /// One slot for each job between planner and outcome. What really bounds these is the queue and the pool.
 pub const IN_FLIGHT: usize = 1 << 16;
-/// Outcomes that are recorded in one transaction at most.
+/// Outcomes that wait for the disk before the planner listens no longer, give or take one step: what bounds a transaction.
 const RECORD_AT_ONCE: usize = 4096;
 
 /// What shapes the planner's work.
@@ -222,12 +226,20 @@ pub struct Inbox {
     returns: mpsc::Receiver<Settled>,
 }
 
+/// A ledger that comes back from a blocking thread, with what it recorded.
+type Recorded<L> = (L, Result<Vec<(JobId, Outcome)>, String>);
+
 struct Planner<L> {
     settings: Settings,
     state: State,
     /// Away while a blocking thread uses it.
     ledger: Option<L>,
+    recording: Option<JoinHandle<Recorded<L>>>,
+    /// What the next transaction will record.
+    outcomes: Vec<(JobId, Outcome)>,
     shares: watch::Sender<Arc<[u64]>>,
+    trained: Counter,
+    skipped: Counter,
 }
 
 /// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
@@ -242,15 +254,25 @@ pub async fn run<L: Ledger>(
     stops: Stops,
 ) -> Result<(Counts, L), Fault> {
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
-    let mut planner = Planner { settings, state, ledger: Some(ledger), shares };
+    let mut planner = Planner {
+        settings,
+        state,
+        ledger: Some(ledger),
+        recording: None,
+        outcomes: Vec::new(),
+        shares,
+        trained: counter!(m::JOBS, "outcome" => "trained"),
+        skipped: counter!(m::JOBS, "outcome" => "skipped"),
+    };
     let mut feed = Some(feed);
     let mut next: Option<Outgoing> = None;
+    let mut slot: Option<OwnedPermit<Settled>> = None;
     let mut barrier: Option<oneshot::Receiver<()>> = None;
     let (mut asked, mut settled) = (Vec::new(), Vec::new());
     let (mut asking, mut returning) = (true, true);
 
-    // Until every receipt is home and the trainer, which may still ask for a checkpoint, is gone.
-    while asking || returning {
+    // Until every receipt is home, the trainer, which may still ask for a checkpoint, is gone, and all of it is on disk.
+    while asking || returning || planner.recording.is_some() {
         if next.is_none() && barrier.is_none() && feed.is_some() {
             match planner.state.take_next() {
                 Next::Plan(epoch) => {
@@ -266,34 +288,44 @@ pub async fn run<L: Ledger>(
         }
         // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
         // from recording: the trainer may be what the dispatcher's queue waits for.
-        let slot = match (&inbox.receipts, &next) {
-            (Some(receipts), Some(Outgoing::Job(_))) => receipts.clone().try_reserve_owned().ok(),
-            _ => None,
-        };
+        if let (None, Some(receipts), Some(Outgoing::Job(_))) = (&slot, &inbox.receipts, &next) {
+            slot = receipts.clone().try_reserve_owned().ok();
+        }
         let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
+        let listening = planner.outcomes.len() < RECORD_AT_ONCE;
         tokio::select! {
             biased;
-            () = stops.abort.cancelled() => return Err(Fault::aborted("planner")),
+            () = stops.abort.cancelled() => {
+                // Whoever opens the ledger next must not find it in use.
+                if let Some(recording) = planner.recording.take() {
+                    let _ = recording.await;
+                }
+                return Err(Fault::aborted("planner"));
+            }
             () = stops.stop.cancelled(), if feed.is_some() => {
                 planner.state.stop();
-                (feed, inbox.receipts, next, barrier) = (None, None, None, None);
+                (feed, inbox.receipts, next, slot, barrier) = (None, None, None, None, None);
             }
-            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking => {
+            recorded = recorded(&mut planner.recording), if planner.recording.is_some() => {
+                planner.recording = None;
+                planner.on_recorded(recorded.map_err(fault)?)?;
+            }
+            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking && listening => {
                 asking = n > 0;
                 // What was given up before a checkpoint was asked for is recorded before it.
                 while let Ok(back) = inbox.returns.try_recv() {
                     settled.push(back);
                 }
-                planner.on_settled(&mut settled).await?;
+                planner.on_settled(&mut settled);
                 planner.on_asked(&mut asked).await?;
             }
-            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning => {
+            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning && listening => {
                 returning = n > 0;
-                planner.on_settled(&mut settled).await?;
+                planner.on_settled(&mut settled);
             }
             permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
-                match (next.take(), slot) {
+                match (next.take(), slot.take()) {
                     (Some(Outgoing::Job(spec)), Some(slot)) => {
                         planner.state.on_handed_out(&spec);
                         let receipt = Receipt::new(spec.id, slot);
@@ -313,6 +345,7 @@ pub async fn run<L: Ledger>(
                 barrier = None;
             }
         }
+        planner.record()?;
     }
     let counts = planner.state.counts().clone();
     let ledger = planner.ledger.ok_or_else(|| fault("the ledger was lost"))?;
@@ -339,55 +372,79 @@ impl<L: Ledger> Planner<L> {
     }
 
     async fn on_asked(&mut self, asked: &mut Vec<Msg>) -> Result<(), Fault> {
-        let mut outcomes = Vec::new();
         for msg in asked.drain(..) {
             match msg {
                 Msg::Trained { step, receipts } => {
-                    outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
+                    self.outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
                 }
                 Msg::Checkpoint { step, name, reply } => {
-                    self.record(std::mem::take(&mut outcomes)).await?;
                     self.with_ledger(move |ledger| ledger.checkpoint(step, &name)).await?;
                     // The trainer may have given up waiting; the checkpoint exists all the same.
                     let _ = reply.send(());
                 }
             }
         }
-        self.record(outcomes).await
+        Ok(())
     }
 
-    async fn on_settled(&mut self, settled: &mut Vec<Settled>) -> Result<(), Fault> {
-        let mut outcomes = Vec::new();
+    fn on_settled(&mut self, settled: &mut Vec<Settled>) {
         for s in settled.drain(..) {
             match s {
                 Settled::Unfinished { .. } => self.state.on_unfinished(),
                 Settled::Skipped { job, reason, attempts } => {
                     tracing::warn!(%job, reason, attempts, "job skipped");
-                    outcomes.push((job, Outcome::Skipped { reason, attempts }));
+                    self.outcomes.push((job, Outcome::Skipped { reason, attempts }));
                 }
             }
         }
-        self.record(outcomes).await
     }
 
-    async fn record(&mut self, outcomes: Vec<(JobId, Outcome)>) -> Result<(), Fault> {
-        if outcomes.is_empty() {
+    /// Begins to record what waits, unless a transaction is under way: then what comes meanwhile goes with the next.
+    fn record(&mut self) -> Result<(), Fault> {
+        if self.outcomes.is_empty() || self.recording.is_some() {
             return Ok(());
         }
-        let outcomes = self.with_ledger(move |ledger| ledger.record(&outcomes).map(|()| outcomes)).await?;
-        for (job, outcome) in &outcomes {
-            let label = if matches!(outcome, Outcome::Trained { .. }) { "trained" } else { "skipped" };
-            counter!(m::JOBS, "outcome" => label).increment(1);
+        let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
+        let outcomes = std::mem::take(&mut self.outcomes);
+        let work = move || {
+            let result = ledger.record(&outcomes).map(|()| outcomes);
+            (ledger, result)
+        };
+        if !L::BLOCKING {
+            return self.on_recorded(work());
+        }
+        self.recording = Some(spawn_blocking(work));
+        Ok(())
+    }
+
+    fn on_recorded(&mut self, (ledger, result): Recorded<L>) -> Result<(), Fault> {
+        self.ledger = Some(ledger);
+        for (job, outcome) in &result.map_err(fault)? {
+            match outcome {
+                Outcome::Trained { .. } => self.trained.increment(1),
+                Outcome::Skipped { .. } => self.skipped.increment(1),
+            }
             self.state.on_outcome(*job, outcome).map_err(fault)?;
         }
         Ok(())
     }
 
-    /// Uses the ledger, on a blocking thread where it waits for the disk.
+    /// Waits until every outcome that came so far is recorded.
+    async fn flush(&mut self) -> Result<(), Fault> {
+        self.record()?;
+        while let Some(recording) = self.recording.take() {
+            self.on_recorded(recording.await.map_err(fault)?)?;
+            self.record()?;
+        }
+        Ok(())
+    }
+
+    /// Uses the ledger once everything before is recorded, on a blocking thread where it waits for the disk.
     async fn with_ledger<T: Send + 'static>(
         &mut self,
         work: impl FnOnce(&mut L) -> Result<T, String> + Send + 'static,
     ) -> Result<T, Fault> {
+        self.flush().await?;
         let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
         let (ledger, result) = off_thread(L::BLOCKING, move || {
             let result = work(&mut ledger);
@@ -397,6 +454,14 @@ impl<L: Ledger> Planner<L> {
         .map_err(fault)?;
         self.ledger = Some(ledger);
         result.map_err(fault)
+    }
+}
+
+/// The end of a transaction; never ready without one.
+async fn recorded<L>(recording: &mut Option<JoinHandle<Recorded<L>>>) -> Result<Recorded<L>, JoinError> {
+    match recording {
+        Some(recording) => recording.await,
+        None => pending().await,
     }
 }
 

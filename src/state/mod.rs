@@ -34,6 +34,8 @@ const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct StateDb {
     connection: Connection,
+    /// What the connection's `synchronous` was last set to; `None` before.
+    level: Option<Synced>,
     path: PathBuf,
     // After the connection, so that the folder is free only when the database is closed.
     _lock: RunLock,
@@ -51,7 +53,7 @@ impl StateDb {
         let lock = RunLock::acquire(run)?;
         let path = run.join("state.db");
         match open(run, &path) {
-            Ok(connection) => Ok(StateDb { connection, path, _lock: lock }),
+            Ok(connection) => Ok(StateDb { connection, level: None, path, _lock: lock }),
             Err(problem) => Err(StateError { action: "open", path, problem }),
         }
     }
@@ -75,9 +77,13 @@ impl StateDb {
         synced: Synced,
         work: impl FnOnce(&Transaction<'_>) -> Result<T, Problem>,
     ) -> Result<T, StateError> {
-        let connection = &mut self.connection;
+        let Self { connection, level, .. } = self;
         let run = || {
-            connection.pragma_update(None, "synchronous", synced.level())?;
+            if *level != Some(synced) {
+                *level = None;
+                connection.pragma_update(None, "synchronous", synced.level())?;
+                *level = Some(synced);
+            }
             let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let value = work(&tx)?;
             tx.commit()?;
@@ -102,7 +108,7 @@ pub fn now_ms() -> i64 {
 }
 
 /// When a transaction outlives a loss of power.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Synced {
     AtOnce,
     WithNextCheckpoint,
