@@ -284,3 +284,51 @@ impl<E: TargetEngine> Target<E> {
         Fault::gone(self.name.clone(), gone)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{engine::FeatureDtype, sim::SimFeatures};
+
+    const EXPECTED: FeatureShape = FeatureShape { tokens: 7, taps: 3, width: 16, dtype: FeatureDtype::Bf16 };
+
+    fn judge(shape: FeatureShape, bytes: u64, finite: bool) -> Result<(), Failure> {
+        let judged = State::judge(EXPECTED, 672, Ok(SimFeatures { shape, bytes, finite }));
+        judged.map(|_| ()).map_err(|(failure, _)| failure)
+    }
+
+    #[test]
+    fn only_what_was_expected_may_enter_the_pool() {
+        assert_eq!(judge(EXPECTED, 672, true), Ok(()));
+        let wrong = [
+            FeatureShape { tokens: 6, ..EXPECTED },
+            FeatureShape { taps: 2, ..EXPECTED },
+            FeatureShape { width: 8, ..EXPECTED },
+            FeatureShape { dtype: FeatureDtype::F32, ..EXPECTED },
+        ];
+        for shape in wrong {
+            assert_eq!(judge(shape, 672, true), Err(Failure::WrongShape), "{shape:?}");
+        }
+        assert_eq!(judge(EXPECTED, 673, true), Err(Failure::WrongShape), "more bytes than were reserved");
+        assert_eq!(judge(EXPECTED, 672, false), Err(Failure::NonFinite));
+        let failed = State::judge::<SimFeatures>(EXPECTED, 672, Err(EngineError::Failed("no".into())));
+        assert_eq!(failed.map(|_| ()), Err((Failure::Failed, "no".into())));
+    }
+
+    #[test]
+    fn a_broken_target_is_restarted_with_growing_pauses_and_then_given_up() {
+        let second = Duration::from_secs(1);
+        let settings = Settings { index: 0, max_failures_in_a_row: 3, max_restarts: 9, restart_pause: second };
+        let mut state = State::new(settings);
+        assert!(!state.on_failure("a", false) && !state.on_failure("b", false));
+        state.on_success();
+        assert!(!state.on_failure("c", false) && !state.on_failure("d", false), "in a row, not in all");
+        assert!(state.on_failure("e", false));
+        for doubled in [1, 2, 4, 8, 16, 32, 64, 64, 64] {
+            assert_eq!(state.recover(), Recovery::RestartAfter(second * doubled));
+        }
+        let Recovery::GiveUp(cause) = state.recover() else { panic!("nine restarts are enough") };
+        assert!(cause.contains("3 jobs failed in a row, the last one because: e"), "{cause}");
+        assert!(State::new(settings).on_failure("the device is gone", true), "lost at once");
+    }
+}

@@ -7,5 +7,6 @@ mod edges;
 mod faults;
 mod pipeline;
 mod pool;
+mod tags;
 mod trainer;
 mod world;
