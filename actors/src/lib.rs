@@ -26,3 +26,4 @@ pub mod types;
 
 mod ask;
 mod pace;
+mod saver;

@@ -114,6 +114,10 @@ table! {
     SUPERVISED = Counter "draftmill_supervised_positions_total" ["positions"] {};
     /// Checkpoints by result.
     CHECKPOINTS = Counter "draftmill_checkpoints_total" ["checkpoints"] { result: ["written", "failed"] };
+    /// Time from the copy of the weights until a checkpoint exists; training goes on meanwhile.
+    CHECKPOINT_SECONDS = Histogram "draftmill_checkpoint_seconds" ["seconds"] {} SECONDS;
+    /// Step of the newest checkpoint that exists.
+    CHECKPOINT_STEP = Gauge "draftmill_checkpoint_step" ["steps"] {};
     /// Violations of an invariant of ARCHITECTURE.md; always 0 in a healthy program.
     INVARIANT_VIOLATIONS = Counter "draftmill_invariant_violations_total" ["violations"] { id: ["P1", "P2", "D1", "D2", "L1", "L2", "L3", "T1", "T2", "R1", "S1"] };
     /// Build information: always 1.

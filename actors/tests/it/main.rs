@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod checkpoints;
 mod dispatcher;
 mod edges;
 mod faults;

@@ -2,7 +2,10 @@
 
 use draftmill_actors::{
     dispatcher,
-    engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
+    engine::{
+        DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest,
+        TargetEngine, Writing,
+    },
     fault::{Fault, Kill, Stops},
     ledger::MemoryLedger,
     mill::{self, Parts, Report},
@@ -45,6 +48,10 @@ pub struct World {
     pub queue_jobs: usize,
     pub pad_ahead: usize,
     pub prefetch: usize,
+    /// Time that the writing of a checkpoint takes.
+    pub save_takes: Duration,
+    /// Steps whose checkpoint cannot be written, each once.
+    pub bad_saves: Vec<u64>,
     /// Asks for an orderly end at this time.
     pub stop_at: Option<Duration>,
     pub abort_at: Option<Duration>,
@@ -103,6 +110,8 @@ impl Default for World {
             queue_jobs: 8,
             pad_ahead: 2,
             prefetch: 1,
+            save_takes: Duration::ZERO,
+            bad_saves: Vec::new(),
             stop_at: None,
             abort_at: None,
             counts: Vec::new(),
@@ -209,7 +218,11 @@ impl World {
                 .map(|(i, b)| BreakableTarget::new(self.costs, slow(b), b.clone(), self.counts.get(i).cloned()))
                 .collect(),
             drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
-            optimizer: SimOptimizer { costs: self.costs, weight: 0.0 },
+            optimizer: SlowSaver {
+                inner: SimOptimizer { costs: self.costs, weight: 0.0 },
+                takes: self.save_takes,
+                bad: self.bad_saves.clone(),
+            },
             source: Arc::new(SimSource { lengths }),
             ledger,
             records,
@@ -357,5 +370,37 @@ impl DraftEngine for BreakableDrafter {
 
     async fn load_weights(&mut self, weights: f64) -> Result<(), EngineError> {
         self.inner.load_weights(weights).await
+    }
+}
+
+/// A simulated optimizer whose checkpoints take time and can fail.
+struct SlowSaver {
+    inner: SimOptimizer,
+    takes: Duration,
+    bad: Vec<u64>,
+}
+
+impl Optimizer for SlowSaver {
+    type Gradient = f64;
+    type Weights = f64;
+
+    async fn step(&mut self, gradients: Vec<f64>, request: StepRequest) -> Result<StepReport, EngineError> {
+        self.inner.step(gradients, request).await
+    }
+
+    async fn weights(&mut self, drafter: usize) -> Result<f64, EngineError> {
+        self.inner.weights(drafter).await
+    }
+
+    async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
+        let bad = self.bad.iter().position(|&bad| bad == step).map(|at| self.bad.swap_remove(at));
+        let (writing, takes) = (self.inner.save(step).await?, self.takes);
+        Ok(Box::pin(async move {
+            tokio::time::sleep(takes).await;
+            match bad {
+                Some(_) => Err(EngineError::Failed("no space left on device".into())),
+                None => writing.await,
+            }
+        }))
     }
 }
