@@ -11,9 +11,10 @@ use crate::{
     job::{Job, Receipt},
     meter::{Cause, Meter, Totals},
     metrics as m, planner,
+    saver::Saver,
     trainer_state::{Action, State},
 };
-use metrics::{counter, gauge};
+use metrics::{Counter, Gauge, counter, gauge};
 use serde::Serialize;
 use std::{collections::BTreeMap, sync::Arc};
 use tokio::{
@@ -203,9 +204,12 @@ struct Trainer<O: Optimizer> {
     gradients: BTreeMap<usize, HandedIn<O>>,
     receipts: Vec<Receipt>,
     meter: Meter,
+    series: Series,
     born: Instant,
     work: Work,
-    saved: u64,
+    saver: Saver,
+    /// A checkpoint was due while another was being written.
+    save_due: bool,
 }
 
 /// Runs until no step can follow. Every step's record goes to `records`.
@@ -222,6 +226,7 @@ pub async fn run<O: Optimizer>(
     let mut t = Trainer {
         state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
         optimizer,
+        saver: Saver::new(planner.clone(), start),
         planner,
         records,
         phase,
@@ -229,12 +234,13 @@ pub async fn run<O: Optimizer>(
         gradients: BTreeMap::new(),
         receipts: Vec::new(),
         meter: Meter::new("trainer", 0, &[Cause::MicroBatches]),
+        series: Series::new(),
         born: Instant::now(),
         work: Work { step: start, ..Work::default() },
-        saved: start,
+        save_due: false,
         settings,
     };
-    gauge!(m::STEP).set(start as f64);
+    t.series.step.set(start as f64);
     let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &stops)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
     t.work.totals = t.meter.totals();
@@ -253,20 +259,29 @@ impl<O: Optimizer> Trainer<O> {
             if self.apply(actions).await? {
                 return Ok(());
             }
+            let Self { meter, saver, .. } = self;
             let next = async {
                 tokio::select! {
                     biased;
-                    () = stops.stop.cancelled(), if !stopping => None,
-                    msg = inbox.recv() => Some(msg),
+                    () = stops.stop.cancelled(), if !stopping => Event::Stop,
+                    // Why it failed is logged; training goes on, and the next one comes at its time.
+                    _ = saver.written() => Event::Written,
+                    msg = inbox.recv() => Event::Msg(msg),
                 }
             };
-            actions = match self.meter.wait(Cause::MicroBatches, next).await {
-                None => {
+            actions = match meter.wait(Cause::MicroBatches, next).await {
+                Event::Stop => {
                     stopping = true;
                     self.state.on_stop()
                 }
-                Some(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
-                Some(Some(msg)) => self.on(msg),
+                Event::Written => {
+                    if std::mem::take(&mut self.save_due) {
+                        self.save().await;
+                    }
+                    Vec::new()
+                }
+                Event::Msg(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
+                Event::Msg(Some(msg)) => self.on(msg),
             };
         }
     }
@@ -361,10 +376,10 @@ impl<O: Optimizer> Trainer<O> {
         record.seconds = self.born.elapsed().as_secs_f64();
         self.work.step = step;
         self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
-        observe(&record);
+        self.series.observe(&record);
         let _ = self.records.send(record).await;
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
-            self.save().await?;
+            self.save().await;
         }
         let actions = self.state.on_stepped();
         if !self.state.is_over() {
@@ -376,36 +391,68 @@ impl<O: Optimizer> Trainer<O> {
     async fn end(&mut self) -> Result<(), Fault> {
         self.work.discarded = self.receipts.len() as u64;
         self.receipts.clear();
-        if self.work.step > self.saved {
-            self.save().await?;
+        if self.saver.is_busy() {
+            // One that fails here is made up for below.
+            let _ = self.saver.written().await;
         }
+        if self.work.step > self.saver.saved() {
+            self.save().await;
+            self.saver.written().await.map_err(|reason| Fault::new("trainer", reason))?;
+        }
+        self.work.checkpoint = self.saver.name().cloned();
         self.phase.send_replace(Phase::End);
         Ok(())
     }
 
-    async fn save(&mut self) -> Result<(), Fault> {
-        let step = self.work.step;
-        let name = match self.meter.busy(self.optimizer.save(step)).await {
-            Ok(name) => name,
-            Err(e) => {
-                counter!(m::CHECKPOINTS, "result" => "failed").increment(1);
-                return Err(Fault::new("trainer", format!("the checkpoint of step {step} could not be written: {e}")));
-            }
-        };
-        self.planner.checkpoint(step, name.clone()).await.map_err(|g| Fault::gone("trainer", g))?;
-        counter!(m::CHECKPOINTS, "result" => "written").increment(1);
-        tracing::info!(step, name, "checkpoint written");
-        (self.saved, self.work.checkpoint) = (step, Some(name));
-        Ok(())
+    /// Begins a checkpoint of the weights as they are, or notes that one is due.
+    async fn save(&mut self) {
+        self.save_due = self.saver.is_busy();
+        if !self.save_due {
+            let step = self.work.step;
+            let copied = self.meter.busy(self.optimizer.save(step)).await;
+            self.saver.begin(step, copied);
+        }
     }
 }
 
-fn observe(r: &StepRecord) {
-    gauge!(m::STEP).set(r.step as f64);
-    gauge!(m::LOSS).set(r.loss);
-    gauge!(m::ACCURACY).set(r.accuracy);
-    gauge!(m::LEARNING_RATE).set(r.learning_rate);
-    gauge!(m::GRAD_NORM).set(r.grad_norm);
-    counter!(m::CORRECT).increment((r.accuracy * r.supervised as f64).round() as u64);
-    counter!(m::SUPERVISED).increment(r.supervised);
+/// What the trainer waits for.
+enum Event<M> {
+    Stop,
+    Written,
+    Msg(Option<M>),
+}
+
+/// The trainer's own series, looked up once.
+struct Series {
+    step: Gauge,
+    loss: Gauge,
+    accuracy: Gauge,
+    learning_rate: Gauge,
+    grad_norm: Gauge,
+    correct: Counter,
+    supervised: Counter,
+}
+
+impl Series {
+    fn new() -> Self {
+        Self {
+            step: gauge!(m::STEP),
+            loss: gauge!(m::LOSS),
+            accuracy: gauge!(m::ACCURACY),
+            learning_rate: gauge!(m::LEARNING_RATE),
+            grad_norm: gauge!(m::GRAD_NORM),
+            correct: counter!(m::CORRECT),
+            supervised: counter!(m::SUPERVISED),
+        }
+    }
+
+    fn observe(&self, r: &StepRecord) {
+        self.step.set(r.step as f64);
+        self.loss.set(r.loss);
+        self.accuracy.set(r.accuracy);
+        self.learning_rate.set(r.learning_rate);
+        self.grad_norm.set(r.grad_norm);
+        self.correct.increment((r.accuracy * r.supervised as f64).round() as u64);
+        self.supervised.increment(r.supervised);
+    }
 }

@@ -2,10 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod checkpoints;
 mod dispatcher;
 mod edges;
 mod faults;
 mod pipeline;
 mod pool;
+mod tags;
 mod trainer;
 mod world;

@@ -190,7 +190,7 @@ proptest! {
         prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.loaned.is_empty(), "a request waits for ever");
         m.draining = true;
         m.next += 1;
-        let actions = m.state.on_drain(true);
+        let actions = m.state.on_drain(true, 0);
         m.apply(actions);
         for _ in 0..10_000 {
             if m.ready.is_empty() {
