@@ -192,7 +192,7 @@ impl World {
                 .map(|(i, b)| BreakableTarget::new(self.costs, slow(b), b.clone(), self.counts.get(i).cloned()))
                 .collect(),
             drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
-            optimizer: SimOptimizer { costs: self.costs, weight: 0.0 },
+            optimizer: SimOptimizer::new(self.costs, 0.0),
             source: Arc::new(SimSource { lengths }),
             ledger,
             records,
@@ -250,7 +250,7 @@ pub struct BreakableTarget {
 
 impl BreakableTarget {
     fn new(costs: CostModel, slowness: f64, breakage: Breakage, count: Option<Arc<AtomicU64>>) -> Self {
-        Self { inner: SimTarget { costs, slowness }, trouble: Trouble { breakage, count: 0 }, count }
+        Self { inner: SimTarget::new(costs, slowness), trouble: Trouble { breakage, count: 0 }, count }
     }
 }
 
