@@ -14,7 +14,7 @@ use crate::{
     pool::{self, Loan},
     trainer::{self, Phase, Ticket},
 };
-use metrics::counter;
+use metrics::{Counter, counter};
 use std::collections::VecDeque;
 use tokio::sync::{oneshot, watch};
 
@@ -52,7 +52,26 @@ struct Drafter<E: DraftEngine> {
     finished: bool,
     failures_in_a_row: u32,
     meter: Meter,
+    series: Series,
     work: Work,
+}
+
+/// The drafter's own series, looked up once.
+struct Series {
+    micro_batches: Counter,
+    tokens: Counter,
+    anchors: Counter,
+}
+
+impl Series {
+    fn new(index: usize) -> Self {
+        let index = index.to_string();
+        Self {
+            micro_batches: counter!(m::DRAFTER_MICRO_BATCHES, "index" => index.clone()),
+            tokens: counter!(m::DRAFTER_TOKENS, "index" => index.clone()),
+            anchors: counter!(m::DRAFTER_ANCHORS, "index" => index),
+        }
+    }
 }
 
 /// Runs until the trainer says that there is no further step.
@@ -75,6 +94,7 @@ pub async fn run<E: DraftEngine>(
         finished: false,
         failures_in_a_row: 0,
         meter: Meter::new("drafter", settings.index, &[Cause::Batch, Cause::Step]),
+        series: Series::new(settings.index),
         work: Work::default(),
         settings,
     };
@@ -185,10 +205,9 @@ impl<E: DraftEngine> Drafter<E> {
                 self.work.micro_batches += 1;
                 self.work.tokens += report.tokens;
                 self.work.anchors += report.anchors;
-                let index = self.settings.index.to_string();
-                counter!(m::DRAFTER_MICRO_BATCHES, "index" => index.clone()).increment(1);
-                counter!(m::DRAFTER_TOKENS, "index" => index.clone()).increment(report.tokens);
-                counter!(m::DRAFTER_ANCHORS, "index" => index).increment(report.anchors);
+                self.series.micro_batches.increment(1);
+                self.series.tokens.increment(report.tokens);
+                self.series.anchors.increment(report.anchors);
                 self.trainer.report(ticket, job, report).await.map_err(|g| self.gone(g))
             }
             Err(MicroFailure { error: e, features: _ }) => {

@@ -11,12 +11,15 @@ use crate::{
     metrics as m,
     pool_state::{Action, Settings, State},
 };
-use metrics::{counter, gauge};
-use std::{collections::BTreeMap, sync::Arc};
+use metrics::{Counter, Gauge, counter, gauge};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use thiserror::Error;
-use tokio::sync::{
-    mpsc::{self, OwnedPermit},
-    oneshot, watch,
+use tokio::{
+    sync::{
+        mpsc::{self, OwnedPermit},
+        oneshot, watch,
+    },
+    time::Instant,
 };
 
 /// Requests wait here: at most one of each target, one of each drafter, and the dispatcher's.
@@ -135,12 +138,16 @@ impl<F> Handle<F> {
     }
 }
 
-/// What the pool held at most.
+/// What the pool held at most, and typically.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Peaks {
     /// Reserved, waiting and loaned bytes together.
     pub bytes: u64,
     pub batches: usize,
+    /// Half of the time from the first batch to the last, no more batches than this were ready.
+    pub ready_p50: usize,
+    /// The same for 95 % of that time.
+    pub ready_p95: usize,
 }
 
 /// Starts the pool's channels. `run` with the second value.
@@ -164,6 +171,8 @@ struct Pool<F> {
     drawing: BTreeMap<RequestId, oneshot::Sender<Option<Loan<F>>>>,
     drained: Vec<oneshot::Sender<()>>,
     peaks: Peaks,
+    depths: Depths,
+    series: Series,
 }
 
 /// Runs until nobody can ask any more. `shares` is how many jobs of each bucket the running epoch has.
@@ -181,6 +190,8 @@ pub async fn run<F: Send + 'static>(
         drawing: BTreeMap::new(),
         drained: Vec::new(),
         peaks: Peaks::default(),
+        depths: Depths::new(Instant::now()),
+        series: Series::new(),
     };
     let mut requests: RequestId = 0;
     let mut stopping = false;
@@ -223,7 +234,8 @@ pub async fn run<F: Send + 'static>(
         pool.apply(actions)?;
         pool.observe();
     }
-    Ok(pool.peaks)
+    let Pool { peaks, depths, .. } = pool;
+    Ok(Peaks { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..peaks })
 }
 
 impl<F> Pool<F> {
@@ -262,7 +274,7 @@ impl<F> Pool<F> {
                     };
                     match undelivered {
                         None => {
-                            counter!(m::POOL_DRAWS, "bucket" => bucket.to_string()).increment(1);
+                            self.series.bucket(usize::from(bucket)).draws.increment(1);
                             actions.extend(self.state.on_delivered());
                         }
                         Some(Loan { batch, mut room }) => {
@@ -297,15 +309,124 @@ impl<F> Pool<F> {
 
     fn observe(&mut self) {
         let held = self.state.held();
-        gauge!(m::POOL_BATCHES).set(held.ready_batches as f64);
-        gauge!(m::POOL_BYTES).set(held.ready_bytes as f64);
-        gauge!(m::POOL_RESERVED_BYTES).set(held.reserved_bytes as f64);
-        gauge!(m::POOL_LOANED_BYTES).set(held.loaned_bytes as f64);
-        gauge!(m::POOL_DRAINING).set(f64::from(u8::from(self.state.is_draining())));
+        self.series.batches.set(held.ready_batches as f64);
+        self.series.bytes.set(held.ready_bytes as f64);
+        self.series.reserved_bytes.set(held.reserved_bytes as f64);
+        self.series.loaned_bytes.set(held.loaned_bytes as f64);
+        self.series.draining.set(f64::from(u8::from(self.state.is_draining())));
         for (bucket, depth) in self.state.depths().enumerate() {
-            gauge!(m::POOL_BUCKET_BATCHES, "bucket" => bucket.to_string()).set(depth as f64);
+            self.series.bucket(bucket).batches.set(depth as f64);
         }
         self.peaks.bytes = self.peaks.bytes.max(held.bytes());
         self.peaks.batches = self.peaks.batches.max(held.batches());
+        self.depths.observe(Instant::now(), held.ready_batches);
+    }
+}
+
+/// The pool's own series, looked up once.
+struct Series {
+    batches: Gauge,
+    bytes: Gauge,
+    reserved_bytes: Gauge,
+    loaned_bytes: Gauge,
+    draining: Gauge,
+    buckets: Vec<BucketSeries>,
+}
+
+struct BucketSeries {
+    batches: Gauge,
+    draws: Counter,
+}
+
+impl Series {
+    fn new() -> Self {
+        Self {
+            batches: gauge!(m::POOL_BATCHES),
+            bytes: gauge!(m::POOL_BYTES),
+            reserved_bytes: gauge!(m::POOL_RESERVED_BYTES),
+            loaned_bytes: gauge!(m::POOL_LOANED_BYTES),
+            draining: gauge!(m::POOL_DRAINING),
+            buckets: Vec::new(),
+        }
+    }
+
+    fn bucket(&mut self, bucket: usize) -> &BucketSeries {
+        while self.buckets.len() <= bucket {
+            let label = self.buckets.len().to_string();
+            self.buckets.push(BucketSeries {
+                batches: gauge!(m::POOL_BUCKET_BATCHES, "bucket" => label.clone()),
+                draws: counter!(m::POOL_DRAWS, "bucket" => label),
+            });
+        }
+        &self.buckets[bucket]
+    }
+}
+
+/// How long how many batches were ready.
+struct Depths {
+    /// Time at each number of ready batches, up to the last change that a batch took part in.
+    at: Vec<Duration>,
+    since: Instant,
+    depth: usize,
+    /// Whether a batch was ever ready: what comes before the first one is not the pool at work.
+    begun: bool,
+    /// Time without a batch that counts only if another one follows.
+    empty: Duration,
+}
+
+impl Depths {
+    fn new(now: Instant) -> Self {
+        Self { at: Vec::new(), since: now, depth: 0, begun: false, empty: Duration::ZERO }
+    }
+
+    fn observe(&mut self, now: Instant, depth: usize) {
+        let passed = now - self.since;
+        if self.depth > 0 {
+            self.add(self.depth, passed);
+        } else if self.begun {
+            self.empty += passed;
+        }
+        if depth > 0 {
+            self.begun = true;
+            let empty = std::mem::take(&mut self.empty);
+            self.add(0, empty);
+        }
+        (self.since, self.depth) = (now, depth);
+    }
+
+    fn add(&mut self, depth: usize, time: Duration) {
+        if self.at.len() <= depth {
+            self.at.resize(depth + 1, Duration::ZERO);
+        }
+        self.at[depth] += time;
+    }
+
+    /// The least depth that was not exceeded for this percentage of the time.
+    fn percentile(&self, percent: u32) -> usize {
+        let all: Duration = self.at.iter().sum();
+        let mut below = Duration::ZERO;
+        let reached = self.at.iter().position(|&time| {
+            below += time;
+            below * 100 >= all * percent
+        });
+        reached.unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn depths_are_weighed_by_time_from_the_first_batch_to_the_last() {
+        let mut depths = Depths::new(Instant::now());
+        for (seconds, depth) in [(50, 1), (10, 4), (60, 2), (10, 0), (10, 3), (10, 0), (900, 0)] {
+            tokio::time::advance(Duration::from_secs(seconds)).await;
+            depths.observe(Instant::now(), depth);
+        }
+        // One batch 10 s, four 60 s, two 10 s, none 10 s, three 10 s; neither the 50 s before nor the 900 s after count.
+        assert_eq!(depths.at.iter().map(Duration::as_secs).collect::<Vec<_>>(), [10, 10, 10, 10, 60]);
+        assert_eq!([20, 30, 40, 50, 95].map(|p| depths.percentile(p)), [1, 2, 3, 4, 4]);
+        assert_eq!(Depths::new(Instant::now()).percentile(50), 0);
     }
 }

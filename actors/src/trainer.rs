@@ -13,7 +13,7 @@ use crate::{
     metrics as m, planner,
     trainer_state::{Action, State},
 };
-use metrics::{counter, gauge};
+use metrics::{Counter, Gauge, counter, gauge};
 use serde::Serialize;
 use std::{collections::BTreeMap, sync::Arc};
 use tokio::{
@@ -203,6 +203,7 @@ struct Trainer<O: Optimizer> {
     gradients: BTreeMap<usize, HandedIn<O>>,
     receipts: Vec<Receipt>,
     meter: Meter,
+    series: Series,
     born: Instant,
     work: Work,
     saved: u64,
@@ -229,12 +230,13 @@ pub async fn run<O: Optimizer>(
         gradients: BTreeMap::new(),
         receipts: Vec::new(),
         meter: Meter::new("trainer", 0, &[Cause::MicroBatches]),
+        series: Series::new(),
         born: Instant::now(),
         work: Work { step: start, ..Work::default() },
         saved: start,
         settings,
     };
-    gauge!(m::STEP).set(start as f64);
+    t.series.step.set(start as f64);
     let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &stops)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
     t.work.totals = t.meter.totals();
@@ -361,7 +363,7 @@ impl<O: Optimizer> Trainer<O> {
         record.seconds = self.born.elapsed().as_secs_f64();
         self.work.step = step;
         self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
-        observe(&record);
+        self.series.observe(&record);
         let _ = self.records.send(record).await;
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
             self.save().await?;
@@ -400,12 +402,37 @@ impl<O: Optimizer> Trainer<O> {
     }
 }
 
-fn observe(r: &StepRecord) {
-    gauge!(m::STEP).set(r.step as f64);
-    gauge!(m::LOSS).set(r.loss);
-    gauge!(m::ACCURACY).set(r.accuracy);
-    gauge!(m::LEARNING_RATE).set(r.learning_rate);
-    gauge!(m::GRAD_NORM).set(r.grad_norm);
-    counter!(m::CORRECT).increment((r.accuracy * r.supervised as f64).round() as u64);
-    counter!(m::SUPERVISED).increment(r.supervised);
+/// The trainer's own series, looked up once.
+struct Series {
+    step: Gauge,
+    loss: Gauge,
+    accuracy: Gauge,
+    learning_rate: Gauge,
+    grad_norm: Gauge,
+    correct: Counter,
+    supervised: Counter,
+}
+
+impl Series {
+    fn new() -> Self {
+        Self {
+            step: gauge!(m::STEP),
+            loss: gauge!(m::LOSS),
+            accuracy: gauge!(m::ACCURACY),
+            learning_rate: gauge!(m::LEARNING_RATE),
+            grad_norm: gauge!(m::GRAD_NORM),
+            correct: counter!(m::CORRECT),
+            supervised: counter!(m::SUPERVISED),
+        }
+    }
+
+    fn observe(&self, r: &StepRecord) {
+        self.step.set(r.step as f64);
+        self.loss.set(r.loss);
+        self.accuracy.set(r.accuracy);
+        self.learning_rate.set(r.learning_rate);
+        self.grad_norm.set(r.grad_norm);
+        self.correct.increment((r.accuracy * r.supervised as f64).round() as u64);
+        self.supervised.increment(r.supervised);
+    }
 }
