@@ -234,12 +234,21 @@ impl Prepared {
     }
 
     fn settings(&self) -> mill::Settings {
-        let config = &self.loaded.config;
-        let schedule = Schedule::new(&config.optimizer, self.total_steps);
+        Self::settings_of(&self.loaded.config, &self.plan, &self.lengths, self.total_steps, self.start_step())
+    }
+
+    fn settings_of(
+        config: &Config,
+        plan: &PlanSettings,
+        lengths: &Arc<[u32]>,
+        total_steps: u64,
+        start_step: u64,
+    ) -> mill::Settings {
+        let schedule = Schedule::new(&config.optimizer, total_steps);
         mill::Settings {
             planner: planner::Settings {
-                plan: self.plan.clone(),
-                lengths: self.lengths.clone(),
+                plan: plan.clone(),
+                lengths: lengths.clone(),
                 epochs: config.run.epochs,
                 epoch_barrier: config.plan.epoch_barrier,
                 max_skip_fraction: config.dispatch.max_skip_fraction,
@@ -262,7 +271,7 @@ impl Prepared {
                 accumulation: config.optimizer.accumulation as usize,
                 learning_rate: Arc::new(move |step| schedule.at(step)),
                 max_grad_norm: config.optimizer.max_grad_norm,
-                start_step: self.start_step(),
+                start_step,
                 max_steps: config.run.max_steps.unwrap_or(0),
                 checkpoint_every: config.checkpoint.every_steps,
             },
@@ -277,6 +286,16 @@ struct Engines<T, D, O> {
     targets: Vec<T>,
     drafters: Vec<D>,
     optimizer: O,
+}
+
+/// What the actors of a run are told, also of a simulated one.
+pub(crate) fn mill_settings(
+    config: &Config,
+    plan: &PlanSettings,
+    lengths: &Arc<[u32]>,
+    total_steps: u64,
+) -> mill::Settings {
+    Prepared::settings_of(config, plan, lengths, total_steps, 0)
 }
 
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.

@@ -15,18 +15,22 @@ mod sweep;
 mod text;
 
 pub use self::{
-    report::{Actor, Jobs, Pool, Report, Stage, Steps, Workers},
-    sweep::{Sweep, sweep_text},
+    report::{Actor, Jobs, Pool, Report, Stage, Steps},
+    sweep::{Split, Sweep},
+    text::table,
 };
 
 use crate::{
-    config::{Config, Device, Loaded, Problems, pool_problem},
-    data::{Split, Store},
+    config::{Config, Device, Loaded},
     exit::{Exit, Failure},
 };
-use draftmill_actors::{dispatcher, engine::FeatureDtype, pool_state::Draw, sim::CostModel};
+use draftmill_actors::{engine::FeatureDtype, planner, pool_state::Draw, sim::CostModel};
 use serde::Serialize;
 use std::{fmt, sync::Arc};
+use tokio::time::Instant;
+
+/// Of each kind: the dispatcher's leases and the inboxes of pool and trainer hold as many.
+const MOST_WORKERS: usize = 1000;
 
 /// A node and its work, ready to be simulated. Made from a configuration; change what differs, then [`run`] it.
 #[derive(Clone, Debug)]
@@ -86,8 +90,35 @@ impl Scenario {
         self
     }
 
-    fn config(&self) -> &Config {
-        &self.loaded.config
+    /// What the rules of the configuration have not seen because it was changed afterwards, and what would take no time at all.
+    fn check(&self) -> Result<(), Failure> {
+        let Config { target, drafter, simulate, optimizer, .. } = &self.loaded.config;
+        let (targets, drafters) = (target.devices.len(), drafter.devices.len());
+        let micro_batches = drafters.saturating_mul(optimizer.accumulation as usize);
+        let costs = costs(&self.loaded.config);
+        let refused = if targets == 0 || drafters == 0 {
+            format!("{targets} targets and {drafters} drafters train nothing; give at least one of each")
+        } else if targets > MOST_WORKERS || drafters > MOST_WORKERS {
+            format!(
+                "{targets} targets and {drafters} drafters are more than one process can feed; give at most {MOST_WORKERS} of each"
+            )
+        } else if micro_batches > planner::IN_FLIGHT / 2 {
+            format!(
+                "{drafters} drafters times optimizer.accumulation = {} are {micro_batches} micro-batches a step, more than can be \
+                 under way at once; lower one of them so that they are at most {}",
+                optimizer.accumulation,
+                planner::IN_FLIGHT / 2
+            )
+        } else if matches!(self.policy, Policy::RoundRobin { queue_depth: 0 }) {
+            "queues of 0 jobs hold nothing; give --queue-depth 1 or more".to_owned()
+        } else if simulate.jobs == 0 {
+            "0 jobs are nothing to simulate; give at least 1".to_owned()
+        } else if costs.extract_seconds(1, 1, 1) <= 0.0 || costs.micro_batch_seconds(1) <= 0.0 {
+            "a stage whose work takes no time has no speed; set simulate.target_per_token and simulate.micro_batch".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(Failure::new(Exit::Config, refused))
     }
 }
 
@@ -102,10 +133,13 @@ impl fmt::Display for Policy {
 
 /// Runs a scenario to its end. Must not be called inside a tokio runtime: it starts one with a clock of its own.
 pub fn run(scenario: &Scenario) -> Result<Report, Failure> {
-    let config = scenario.config();
-    workers_problem(scenario)?;
-    let lengths: Arc<[u32]> = lengths::lengths(config)?.into();
-    node::run(scenario, lengths)
+    // Outside a runtime tokio's clock is the real one.
+    let began = Instant::now();
+    scenario.check()?;
+    let lengths: Arc<[u32]> = lengths::lengths(&scenario.loaded.config)?.into();
+    let mut report = node::run(scenario, &lengths)?;
+    report.wall_seconds = began.elapsed().as_secs_f64();
+    Ok(report)
 }
 
 /// The cost model that `[simulate]` describes.

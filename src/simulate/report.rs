@@ -82,9 +82,10 @@ pub struct Pool {
     /// Most bytes reserved, waiting and with drafters at once.
     pub peak_bytes: u64,
     pub max_bytes: u64,
-    /// Batches ready to be drawn: the median over the run, and what it had more of only a twentieth of the time.
-    pub depth_p50: f64,
-    pub depth_p95: f64,
+    /// Half of the time no more batches than this were ready to be drawn.
+    pub depth_p50: u64,
+    /// The same for 95 % of the time.
+    pub depth_p95: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
