@@ -11,7 +11,8 @@ mod simulate;
 mod train;
 
 pub use self::args::{
-    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LogArgs, PrepareArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
+    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LogArgs, PrepareArgs, SimulateArgs, TrainArgs,
+    WhichCheckpoint,
 };
 
 use crate::{
@@ -58,8 +59,8 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Simulate(args) => {
             let loaded = load(&simulate::config(args))?;
-            // A simulated node lives through months in seconds: what it would log is noise unless it is asked for.
-            logging::start(&cli.log, &Log { level: "error".into(), ..loaded.config.log.clone() })?;
+            // A simulated node lives through weeks in seconds: what it logs is noise, unless somebody asks for it.
+            logging::start(&cli.log, &Log { level: "off".into(), ..loaded.config.log.clone() })?;
             simulate::run(args, loaded)
         }
         Command::Train(args) => {

@@ -55,7 +55,11 @@ impl Seen {
             policy: scenario.policy,
             draw: config.pool.draw,
             targets: targets.iter().zip(&target_speeds).map(|(w, &s)| actor(&w.totals, s, w.jobs)).collect(),
-            drafters: drafters.iter().zip(&drafter_speeds).map(|(w, &s)| actor(&w.totals, s, w.micro_batches)).collect(),
+            drafters: drafters
+                .iter()
+                .zip(&drafter_speeds)
+                .map(|(w, &s)| actor(&w.totals, s, w.micro_batches))
+                .collect(),
             trainer: actor(&trainer.totals, 1.0, trainer.step),
             pool: Pool {
                 peak_bytes: pool.bytes,

@@ -114,7 +114,8 @@ impl Scenario {
         } else if simulate.jobs == 0 {
             "0 jobs are nothing to simulate; give at least 1".to_owned()
         } else if costs.extract_seconds(1, 1, 1) <= 0.0 || costs.micro_batch_seconds(1) <= 0.0 {
-            "a stage whose work takes no time has no speed; set simulate.target_per_token and simulate.micro_batch".to_owned()
+            "a stage whose work takes no time has no speed; set simulate.target_per_token and simulate.micro_batch"
+                .to_owned()
         } else {
             return Ok(());
         };

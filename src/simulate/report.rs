@@ -18,7 +18,8 @@ use std::collections::BTreeMap;
 ///
 /// The **steady run** begins at the end of the first step (the pool has been filled, and every drafter works) and ends at the end of
 /// the last step that was complete when the last job was handed out to a target (from then on targets run dry one by one).
-/// A run too short for two such steps has no steady run: its figures are those of the whole.
+/// A run too short for two such steps has no steady run: its figures are those of the whole. Chance (jitter, and which jobs lie in the
+/// pool at either end) can take an efficiency a thousandth above 1.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// `tokens_per_second / bound_tokens_per_second`.

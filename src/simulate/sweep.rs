@@ -17,8 +17,6 @@ pub enum Sweep {
 /// One run of a sweep.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Split {
-    pub targets: usize,
-    pub drafters: usize,
     /// The one that trains most tokens per second.
     pub best: bool,
     #[serde(flatten)]
@@ -31,9 +29,7 @@ impl Sweep {
         let scenarios = self.scenarios(scenario)?;
         let mut splits = Vec::with_capacity(scenarios.len());
         for scenario in scenarios {
-            let config = &scenario.loaded.config;
-            let (targets, drafters) = (config.target.devices.len(), config.drafter.devices.len());
-            splits.push(Split { targets, drafters, best: false, report: run(&scenario)? });
+            splits.push(Split { best: false, report: run(&scenario)? });
         }
         let speed = |split: &Split| split.report.tokens_per_second;
         let best = splits.iter_mut().reduce(|best, split| if speed(split) > speed(best) { split } else { best });

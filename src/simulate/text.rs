@@ -33,10 +33,7 @@ impl fmt::Display for Report {
         let mut row = |name: &str, value: String| writeln!(f, "  {name:<12}{value}");
         row(
             "bound",
-            format!(
-                "{} tokens/s if the {slower} never paused; {slack}",
-                grouped(self.bound_tokens_per_second)
-            ),
+            format!("{} tokens/s if the {slower} never paused; {slack}", grouped(self.bound_tokens_per_second)),
         )?;
         row(
             "efficiency",
@@ -64,8 +61,8 @@ impl fmt::Display for Report {
         row(
             "pool",
             format!(
-                "{} batches ready as a rule, {} at most 95 % of the time; peak {} of {}",
-                pool.depth_p50,
+                "{} ready, or fewer, half of the time; {} for 95 % of it; peak {} of {}",
+                counted(pool.depth_p50 as usize, "batch"),
                 pool.depth_p95,
                 ByteSize(pool.peak_bytes).rounded(),
                 ByteSize(pool.max_bytes).rounded()
@@ -75,8 +72,11 @@ impl fmt::Display for Report {
         row(
             "mix",
             format!(
-                "{:.1} of {} buckets in a step of {} micro-batches; mean length from step to step correlates by {:+.2}",
-                steps.distinct_buckets_mean, steps.buckets, steps.micro_batches_per_step, steps.length_correlation
+                "{:.1} of {} buckets in a step of {}; mean length from step to step correlates by {:+.2}",
+                steps.distinct_buckets_mean,
+                steps.buckets,
+                counted(steps.micro_batches_per_step as usize, "micro-batch"),
+                steps.length_correlation
             ),
         )?;
         row(
@@ -130,20 +130,20 @@ pub fn table(splits: &[Split]) -> String {
 }
 
 fn write_table(text: &mut String, splits: &[Split]) -> fmt::Result {
+    let policy = splits.iter().map(|split| split.report.policy.to_string().len()).max().unwrap_or(0).max(6);
     writeln!(
         text,
-        "{:>7} {:>8}  {:<27} {:>9} {:>10} {:>11} {:>13} {:>10}",
-        "targets", "drafters", "policy", "tokens/s", "efficiency", "targets", "drafters", "pool peak"
+        "{:>7} {:>8}  {:<policy$} {:>10} {:>11} {:>14} {:>14} {:>10}",
+        "targets", "drafters", "policy", "tokens/s", "efficiency", "targets busy", "drafters busy", "pool peak"
     )?;
-    writeln!(text, "{:>7} {:>8}  {:<27} {:>9} {:>10} {:>11} {:>13}", "", "", "", "", "", "busy", "busy")?;
     for split in splits {
         let report = &split.report;
         let busy = |workers: &[Actor]| percent(workers.iter().map(|w| w.busy).sum::<f64>() / workers.len() as f64);
         writeln!(
             text,
-            "{:>7} {:>8}  {:<27} {:>9} {:>10} {:>11} {:>13} {:>10}{}",
-            split.targets,
-            split.drafters,
+            "{:>7} {:>8}  {:<policy$} {:>10} {:>11} {:>14} {:>14} {:>10}{}",
+            report.targets.len(),
+            report.drafters.len(),
             report.policy.to_string(),
             grouped(report.tokens_per_second),
             percent(report.efficiency),
@@ -202,7 +202,12 @@ fn bar(share: f64) -> String {
 }
 
 fn counted(count: usize, name: &str) -> String {
-    format!("{count} {name}{}", if count == 1 { "" } else { "s" })
+    let plural = match count {
+        1 => "",
+        _ if name.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{count} {name}{plural}")
 }
 
 fn percent(share: f64) -> String {
