@@ -1,13 +1,16 @@
 //! Engines that cost nothing: what is left of a run is the pipeline.
+//!
+//! `HOP` says where their nothing happens: in place, or on a blocking thread, one hop per unit of work, as with libtorch.
 
 use draftmill_actors::{
     engine::{
         DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Optimizer,
-        StepReport, StepRequest, TargetEngine,
+        StepReport, StepRequest, TargetEngine, Writing,
     },
     types::{BatchSource, JobId, JobSpec, PaddedBatch},
 };
 use std::sync::Arc;
+use tokio::task::spawn_blocking;
 
 /// Bytes of the features of one token, as they are counted; nothing is allocated.
 pub const BYTES_PER_TOKEN: u64 = 2;
@@ -37,9 +40,9 @@ impl Features for FreeFeatures {
 }
 
 /// A target whose forward returns at once.
-pub struct FreeTarget;
+pub struct FreeTarget<const HOP: bool>;
 
-impl TargetEngine for FreeTarget {
+impl<const HOP: bool> TargetEngine for FreeTarget<HOP> {
     type Features = FreeFeatures;
 
     fn expected_shape(&self, batch: &PaddedBatch) -> FeatureShape {
@@ -51,7 +54,8 @@ impl TargetEngine for FreeTarget {
     }
 
     async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<FreeFeatures, EngineError> {
-        Ok(FreeFeatures { tokens: batch.tokens() })
+        let tokens = if HOP { hop(move || batch.tokens()).await? } else { batch.tokens() };
+        Ok(FreeFeatures { tokens })
     }
 
     async fn restart(&mut self) -> Result<(), EngineError> {
@@ -61,11 +65,11 @@ impl TargetEngine for FreeTarget {
 
 /// A drafter whose gradient is the number of tokens that it saw.
 #[derive(Default)]
-pub struct FreeDrafter {
+pub struct FreeDrafter<const HOP: bool> {
     gradient: Option<u64>,
 }
 
-impl DraftEngine for FreeDrafter {
+impl<const HOP: bool> DraftEngine for FreeDrafter<HOP> {
     type Features = FreeFeatures;
     type Gradient = u64;
     type Weights = u64;
@@ -75,7 +79,12 @@ impl DraftEngine for FreeDrafter {
         _job: JobId,
         features: FreeFeatures,
     ) -> Result<MicroReport, MicroFailure<FreeFeatures>> {
-        *self.gradient.get_or_insert(0) += features.tokens;
+        let gradient = if HOP {
+            hop(move || features.tokens).await.map_err(|error| MicroFailure { error, features: Some(features) })?
+        } else {
+            features.tokens
+        };
+        *self.gradient.get_or_insert(0) += gradient;
         let supervised = features.tokens as f64;
         Ok(MicroReport {
             loss_numerator: supervised,
@@ -114,22 +123,32 @@ impl Optimizer for FreeOptimizer {
         Ok(self.trained)
     }
 
-    async fn save(&mut self, step: u64) -> Result<String, EngineError> {
-        Ok(format!("step-{step}"))
+    async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
+        Ok(Box::pin(async move { Ok(format!("step-{step}")) }))
     }
 }
 
-/// Pads by the plan alone: lengths, no ids. `BLOCKING` says whether on a blocking thread, as real padding is.
-pub struct FreeSource<const BLOCKING: bool> {
+async fn hop(work: impl FnOnce() -> u64 + Send + 'static) -> Result<u64, EngineError> {
+    spawn_blocking(work).await.map_err(|error| EngineError::Lost(error.to_string()))
+}
+
+/// Pads by the plan alone: lengths, no ids.
+pub struct FreeSource<const HOP: bool> {
     pub lengths: Arc<[u32]>,
 }
 
-impl<const BLOCKING: bool> BatchSource for FreeSource<BLOCKING> {
-    const BLOCKING: bool = BLOCKING;
+impl<const HOP: bool> BatchSource for FreeSource<HOP> {
+    const BLOCKING: bool = HOP;
 
     fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String> {
         let length = |&s: &u32| self.lengths.get(s as usize).copied().ok_or_else(|| format!("there is no sample {s}"));
         let lengths = job.samples.iter().map(length).collect::<Result<Vec<_>, _>>()?;
-        Ok(PaddedBatch { rows: lengths.len(), width: job.width as usize, lengths, ..PaddedBatch::default() })
+        Ok(PaddedBatch {
+            job: job.id,
+            rows: lengths.len(),
+            width: job.width as usize,
+            lengths,
+            ..PaddedBatch::default()
+        })
     }
 }

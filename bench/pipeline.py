@@ -26,6 +26,7 @@ It prints one JSON object. Needs nothing but the standard library.
 import argparse
 import bisect
 import collections
+import ctypes
 import json
 import math
 import os
@@ -258,6 +259,20 @@ def train(features):
     return features
 
 
+def leave_interpreter():
+    """Makes each unit of work a call into C that gives the interpreter's lock up, as every call into an engine does."""
+    global extract, train
+    nothing = ctypes.CDLL(None).getppid
+
+    def extract(job):
+        nothing()
+        return job.tokens
+
+    def train(features):
+        nothing()
+        return features
+
+
 def run(jobs, options, buckets, ledger):
     steps = queue.SimpleQueue()
     mill = Mill(jobs, options, buckets, steps)
@@ -280,7 +295,7 @@ def run(jobs, options, buckets, ledger):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--samples", type=int, default=0, help="samples to plan; 0: as many as --jobs jobs need, about")
+    parser.add_argument("--samples", type=int, default=0, help="samples to plan; 0: as many as make about --jobs jobs")
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--targets", type=int, default=5)
     parser.add_argument("--drafters", type=int, default=3)
@@ -291,7 +306,10 @@ def main():
     parser.add_argument("--min-ready", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", help="where the ledger is written; default: a temporary folder")
+    parser.add_argument("--leave-interpreter", action="store_true", help="each unit of work is a call into C")
     options = parser.parse_args()
+    if options.leave_interpreter:
+        leave_interpreter()
 
     rng = random.Random(options.seed)
     lengths = sample_lengths(options.samples or options.jobs * 4, options.job_tokens, rng)

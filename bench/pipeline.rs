@@ -14,7 +14,6 @@ use draftmill_actors::{
     planner,
     pool_state::{self, Draw},
     trainer,
-    types::BatchSource,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -24,7 +23,7 @@ use tokio::{runtime::Runtime, sync::mpsc, time::Instant};
 /// What a run of either pipeline is; `pipeline.py` gets the same numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Samples; every job holds one to a few, so that there are about `samples / 2.5` jobs.
+    /// Samples; every job holds one to a few, so that there are about `samples / 4` jobs.
     pub samples: usize,
     pub targets: usize,
     pub drafters: usize,
@@ -62,16 +61,17 @@ pub fn lengths(samples: usize, longest: u32) -> Arc<[u32]> {
 }
 
 /// Runs one epoch, from lengths in memory to the last outcome on disk: planning, the plan on disk, every job, the last
-/// checkpoint. `folder` is where `state.db` lies; it must be empty. `BLOCKING`: whether padding hops to a thread.
-pub fn run<const BLOCKING: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> Outcome<Measured> {
+/// checkpoint. `folder` is where `state.db` lies; it must be empty. `HOP`: whether padding and engines
+/// work on blocking threads.
+pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> Outcome<Measured> {
     let lengths = lengths(setup.samples, setup.job_tokens);
     let bounds = optimal_bounds(&lengths, setup.buckets);
-    let source = FreeSource::<BLOCKING> { lengths: lengths.clone() };
+    let source = FreeSource::<HOP> { lengths: lengths.clone() };
     let ledger = StateDb::open_or_create(folder).failed("open the ledger")?;
     let (records, mut recorded) = mpsc::channel(64);
     let parts = Parts {
-        targets: (0..setup.targets).map(|_| FreeTarget).collect(),
-        drafters: (0..setup.drafters).map(|_| FreeDrafter::default()).collect(),
+        targets: (0..setup.targets).map(|_| FreeTarget::<HOP>).collect(),
+        drafters: (0..setup.drafters).map(|_| FreeDrafter::<HOP>::default()).collect(),
         optimizer: FreeOptimizer::default(),
         source: Arc::new(source),
         ledger,
@@ -107,6 +107,8 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Setti
             queue_jobs: 64,
             pad_ahead: 4,
             max_attempts: 3,
+            straggler_factor: 5.0,
+            offer_stragglers: true,
             policy: dispatcher::Policy::Pull,
         },
         pool: pool_state::Settings {
@@ -127,6 +129,9 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Setti
         },
         prefetch: 1,
         max_failures_in_a_row: 5,
+        max_restarts: 5,
+        restart_pause: Duration::from_secs(1),
+        kill: None,
         grace: Duration::from_secs(10),
     }
 }
@@ -137,6 +142,3 @@ impl Setup {
         self.max_batches as u64 * u64::from(self.job_tokens) * BYTES_PER_TOKEN
     }
 }
-
-/// Real padding reads the store, so it is done on threads.
-const _: () = assert!(<draftmill::data::StoreSource as BatchSource>::BLOCKING);

@@ -26,17 +26,18 @@ use crate::{
     config::{Config, Engine, Loaded},
     data::{Split, Store, StoreSource},
     exit::{Exit, Failure},
+    simulate,
     state::{Checkpoint, Identity, StateDb},
 };
 use draftmill_actors::{
     dispatcher,
-    engine::{DraftEngine, FeatureDtype, Optimizer, TargetEngine},
+    engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
     mill::{self, Parts, Report},
     plan::PlanSettings,
     planner, pool_state,
-    sim::{CostModel, SimDrafter, SimOptimizer, SimTarget},
+    sim::{self, SimOptimizer},
     trainer::{self, StepRecord},
 };
 use folder::Opened;
@@ -154,12 +155,12 @@ impl Prepared {
         self.announce(listener.as_ref());
         match self.loaded.config.run.engine {
             Engine::Simulated => {
-                let costs = costs(&self.loaded.config);
-                let (n_targets, n_drafters) = self.workers();
+                let config = &self.loaded.config;
+                let costs = simulate::costs(config);
                 let engines = Engines {
-                    targets: vec![SimTarget { costs, slowness: 1.0 }; n_targets],
-                    drafters: vec![SimDrafter::new(costs, 1.0); n_drafters],
-                    optimizer: SimOptimizer { costs, weight: 0.01 * self.start_step() as f64 },
+                    targets: sim::targets(costs, &simulate::target_speeds(config)),
+                    drafters: sim::drafters(costs, &simulate::drafter_speeds(config)),
+                    optimizer: SimOptimizer::new(costs, 0.01 * self.start_step() as f64),
                 };
                 self.drive(engines, listener, stops.clone()).await
             }
@@ -233,12 +234,21 @@ impl Prepared {
     }
 
     fn settings(&self) -> mill::Settings {
-        let config = &self.loaded.config;
-        let schedule = Schedule::new(&config.optimizer, self.total_steps);
+        Self::settings_of(&self.loaded.config, &self.plan, &self.lengths, self.total_steps, self.start_step())
+    }
+
+    fn settings_of(
+        config: &Config,
+        plan: &PlanSettings,
+        lengths: &Arc<[u32]>,
+        total_steps: u64,
+        start_step: u64,
+    ) -> mill::Settings {
+        let schedule = Schedule::new(&config.optimizer, total_steps);
         mill::Settings {
             planner: planner::Settings {
-                plan: self.plan.clone(),
-                lengths: self.lengths.clone(),
+                plan: plan.clone(),
+                lengths: lengths.clone(),
                 epochs: config.run.epochs,
                 epoch_barrier: config.plan.epoch_barrier,
                 max_skip_fraction: config.dispatch.max_skip_fraction,
@@ -263,7 +273,7 @@ impl Prepared {
                 accumulation: config.optimizer.accumulation as usize,
                 learning_rate: Arc::new(move |step| schedule.at(step)),
                 max_grad_norm: config.optimizer.max_grad_norm,
-                start_step: self.start_step(),
+                start_step,
                 max_steps: config.run.max_steps.unwrap_or(0),
                 checkpoint_every: config.checkpoint.every_steps,
             },
@@ -283,6 +293,16 @@ struct Engines<T, D, O> {
     optimizer: O,
 }
 
+/// What the actors of a run are told, also of a simulated one.
+pub(crate) fn mill_settings(
+    config: &Config,
+    plan: &PlanSettings,
+    lengths: &Arc<[u32]>,
+    total_steps: u64,
+) -> mill::Settings {
+    Prepared::settings_of(config, plan, lengths, total_steps, 0)
+}
+
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
 trait Failed<T> {
     fn failed(self, exit: Exit) -> Result<T, Failure>;
@@ -291,20 +311,6 @@ trait Failed<T> {
 impl<T, E: Display> Failed<T> for Result<T, E> {
     fn failed(self, exit: Exit) -> Result<T, Failure> {
         self.map_err(Failure::of(exit))
-    }
-}
-
-fn costs(config: &Config) -> CostModel {
-    let simulate = &config.simulate;
-    let dtype = FeatureDtype::Bf16;
-    CostModel {
-        seconds_per_token: simulate.target_per_token.0.as_secs_f64(),
-        seconds_per_micro_batch: simulate.micro_batch.0.as_secs_f64(),
-        seconds_per_step: simulate.step.0.as_secs_f64(),
-        taps: 1,
-        hidden_size: (simulate.feature_bytes_per_token.0 / dtype.bytes()) as u32,
-        dtype,
-        ..CostModel::default()
     }
 }
 
