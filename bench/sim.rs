@@ -3,7 +3,7 @@
 use crate::machine::{Failed, Outcome, peak_rss};
 use draftmill::{
     config,
-    simulate::{Policy, Report, Scenario, Stage, run},
+    simulate::{Policy, Report, Scenario, run},
 };
 use serde::{Deserialize, Serialize};
 use std::{path::Path, process::Command};
@@ -25,22 +25,9 @@ pub fn policy(policy: Policy) -> Outcome<Report> {
     report(&node()?.policy(policy))
 }
 
-/// The node with drafters that are a twentieth faster than its targets, so that a target's pause costs the whole node. `balance`: the
-/// report of the node as it is.
-pub fn targets_bound(balance: &Report, policy: Policy) -> Outcome<Report> {
-    let faster = match balance.slower_stage {
-        Stage::Drafters => 1.05 * (1.0 + balance.imbalance),
-        Stage::Targets => (1.05 / (1.0 + balance.imbalance)).max(1.0),
-    };
-    let mut scenario = node()?.policy(policy);
-    let micro_batch = &mut scenario.loaded.config.simulate.micro_batch;
-    micro_batch.0 = micro_batch.0.div_f64(faster);
-    report(&scenario)
-}
-
 /// The same node with its first target at half speed, against its new bound.
-pub fn slow_target() -> Outcome<Report> {
-    report(&node()?.target_speed(0, 0.5))
+pub fn slow_target(policy: Policy) -> Outcome<Report> {
+    report(&node()?.policy(policy).target_speed(0, 0.5))
 }
 
 /// What one run of the large node took.
