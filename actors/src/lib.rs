@@ -17,6 +17,7 @@ pub mod plan;
 pub mod planner;
 pub mod pool;
 pub mod pool_state;
+pub mod replay;
 pub mod sim;
 pub mod target;
 pub mod trainer;
@@ -24,3 +25,4 @@ pub mod trainer_state;
 pub mod types;
 
 mod ask;
+mod pool_figures;

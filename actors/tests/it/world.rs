@@ -86,6 +86,7 @@ impl Default for World {
                 max_batches: 16,
                 min_ready: 4,
                 draw: pool_state::Draw::Proportional,
+                replay_window: 16,
                 seed: 7,
             },
             queue_jobs: 8,
