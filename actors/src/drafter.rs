@@ -19,7 +19,7 @@ use crate::{
     types::JobId,
 };
 use metrics::{Counter, counter};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use tokio::sync::{oneshot, watch};
 
 /// What shapes a drafter's work.
@@ -30,7 +30,7 @@ pub struct Settings {
     pub prefetch: usize,
     /// Failures of a job, in targets and drafters together, after which it is skipped.
     pub max_attempts: u32,
-    /// Batches that failed in a row after which the drafter stops the run: its device is broken, not its batches.
+    /// Different batches that failed in a row after which the drafter stops the run: its device is broken, not its batches.
     pub max_failures_in_a_row: u32,
 }
 
@@ -62,8 +62,8 @@ struct Drafter<E: DraftEngine> {
     /// A batch went back to the pool. This drafter draws once more than usual: the others may have their hands full of
     /// batches that come after it in the order, and then nobody else would.
     owes_draw: bool,
-    failures_in_a_row: u32,
-    last_failed: Option<JobId>,
+    /// Jobs that failed since the last success. The same job again says nothing new of this drafter.
+    failed: BTreeSet<JobId>,
     meter: Meter,
     series: Series,
     work: Work,
@@ -107,8 +107,7 @@ pub async fn run<E: DraftEngine>(
         finished: false,
         below: 0,
         owes_draw: false,
-        failures_in_a_row: 0,
-        last_failed: None,
+        failed: BTreeSet::new(),
         meter: Meter::new("drafter", settings.index, &[Cause::Batch, Cause::Step]),
         series: Series::new(settings.index),
         work: Work::default(),
@@ -224,8 +223,7 @@ impl<E: DraftEngine> Drafter<E> {
             )),
             Ok(report) => {
                 drop(room);
-                self.failures_in_a_row = 0;
-                self.last_failed = None;
+                self.failed.clear();
                 self.work.micro_batches += 1;
                 self.work.tokens += report.tokens;
                 self.work.anchors += report.anchors;
@@ -253,12 +251,9 @@ impl<E: DraftEngine> Drafter<E> {
         job.attempts += 1;
         tracing::warn!(drafter = self.settings.index, job = %id, attempts = job.attempts, %error, "micro-batch failed");
         counter!(m::JOBS_RETURNED, "cause" => "drafter_failed").increment(1);
-        // The same batch again says nothing new of this drafter.
-        if self.last_failed.replace(id) != Some(id) {
-            self.failures_in_a_row += 1;
-        }
-        let failed = self.failures_in_a_row;
-        if matches!(error, EngineError::Lost(_)) || failed >= self.settings.max_failures_in_a_row {
+        self.failed.insert(id);
+        let failed = self.failed.len();
+        if matches!(error, EngineError::Lost(_)) || failed >= self.settings.max_failures_in_a_row as usize {
             // The drafter's fault, not the job's: it stays open.
             return Err(Fault::new(
                 &self.name,

@@ -54,12 +54,15 @@ pub struct Breakage {
     pub slowness: Option<f64>,
     /// Every n-th unit of work (1-based) does this.
     pub every: Option<(u64, Wrong)>,
+    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
+    pub poison: Option<u32>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
 pub enum Wrong {
     Fail,
     Lose,
+    LoseFeatures,
     Nan,
     Short,
     Panic,
@@ -310,8 +313,14 @@ impl DraftEngine for BreakableDrafter {
         features: SimFeatures,
     ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
         let failed = |error| Err(MicroFailure { error, features: Some(features) });
+        if self.trouble.breakage.poison.is_some_and(|n| job.index % n == 3) {
+            return failed(EngineError::Failed("poison".into()));
+        }
         match self.trouble.strike().await {
             Some(Wrong::Fail) => return failed(EngineError::Failed("out of luck".into())),
+            Some(Wrong::LoseFeatures) => {
+                return Err(MicroFailure { error: EngineError::Failed("out of luck".into()), features: None });
+            }
             Some(Wrong::Lose) => return failed(EngineError::Lost("the device fell off the bus".into())),
             _ => {}
         }
