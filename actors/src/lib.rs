@@ -18,6 +18,7 @@ pub mod plan;
 pub mod planner;
 pub mod pool;
 pub mod pool_state;
+pub mod replay;
 pub mod sim;
 pub mod target;
 pub mod trainer;
@@ -26,4 +27,5 @@ pub mod types;
 
 mod ask;
 mod pace;
+mod pool_figures;
 mod saver;

@@ -256,6 +256,7 @@ impl Prepared {
                 max_batches: config.pool.max_batches as usize,
                 min_ready: config.pool.min_ready as usize,
                 draw: config.pool.draw,
+                replay_window: config.pool.max_batches as usize,
                 seed: config.run.seed,
             },
             trainer: trainer::Settings {

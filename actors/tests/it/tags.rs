@@ -127,7 +127,14 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
             offer_stragglers: true,
             policy: dispatcher::Policy::Pull,
         },
-        pool: pool_state::Settings { max_bytes: 64, max_batches: 8, min_ready: 4, draw: Draw::Uniform, seed: 1 },
+        pool: pool_state::Settings {
+            max_bytes: 64,
+            max_batches: 8,
+            min_ready: 4,
+            draw: Draw::Uniform,
+            replay_window: 8,
+            seed: 1,
+        },
         trainer: trainer::Settings {
             drafters: 3,
             accumulation: 2,

@@ -69,12 +69,15 @@ pub struct Breakage {
     pub until: Option<u64>,
     /// Restarts that fail before one helps.
     pub bad_restarts: u32,
+    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
+    pub poison: Option<u32>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
 pub enum Wrong {
     Fail,
     Lose,
+    LoseFeatures,
     Nan,
     Short,
     Panic,
@@ -105,6 +108,7 @@ impl Default for World {
                 max_batches: 16,
                 min_ready: 4,
                 draw: pool_state::Draw::Proportional,
+                replay_window: 16,
                 seed: 7,
             },
             queue_jobs: 8,
@@ -351,8 +355,14 @@ impl DraftEngine for BreakableDrafter {
         features: SimFeatures,
     ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
         let failed = |error| Err(MicroFailure { error, features: Some(features) });
+        if self.trouble.breakage.poison.is_some_and(|n| job.index % n == 3) {
+            return failed(EngineError::Failed("poison".into()));
+        }
         match self.trouble.strike().await {
             Some(Wrong::Fail) => return failed(EngineError::Failed("out of luck".into())),
+            Some(Wrong::LoseFeatures) => {
+                return Err(MicroFailure { error: EngineError::Failed("out of luck".into()), features: None });
+            }
             Some(Wrong::Lose) => return failed(EngineError::Lost("the device fell off the bus".into())),
             _ => {}
         }
