@@ -5,6 +5,7 @@
 mod dispatcher;
 mod edges;
 mod faults;
+mod mix;
 mod pipeline;
 mod pool;
 mod trainer;
