@@ -4,6 +4,7 @@
 
 pub mod buckets;
 pub mod dispatcher;
+pub mod dispatcher_state;
 pub mod drafter;
 pub mod engine;
 pub mod fault;
@@ -25,4 +26,6 @@ pub mod trainer_state;
 pub mod types;
 
 mod ask;
+mod pace;
 mod pool_figures;
+mod saver;

@@ -45,7 +45,7 @@ pub struct Batch<F> {
 enum Msg<F> {
     Reserve { bytes: u64, reply: oneshot::Sender<Result<Reservation<F>, TooLarge>> },
     Draw { reply: oneshot::Sender<Option<Loan<F>>> },
-    Drain { last: bool, done: Option<oneshot::Sender<()>> },
+    Drain { last: bool, late: usize, done: Option<oneshot::Sender<()>> },
 }
 
 enum Return<F> {
@@ -156,9 +156,10 @@ impl<F> Handle<F> {
         Ok(loan)
     }
 
-    /// Everything that will come is here: give it all out. `done` is answered when the pool is empty.
-    pub async fn drain(&self, last: bool, done: Option<oneshot::Sender<()>>) -> Result<(), Gone> {
-        self.inbox.send(Msg::Drain { last, done }).await.map_err(|_| Gone("pool"))
+    /// Everything that will come is here: give it all out. `late` reservations may still be held by forwards whose results
+    /// nobody wants. `done` is answered when the pool is empty.
+    pub async fn drain(&self, last: bool, late: usize, done: Option<oneshot::Sender<()>>) -> Result<(), Gone> {
+        self.inbox.send(Msg::Drain { last, late, done }).await.map_err(|_| Gone("pool"))
     }
 }
 
@@ -296,14 +297,14 @@ pub async fn run<F: Send + 'static>(
                         pool.drawing.insert(requests, reply);
                         pool.state.on_draw(requests)
                     }
-                    Some(Msg::Drain { last, done }) => {
+                    Some(Msg::Drain { last, late, done }) => {
                         pool.drained.extend(done);
                         // What was moved in before the order to drain was sent is already in this channel.
                         let mut actions = Vec::new();
                         while let Ok(back) = inbox.returns.try_recv() {
                             actions.extend(pool.on_return(back));
                         }
-                        actions.extend(pool.state.on_drain(last));
+                        actions.extend(pool.state.on_drain(last, late));
                         actions
                     }
                     None => break,

@@ -271,13 +271,14 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// Everything that will come is here: for now, or for good when `last`.
-    pub fn on_drain(&mut self, last: bool) -> Vec<Action<B>> {
+    /// Everything that will come is here: for now, or for good when `last`. `late` reservations may be out that will not be
+    /// filled.
+    pub fn on_drain(&mut self, last: bool, late: usize) -> Vec<Action<B>> {
         if self.phase == Phase::Stopped {
             return self.decide();
         }
         let waits = self.held.reserved_batches + self.reserves.len();
-        invariant!("L3", waits == 0, "told to drain while {waits} reservations are out");
+        invariant!("L3", waits <= late, "told to drain while {waits} reservations are out, {late} of them late");
         self.phase = if last { Phase::Last } else { Phase::Draining };
         self.announced = false;
         self.decide()

@@ -11,6 +11,7 @@ use crate::{
     job::{Job, Receipt},
     meter::{Cause, Meter, Totals},
     metrics as m, planner,
+    saver::Saver,
     trainer_state::{Action, State},
 };
 use metrics::{Counter, Gauge, counter, gauge};
@@ -209,7 +210,9 @@ struct Trainer<O: Optimizer> {
     series: Series,
     born: Instant,
     work: Work,
-    saved: u64,
+    saver: Saver,
+    /// A checkpoint was due while another was being written.
+    save_due: bool,
 }
 
 /// Runs until no step can follow. Every step's record goes to `records`.
@@ -226,6 +229,7 @@ pub async fn run<O: Optimizer>(
     let mut t = Trainer {
         state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
         optimizer,
+        saver: Saver::new(planner.clone(), start),
         planner,
         records,
         phase,
@@ -236,7 +240,7 @@ pub async fn run<O: Optimizer>(
         series: Series::new(),
         born: Instant::now(),
         work: Work { step: start, ..Work::default() },
-        saved: start,
+        save_due: false,
         settings,
     };
     t.series.step.set(start as f64);
@@ -258,20 +262,29 @@ impl<O: Optimizer> Trainer<O> {
             if self.apply(actions).await? {
                 return Ok(());
             }
+            let Self { meter, saver, .. } = self;
             let next = async {
                 tokio::select! {
                     biased;
-                    () = stops.stop.cancelled(), if !stopping => None,
-                    msg = inbox.recv() => Some(msg),
+                    () = stops.stop.cancelled(), if !stopping => Event::Stop,
+                    // Why it failed is logged; training goes on, and the next one comes at its time.
+                    _ = saver.written() => Event::Written,
+                    msg = inbox.recv() => Event::Msg(msg),
                 }
             };
-            actions = match self.meter.wait(Cause::MicroBatches, next).await {
-                None => {
+            actions = match meter.wait(Cause::MicroBatches, next).await {
+                Event::Stop => {
                     stopping = true;
                     self.state.on_stop()
                 }
-                Some(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
-                Some(Some(msg)) => self.on(msg),
+                Event::Written => {
+                    if std::mem::take(&mut self.save_due) {
+                        self.save().await;
+                    }
+                    Vec::new()
+                }
+                Event::Msg(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
+                Event::Msg(Some(msg)) => self.on(msg),
             };
         }
     }
@@ -370,7 +383,7 @@ impl<O: Optimizer> Trainer<O> {
         self.series.observe(&record);
         let _ = self.records.send(record).await;
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
-            self.save().await?;
+            self.save().await;
         }
         Ok(self.state.on_stepped())
     }
@@ -378,28 +391,35 @@ impl<O: Optimizer> Trainer<O> {
     async fn end(&mut self) -> Result<(), Fault> {
         self.work.discarded = self.receipts.len() as u64;
         self.receipts.clear();
-        if self.work.step > self.saved {
-            self.save().await?;
+        if self.saver.is_busy() {
+            // One that fails here is made up for below.
+            let _ = self.saver.written().await;
         }
+        if self.work.step > self.saver.saved() {
+            self.save().await;
+            self.saver.written().await.map_err(|reason| Fault::new("trainer", reason))?;
+        }
+        self.work.checkpoint = self.saver.name().cloned();
         self.phase.send_replace(Phase::End);
         Ok(())
     }
 
-    async fn save(&mut self) -> Result<(), Fault> {
-        let step = self.work.step;
-        let name = match self.meter.busy(self.optimizer.save(step)).await {
-            Ok(name) => name,
-            Err(e) => {
-                counter!(m::CHECKPOINTS, "result" => "failed").increment(1);
-                return Err(Fault::new("trainer", format!("the checkpoint of step {step} could not be written: {e}")));
-            }
-        };
-        self.planner.checkpoint(step, name.clone()).await.map_err(|g| Fault::gone("trainer", g))?;
-        counter!(m::CHECKPOINTS, "result" => "written").increment(1);
-        tracing::info!(step, name, "checkpoint written");
-        (self.saved, self.work.checkpoint) = (step, Some(name));
-        Ok(())
+    /// Begins a checkpoint of the weights as they are, or notes that one is due.
+    async fn save(&mut self) {
+        self.save_due = self.saver.is_busy();
+        if !self.save_due {
+            let step = self.work.step;
+            let copied = self.meter.busy(self.optimizer.save(step)).await;
+            self.saver.begin(step, copied);
+        }
     }
+}
+
+/// What the trainer waits for.
+enum Event<M> {
+    Stop,
+    Written,
+    Msg(Option<M>),
 }
 
 /// The trainer's own series, looked up once.

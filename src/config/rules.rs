@@ -234,6 +234,13 @@ impl Audit<'_> {
             "is no log filter",
             "choose error, warn, info, debug or trace, or \"info,draftmill::data=debug\"",
         );
+        let factor = self.written.wire.dispatch.straggler_factor;
+        self.require(
+            factor == 0.0 || (1.0..1e6).contains(&factor),
+            "dispatch.straggler_factor",
+            "a straggler takes longer than others",
+            "choose a number from 1 up, or 0 for none",
+        );
         self.require(
             log.progress_every > Default::default(),
             "log.progress_every",
@@ -277,6 +284,8 @@ mod tests {
             ("plan", "bucket_bounds = []"),
             ("dispatch", "queue_jobs = 0"),
             ("dispatch", "max_attempts = 0"),
+            ("dispatch", "straggler_factor = 0.5"),
+            ("dispatch", "straggler_factor = inf"),
             ("dispatch", "max_skip_fraction = -0.1"),
             ("pool", "min_ready = 17"),
             ("pool", "max_bytes = \"0 B\""),

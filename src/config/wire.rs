@@ -147,6 +147,15 @@ sections! {
         Restart pad_ahead: u32 = 4;
         /// A job that failed this often is skipped, with its reason recorded.
         Restart max_attempts: u32 = 3;
+        /// A target that panics, is lost or keeps failing is taken out and restarted; after this many restarts in vain it is
+        /// gone for good. When all targets are gone, the run ends.
+        Restart max_restarts: u32 = 5;
+        /// Pause before the first restart of a target; each further one doubles it.
+        Restart restart_pause: TimeSpan = TimeSpan(Duration::from_secs(1));
+        /// A forward that takes this many times longer than others of its length is reported as a straggler; 0 = never.
+        Restart straggler_factor: f64 = 5.0;
+        /// Offer a straggler's job to another target; the first result counts, the other is dropped.
+        Restart offer_stragglers: bool = true;
         /// More skipped jobs than this share of the epoch end the run.
         Restart max_skip_fraction: f64 = 0.01;
     }

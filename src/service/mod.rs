@@ -247,6 +247,8 @@ impl Prepared {
                 queue_jobs: config.dispatch.queue_jobs as usize,
                 pad_ahead: config.dispatch.pad_ahead as usize,
                 max_attempts: config.dispatch.max_attempts,
+                straggler_factor: config.dispatch.straggler_factor,
+                offer_stragglers: config.dispatch.offer_stragglers,
                 policy: dispatcher::Policy::Pull,
             },
             pool: pool_state::Settings {
@@ -268,6 +270,9 @@ impl Prepared {
             },
             prefetch: config.drafter.prefetch as usize,
             max_failures_in_a_row: MAX_FAILURES_IN_A_ROW,
+            max_restarts: config.dispatch.max_restarts,
+            restart_pause: config.dispatch.restart_pause.0,
+            kill: None,
             grace: config.shutdown.grace.0,
         }
     }

@@ -405,7 +405,7 @@ proptest! {
         stops in prop::collection::vec(0_u32..1000, 0..3), killed: bool,
     ) {
         let broken = |&(slowness, every): &(f64, u64)| Breakage {
-            slowness: Some(slowness), every: Some((every, Wrong::Fail)), poison,
+            slowness: Some(slowness), every: Some((every, Wrong::Fail)), poison, ..Breakage::default()
         };
         let healthy = Breakage { poison, ..Breakage::default() };
         let mut plain = replaying(vec![healthy.clone()], vec![healthy]);

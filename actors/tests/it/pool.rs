@@ -215,7 +215,7 @@ proptest! {
         prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.loaned.is_empty(), "a request waits for ever");
         m.draining = true;
         m.next += 1;
-        let actions = m.state.on_drain(true);
+        let actions = m.state.on_drain(true, 0);
         m.apply(actions);
         for turn in 0..10_000 {
             if m.ready.is_empty() && m.loaned.is_empty() {
@@ -315,7 +315,7 @@ fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
         }
         assert_eq!((m.given.len(), m.draws.len()), (13, 8));
         m.draining = true;
-        let actions = m.state.on_drain(true);
+        let actions = m.state.on_drain(true, 0);
         m.apply(actions);
         assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 1, 0));
         // The last draw waits for what may come back, and gets it.
