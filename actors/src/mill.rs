@@ -85,8 +85,8 @@ where
     S: BatchSource,
     L: Ledger,
 {
-    let Settings { prefetch, max_failures_in_a_row, max_restarts, restart_pause, grace, .. } = settings;
     let max_attempts = settings.dispatcher.max_attempts;
+    let Settings { prefetch, max_failures_in_a_row, max_restarts, restart_pause, grace, .. } = settings;
     let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new(), kill: settings.kill };
     let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
 

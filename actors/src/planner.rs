@@ -332,12 +332,15 @@ impl<L: Ledger> Planner<L> {
         });
         let (plan, broken) = planned.await.map_err(fault)?.map_err(fault)?;
         invariant!("P1", broken.is_none(), "epoch {epoch}: {}", broken.unwrap_or_default());
-        let jobs_of_bucket = plan.jobs_per_bucket().into_iter().map(u64::from).collect();
         let (ended, plan) = self.with_ledger(move |ledger| Ok((ledger.begin_epoch(&plan)?, plan))).await?;
         gauge!(m::EPOCH).set(f64::from(epoch));
         tracing::info!(epoch, jobs = plan.jobs.len(), open = ended.iter().filter(|e| !**e).count(), "epoch planned");
+        let mut open_of_bucket = vec![0; plan.bounds.len()];
+        for (job, _) in plan.jobs.iter().zip(&ended).filter(|(_, ended)| !**ended) {
+            open_of_bucket[usize::from(job.bucket)] += 1;
+        }
         self.state.begin(plan, &ended);
-        self.course.epoch(epoch, jobs_of_bucket, ended.into()).await;
+        self.course.epoch(epoch, open_of_bucket, ended.into()).await;
         Ok(())
     }
 

@@ -176,7 +176,7 @@ pub struct Peaks {
 }
 
 enum Told {
-    Epoch { epoch: u32, jobs_of_bucket: Vec<u64>, ended: Arc<[bool]> },
+    Epoch { epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]> },
     Skipped(JobId),
 }
 
@@ -188,10 +188,10 @@ pub struct Course {
 }
 
 impl Course {
-    /// The jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
-    pub async fn epoch(&self, epoch: u32, jobs_of_bucket: Vec<u64>, ended: Arc<[bool]>) {
+    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    pub async fn epoch(&self, epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]>) {
         // A pool that is gone needs nothing any more; whoever ended it is heard of elsewhere.
-        let _ = self.tell.send(Told::Epoch { epoch, jobs_of_bucket, ended }).await;
+        let _ = self.tell.send(Told::Epoch { epoch, open_of_bucket, ended }).await;
     }
 
     /// This job was given up.
@@ -282,7 +282,7 @@ pub async fn run<F: Send + 'static>(
                 pool.state.on_stop()
             }
             Some(told) = course.told.recv() => match told {
-                Told::Epoch { epoch, jobs_of_bucket, ended } => pool.state.on_epoch(epoch, &jobs_of_bucket, ended),
+                Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
                 Told::Skipped(job) => pool.state.on_skipped(job),
             },
             Some(back) = inbox.returns.recv() => pool.on_return(back),

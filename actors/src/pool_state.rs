@@ -162,6 +162,7 @@ pub struct State<B> {
     draws: VecDeque<RequestId>,
     phase: Phase,
     announced: bool,
+    /// Jobs of each bucket that the plans hold, and batches of it that were drawn.
     shares: Vec<u64>,
     drawn: Vec<u64>,
     /// Draw `replay`: which job comes next.
@@ -190,13 +191,14 @@ impl<B> State<B> {
         }
     }
 
-    /// The jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
-    /// Starts the count of draws anew when the shares change.
-    pub fn on_epoch(&mut self, epoch: u32, jobs_of_bucket: &[u64], ended: Arc<[bool]>) -> Vec<Action<B>> {
-        if self.shares != jobs_of_bucket {
-            self.shares = jobs_of_bucket.to_vec();
-            self.drawn.clear();
-            self.at_least(jobs_of_bucket.len());
+    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    ///
+    /// Shares and draws are counted over all epochs, because epochs overlap: while the draws are still at the jobs of one,
+    /// those of the next are handed out, and what lags at that moment must not be forgotten.
+    pub fn on_epoch(&mut self, epoch: u32, open_of_bucket: &[u64], ended: Arc<[bool]>) -> Vec<Action<B>> {
+        self.at_least(open_of_bucket.len());
+        for (share, jobs) in self.shares.iter_mut().zip(open_of_bucket) {
+            *share += jobs;
         }
         if let Some(order) = &mut self.order {
             order.begin(epoch, ended);
@@ -313,6 +315,7 @@ impl<B> State<B> {
         let buckets = buckets.max(self.ready.len());
         self.ready.resize_with(buckets, Vec::new);
         self.drawn.resize(buckets, 0);
+        self.shares.resize(buckets, 0);
     }
 
     fn put(&mut self, entry: Entry<B>) {
@@ -450,8 +453,7 @@ impl<B> State<B> {
     fn lag(&self, bucket: usize) -> i128 {
         let plan: u64 = self.shares.iter().sum();
         let drawn: u64 = self.drawn.iter().sum();
-        let share = self.shares.get(bucket).copied().unwrap_or(0);
-        i128::from(share) * i128::from(drawn + 1) - i128::from(self.drawn[bucket]) * i128::from(plan)
+        i128::from(self.shares[bucket]) * i128::from(drawn + 1) - i128::from(self.drawn[bucket]) * i128::from(plan)
     }
 
     /// What was drawn before and came back goes first, in its old order; then the wanted job, if it is here.

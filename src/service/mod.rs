@@ -98,6 +98,8 @@ struct Prepared {
     lengths: Arc<[u32]>,
     plan: PlanSettings,
     total_steps: u64,
+    /// Draw `replay`: jobs among which the order is shuffled.
+    replay_window: Option<u32>,
     opened: Opened,
     from: Option<Verified>,
 }
@@ -121,11 +123,16 @@ impl Prepared {
             bounds,
         };
         let source = StoreSource::new(store.clone(), Split::Train);
-        let identity = identity(config, &plan, &store, models.as_ref())?;
+        let replay_window = forecast.pool.replay_window;
+        let mut identity = identity(config, &plan, &store, models.as_ref())?;
+        if let Some(window) = replay_window {
+            // The order of the rest of an epoch follows from it.
+            identity.insert("pool.replay_window".into(), window.to_string());
+        }
         let folder = RunFolder::new(&config.run.dir);
         let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
         let from = resume_point(config.run.engine, &opened)?;
-        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, opened, from })
+        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, replay_window, opened, from })
     }
 
     fn start_step(&self) -> u64 {
@@ -256,7 +263,7 @@ impl Prepared {
                 max_batches: config.pool.max_batches as usize,
                 min_ready: config.pool.min_ready as usize,
                 draw: config.pool.draw,
-                replay_window: config.pool.max_batches as usize,
+                replay_window: self.replay_window.unwrap_or(config.pool.max_batches) as usize,
                 seed: config.run.seed,
             },
             trainer: trainer::Settings {

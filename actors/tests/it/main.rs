@@ -6,6 +6,7 @@ mod checkpoints;
 mod dispatcher;
 mod edges;
 mod faults;
+mod mix;
 mod pipeline;
 mod pool;
 mod tags;

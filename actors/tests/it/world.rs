@@ -29,6 +29,10 @@ use tokio::{sync::mpsc, time::Instant};
 #[derive(Clone)]
 pub struct World {
     pub lengths: Vec<u32>,
+    pub job_tokens: u32,
+    /// Longest sample of each bucket; empty: four buckets by the optimum.
+    pub bounds: Vec<u32>,
+    pub order: Order,
     pub targets: Vec<Breakage>,
     pub drafters: Vec<Breakage>,
     pub costs: CostModel,
@@ -65,12 +69,12 @@ pub struct Breakage {
     pub slowness: Option<f64>,
     /// Every n-th unit of work (1-based) does this.
     pub every: Option<(u64, Wrong)>,
+    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
+    pub poison: Option<u32>,
     /// Only up to this unit of work.
     pub until: Option<u64>,
     /// Restarts that fail before one helps.
     pub bad_restarts: u32,
-    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
-    pub poison: Option<u32>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -88,6 +92,9 @@ impl Default for World {
     fn default() -> Self {
         Self {
             lengths: (0..400).map(|i| 10 + (i * 37) % 300).collect(),
+            job_tokens: 1000,
+            bounds: Vec::new(),
+            order: Order::Spread,
             targets: vec![Breakage::default(); 3],
             drafters: vec![Breakage::default(); 2],
             costs: CostModel { taps: 2, hidden_size: 8, ..CostModel::default() },
@@ -177,11 +184,14 @@ impl World {
     }
 
     async fn go(self, ledger: MemoryLedger, start_step: u64) -> Outcomes {
-        let bounds = draftmill_actors::buckets::optimal_bounds(&self.lengths, 4);
+        let bounds = match self.bounds.is_empty() {
+            true => draftmill_actors::buckets::optimal_bounds(&self.lengths, 4),
+            false => self.bounds.clone(),
+        };
         let lengths: Arc<[u32]> = self.lengths.clone().into();
         let settings = mill::Settings {
             planner: planner::Settings {
-                plan: PlanSettings { seed: 1, job_tokens: 1000, order: Order::Spread, bounds },
+                plan: PlanSettings { seed: 1, job_tokens: self.job_tokens, order: self.order, bounds },
                 lengths: lengths.clone(),
                 epochs: self.epochs,
                 epoch_barrier: self.epoch_barrier,
