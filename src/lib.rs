@@ -14,4 +14,5 @@ pub mod import;
 #[cfg(feature = "torch")]
 pub mod model;
 pub mod service;
+pub mod simulate;
 pub mod state;

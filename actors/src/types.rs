@@ -10,7 +10,7 @@ pub type SampleId = u32;
 pub type BucketId = u16;
 
 /// Names a job for good: its epoch and its place in that epoch's plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct JobId {
     pub epoch: u32,
     pub index: u32,
@@ -44,6 +44,8 @@ impl JobSpec {
 /// The rows of a job, right-padded with 0 to one width.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PaddedBatch {
+    /// Whose rows these are. The simulated engine draws its chance by it, so that it is the same whoever computes.
+    pub job: JobId,
     pub rows: usize,
     pub width: usize,
     /// Real tokens of each row.

@@ -1,6 +1,7 @@
 //! The arguments of every command, with the texts of `--help`.
 
-use crate::{config::Dtype, exit};
+use super::simulate::PolicyName;
+use crate::{config::Dtype, exit, simulate::Sweep};
 use clap::{
     ArgAction, Args, Parser, Subcommand,
     builder::{PossibleValuesParser, TypedValueParser},
@@ -25,6 +26,7 @@ pub enum Command {
     Import(ImportArgs),
     Prepare(PrepareArgs),
     Check(CheckArgs),
+    Simulate(SimulateArgs),
     Train(TrainArgs),
     Export(ExportArgs),
 }
@@ -103,6 +105,46 @@ pub struct CheckArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
     /// Write problems and table to stdout as one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Tells how a node would do before it is rented: the real pipeline with engines that follow a cost model
+#[derive(Args, Debug)]
+#[command(after_help = "\
+The numbers of targets and drafters, the pool and the plan come from the configuration, the costs from its section \
+[simulate]; neither model nor data nor GPU is needed. The result is a function of the configuration and run.seed alone.
+
+Examples:
+  draftmill simulate --config configs/sim-8gpu.toml
+  draftmill simulate --config configs/sim-8gpu.toml --sweep targets=1..7
+  draftmill simulate --config configs/sim-8gpu.toml --policy round-robin --queue-depth 4
+  draftmill simulate --config my.toml --set simulate.lengths=store --targets 6 --drafters 2 --json | jq .efficiency")]
+pub struct SimulateArgs {
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Who gets the next job
+    #[arg(long, value_enum, default_value = "pull")]
+    pub policy: PolicyName,
+    /// Jobs that wait for each target under round-robin
+    #[arg(long, value_name = "JOBS", default_value = "4")]
+    pub queue_depth: usize,
+    /// Which batch answers a draw, in the place of pool.draw: uniform, proportional or replay
+    #[arg(long, value_name = "DRAW")]
+    pub draw: Option<String>,
+    /// Number of targets, in the place of target.devices
+    #[arg(long, value_name = "COUNT")]
+    pub targets: Option<usize>,
+    /// Number of drafters, in the place of drafter.devices
+    #[arg(long, value_name = "COUNT")]
+    pub drafters: Option<usize>,
+    /// Jobs of an epoch, in the place of simulate.jobs
+    #[arg(long, value_name = "COUNT")]
+    pub jobs: Option<u32>,
+    /// One run for each value: targets=1..7 (the other workers are drafters), or queue-depth=1,4,20 (round-robin)
+    #[arg(long, value_name = "SETTING=VALUES")]
+    pub sweep: Option<Sweep>,
+    /// Write the figures to stdout as JSON; of a sweep, as an array
     #[arg(long)]
     pub json: bool,
 }

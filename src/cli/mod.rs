@@ -7,10 +7,12 @@ mod import;
 mod logging;
 mod output;
 mod prepare;
+mod simulate;
 mod train;
 
 pub use self::args::{
-    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LogArgs, PrepareArgs, TrainArgs, WhichCheckpoint,
+    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LogArgs, PrepareArgs, SimulateArgs, TrainArgs,
+    WhichCheckpoint,
 };
 
 use crate::{
@@ -54,6 +56,12 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             let log = loaded.as_ref().map_or_else(Log::default, |loaded| loaded.config.log.clone());
             logging::start(&cli.log, &log)?;
             check::run(args, loaded.as_ref(), problems)
+        }
+        Command::Simulate(args) => {
+            let loaded = load(&simulate::config(args))?;
+            // A simulated node lives through weeks in seconds: what it logs is noise, unless somebody asks for it.
+            logging::start(&cli.log, &Log { level: "off".into(), ..loaded.config.log.clone() })?;
+            simulate::run(args, loaded)
         }
         Command::Train(args) => {
             open_libtorch()?;

@@ -3,9 +3,13 @@
 use super::{
     load::Written,
     problem::{Problem, Problems},
-    values::{Auto, ByteSize, Dtype},
+    values::{Auto, ByteSize, Dtype, TimeSpan},
     wire::Wire,
 };
+use std::time::Duration;
+
+/// Of `draftmill simulate`: with a few dozen samples each they take a few gigabytes.
+const MOST_SIMULATED_JOBS: u32 = 5_000_000;
 
 /// Every rule that is broken; empty where the configuration can be worked with.
 pub fn broken_rules(written: &Written) -> Problems {
@@ -16,6 +20,7 @@ pub fn broken_rules(written: &Written) -> Problems {
     audit.drafter();
     audit.optimizer();
     audit.rest();
+    audit.simulate();
     Problems(audit.problems)
 }
 
@@ -34,7 +39,7 @@ impl Audit<'_> {
     /// Rules that look at one number alone.
     fn ranges(&mut self) {
         let w = &self.written.wire;
-        let positive: [(&str, u64); 23] = [
+        let positive: [(&str, u64); 26] = [
             ("run.epochs", w.run.epochs.into()),
             ("run.threads", w.run.threads.or(|| 1).into()),
             ("data.max_length", w.data.max_length.into()),
@@ -58,6 +63,9 @@ impl Audit<'_> {
             ("checkpoint.every_steps", w.checkpoint.every_steps),
             ("checkpoint.keep_last", w.checkpoint.keep_last.into()),
             ("simulate.feature_bytes_per_token", w.simulate.feature_bytes_per_token.0),
+            ("simulate.median_length", w.simulate.median_length.into()),
+            ("simulate.min_length", w.simulate.min_length.into()),
+            ("simulate.jobs", w.simulate.jobs.into()),
         ];
         for (key, value) in positive {
             self.require(value >= 1, key, "must be at least 1", "leave it out for the default");
@@ -86,6 +94,8 @@ impl Audit<'_> {
             ("data.validation_fraction", w.data.validation_fraction),
             ("optimizer.beta1", w.optimizer.beta1),
             ("optimizer.beta2", w.optimizer.beta2),
+            ("simulate.job_failures", w.simulate.job_failures),
+            ("simulate.micro_batch_failures", w.simulate.micro_batch_failures),
         ];
         for (key, value) in below_one {
             self.require((0.0..1.0).contains(&value), key, "is out of range", "choose a number from 0 to below 1");
@@ -258,14 +268,62 @@ impl Audit<'_> {
             "must be longer than nothing",
             "write for example \"5s\"",
         );
-        let tokens = u64::from(self.written.wire.plan.job_tokens);
-        let largest = tokens.checked_mul(self.written.wire.simulate.feature_bytes_per_token.0);
+    }
+
+    fn simulate(&mut self) {
+        let Wire { simulate, plan, .. } = &self.written.wire;
+        let largest = u64::from(plan.job_tokens).checked_mul(simulate.feature_bytes_per_token.0);
         self.require(
             largest.is_some_and(|bytes| bytes < 1 << 50),
             "simulate.feature_bytes_per_token",
             "the hidden states of one job would be larger than any machine",
             format!("lower it, or plan.job_tokens; the default is {}", ByteSize(40 << 10)),
         );
+        self.require(
+            simulate.feature_bytes_per_token.0.is_multiple_of(2),
+            "simulate.feature_bytes_per_token",
+            "is odd, and a value has two bytes",
+            "choose an even number",
+        );
+        for (key, speeds) in
+            [("simulate.target_speeds", &simulate.target_speeds), ("simulate.drafter_speeds", &simulate.drafter_speeds)]
+        {
+            self.require(
+                speeds.iter().all(|speed| (0.001..=1000.0).contains(speed)),
+                key,
+                "a speed is a factor: 1 is what the times of this section say, 0.5 half as fast",
+                "choose numbers from 0.001 to 1000",
+            );
+        }
+        self.require(
+            (0.0..=0.3).contains(&simulate.jitter),
+            "simulate.jitter",
+            "is a relative standard deviation",
+            "choose a number from 0 to 0.3",
+        );
+        self.require(
+            (0.0..=3.0).contains(&simulate.length_sigma),
+            "simulate.length_sigma",
+            "is a standard deviation of the logarithm of a length",
+            "choose a number from 0 (all of the median) to 3",
+        );
+        self.require(
+            simulate.jobs <= MOST_SIMULATED_JOBS,
+            "simulate.jobs",
+            "a plan of that many jobs does not fit into memory",
+            format!("choose at most {MOST_SIMULATED_JOBS}"),
+        );
+        let hour = TimeSpan(Duration::from_secs(3600));
+        for (key, time) in [
+            ("simulate.target_per_token", simulate.target_per_token),
+            ("simulate.target_attention", simulate.target_attention),
+            ("simulate.micro_batch", simulate.micro_batch),
+            ("simulate.per_context_token", simulate.per_context_token),
+            ("simulate.reduce", simulate.reduce),
+            ("simulate.step", simulate.step),
+        ] {
+            self.require(time <= hour, key, "is longer than any such work", format!("choose at most {hour}"));
+        }
     }
 }
 
@@ -319,6 +377,18 @@ mod tests {
             ("log", "level = \"draftmill=loud\""),
             ("log", "progress_every = \"0s\""),
             ("simulate", "feature_bytes_per_token = \"1 TiB\""),
+            ("simulate", "feature_bytes_per_token = \"1001 B\""),
+            ("simulate", "target_speeds = [1.0, 0.0]"),
+            ("simulate", "drafter_speeds = [nan]"),
+            ("simulate", "jitter = 0.5"),
+            ("simulate", "job_failures = 1.0"),
+            ("simulate", "micro_batch_failures = -0.1"),
+            ("simulate", "median_length = 0"),
+            ("simulate", "length_sigma = 4.0"),
+            ("simulate", "min_length = 0"),
+            ("simulate", "jobs = 0"),
+            ("simulate", "jobs = 6000000"),
+            ("simulate", "micro_batch = \"2h\""),
         ] {
             let problems = load_text(&format!("[{section}]\n{line}"), "x.toml", &[]).unwrap_err().0;
             // Rules that join two keys may stand at the other one; one rule, one finding.

@@ -89,6 +89,15 @@ words! {
     }
 }
 words! {
+    /// Where `draftmill simulate` has the lengths of its samples from.
+    Lengths {
+        /// A distribution.
+        Lognormal = "lognormal",
+        /// The prepared store.
+        Store = "store",
+    }
+}
+words! {
     /// How the learning rate runs after the warm-up.
     Schedule { Cosine = "cosine", Constant = "constant" }
 }

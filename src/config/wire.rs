@@ -4,7 +4,7 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Engine, Listen, LogFormat, Overlong, Schedule, TimeSpan, UnknownRole,
+    Auto, ByteSize, Device, Dtype, Engine, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan, UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
@@ -264,15 +264,46 @@ sections! {
         Live grace: TimeSpan = TimeSpan(Duration::from_secs(120));
     }
 
-    /// The cost model of run.engine = "simulated".
+    /// The cost model of `draftmill simulate`, and of run.engine = "simulated". Work takes whole milliseconds; what is rounded off
+    /// is added to the work that follows.
     simulate: Simulate {
-        /// Time of a target per token slot, padding included.
+        /// Time of a target per token slot, padding included: "20us".
         Restart target_per_token: TimeSpan = TimeSpan(Duration::from_micros(20));
-        /// Time of a drafter per micro-batch.
-        Restart micro_batch: TimeSpan = TimeSpan(Duration::from_millis(200));
-        /// Time of the optimizer per step.
-        Restart step: TimeSpan = TimeSpan(Duration::from_millis(20));
-        /// Bytes of hidden states per token (Qwen3-8B, 5 taps, bf16: 40 KiB).
+        /// Attention, quadratic in length: time of a target per token slot for every 1024 tokens of its row.
+        Restart target_attention: TimeSpan = TimeSpan(Duration::from_nanos(500));
+        /// Bytes of hidden states per token (Qwen3-8B, 5 taps, bf16: 40 KiB). Even: a value has two.
         Restart feature_bytes_per_token: ByteSize = ByteSize(40 << 10);
+        /// Bytes per second at which a target moves its hidden states out; the target pays, it does nothing else meanwhile.
+        /// 0 = in no time.
+        Restart bandwidth: ByteSize = ByteSize(25_000_000_000);
+        /// Time of a drafter per micro-batch, whatever its length.
+        Restart micro_batch: TimeSpan = TimeSpan(Duration::from_millis(200));
+        /// Time of a drafter per context token of its micro-batch, on top.
+        Restart per_context_token: TimeSpan = TimeSpan(Duration::ZERO);
+        /// Time in which the gradients of a step are added up; all drafters wait.
+        Restart reduce: TimeSpan = TimeSpan(Duration::from_millis(10));
+        /// Time of the optimizer per step; all drafters wait.
+        Restart step: TimeSpan = TimeSpan(Duration::from_millis(20));
+        /// Speed of each target, in the order of target.devices: [1.0, 0.5] = the second is half as fast. Those that the list
+        /// leaves out have 1; with fewer targets only the first ones count.
+        Restart target_speeds: Vec<f64> = vec![];
+        /// Speed of each drafter, likewise.
+        Restart drafter_speeds: Vec<f64> = vec![];
+        /// Relative standard deviation of every unit of work, from 0 to 0.3.
+        Restart jitter: f64 = 0.02;
+        /// Share of extractions that fail, after they took their time.
+        Restart job_failures: f64 = 0.0;
+        /// Share of micro-batches that fail, after they took their time.
+        Restart micro_batch_failures: f64 = 0.0;
+        /// Lengths of the samples of `draftmill simulate`: "lognormal", or those of data.store.
+        Restart lengths: Lengths = Lengths::Lognormal;
+        /// Median of the lognormal lengths, in tokens.
+        Restart median_length: u32 = 1000;
+        /// Standard deviation of their logarithm: 0.8 = every sixth sample is longer than 2.2 times the median.
+        Restart length_sigma: f64 = 0.8;
+        /// Shorter ones are taken as this long, and those longer than data.max_length as long as that.
+        Restart min_length: u32 = 32;
+        /// Jobs of an epoch with lognormal lengths, give or take a hundredth: as many samples are made as fill them.
+        Restart jobs: u32 = 2000;
     }
 }

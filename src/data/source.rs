@@ -25,6 +25,7 @@ impl BatchSource for StoreSource {
     fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String> {
         let (rows, width) = (job.samples.len(), job.width as usize);
         let mut batch = PaddedBatch {
+            job: job.id,
             rows,
             width,
             lengths: Vec::with_capacity(rows),

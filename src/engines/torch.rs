@@ -170,7 +170,14 @@ impl TargetEngine for TorchTarget {
 
 /// A batch that every target can extract.
 fn probe() -> PaddedBatch {
-    PaddedBatch { rows: 1, width: 4, lengths: vec![4], ids: vec![0; 4], loss_mask: vec![0; 4] }
+    PaddedBatch {
+        rows: 1,
+        width: 4,
+        lengths: vec![4],
+        ids: vec![0; 4],
+        loss_mask: vec![0; 4],
+        ..PaddedBatch::default()
+    }
 }
 
 impl TorchDrafter {

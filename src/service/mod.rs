@@ -8,6 +8,7 @@ mod folder;
 mod models;
 mod progress;
 mod schedule;
+mod settings;
 mod signals;
 mod steps;
 mod summary;
@@ -16,32 +17,33 @@ mod torch;
 
 pub use folder::RunFolder;
 pub use schedule::Schedule;
+pub(crate) use settings::mill_settings;
 pub use steps::{StepLog, Window};
 pub use summary::{ActorShares, Summary};
 
 use crate::{
     admin,
-    check::{Machine, Samples, Stored, examine},
+    check::{Forecast, Machine, Samples, Stored, examine},
     checkpoint::Verified,
     config::{Config, Engine, Loaded},
     data::{Split, Store, StoreSource},
     exit::{Exit, Failure},
+    simulate,
     state::{Checkpoint, Identity, StateDb},
 };
 use draftmill_actors::{
-    dispatcher,
-    engine::{DraftEngine, FeatureDtype, Optimizer, TargetEngine},
+    engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
     mill::{self, Parts, Report},
     plan::PlanSettings,
-    planner, pool_state,
-    sim::{CostModel, SimDrafter, SimOptimizer, SimTarget},
-    trainer::{self, StepRecord},
+    sim::{self, SimOptimizer},
+    trainer::StepRecord,
 };
 use folder::Opened;
 use models::Models;
 use progress::Progress;
+use settings::plan_settings;
 use std::{fmt::Display, path::Path, sync::Arc};
 use tokio::{net::TcpListener, sync::mpsc, time::Instant};
 
@@ -96,10 +98,7 @@ struct Prepared {
     models: Option<Models>,
     source: StoreSource,
     lengths: Arc<[u32]>,
-    plan: PlanSettings,
-    total_steps: u64,
-    /// Draw `replay`: jobs among which the order is shuffled.
-    replay_window: Option<u32>,
+    forecast: Forecast,
     opened: Opened,
     from: Option<Verified>,
 }
@@ -115,24 +114,17 @@ impl Prepared {
         let forecast =
             report.plan.ok_or_else(|| Failure::new(Exit::Internal, "there is no forecast of a sound run"))?;
         let models = report.models.map(|(target, draft)| Models { target, draft });
-        let bounds = forecast.buckets.iter().map(|bucket| bucket.bound).collect();
-        let plan = PlanSettings {
-            seed: config.run.seed,
-            job_tokens: config.plan.job_tokens,
-            order: config.plan.order,
-            bounds,
-        };
+        let plan = plan_settings(config, &forecast);
         let source = StoreSource::new(store.clone(), Split::Train);
-        let replay_window = forecast.pool.replay_window;
         let mut identity = identity(config, &plan, &store, models.as_ref())?;
-        if let Some(window) = replay_window {
+        if let Some(window) = forecast.pool.replay_window {
             // The order of the rest of an epoch follows from it.
             identity.insert("pool.replay_window".into(), window.to_string());
         }
         let folder = RunFolder::new(&config.run.dir);
         let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
         let from = resume_point(config.run.engine, &opened)?;
-        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, replay_window, opened, from })
+        Ok(Prepared { loaded, models, source, lengths, forecast, opened, from })
     }
 
     fn start_step(&self) -> u64 {
@@ -161,12 +153,12 @@ impl Prepared {
         self.announce(listener.as_ref());
         match self.loaded.config.run.engine {
             Engine::Simulated => {
-                let costs = costs(&self.loaded.config);
-                let (n_targets, n_drafters) = self.workers();
+                let config = &self.loaded.config;
+                let costs = simulate::costs(config);
                 let engines = Engines {
-                    targets: vec![SimTarget { costs, slowness: 1.0 }; n_targets],
-                    drafters: vec![SimDrafter::new(costs, 1.0); n_drafters],
-                    optimizer: SimOptimizer { costs, weight: 0.01 * self.start_step() as f64 },
+                    targets: sim::targets(costs, &simulate::target_speeds(config)),
+                    drafters: sim::drafters(costs, &simulate::drafter_speeds(config)),
+                    optimizer: SimOptimizer::new(costs, 0.01 * self.start_step() as f64),
                 };
                 self.drive(engines, listener, stops.clone()).await
             }
@@ -193,7 +185,7 @@ impl Prepared {
             samples = self.lengths.len(),
             targets,
             drafters,
-            steps = self.total_steps,
+            steps = self.forecast.steps,
             metrics = port,
             "training"
         );
@@ -214,13 +206,13 @@ impl Prepared {
         O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
     {
         let start_step = self.start_step();
-        let settings = self.settings();
-        let Prepared { loaded, source, plan, total_steps, opened, .. } = self;
+        let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
+        let Prepared { loaded, source, forecast, opened, .. } = self;
         let Opened { folder, state, from, .. } = opened;
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, plan.bounds.len(), &stops)).transpose()?;
+        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, forecast.buckets.len(), &stops)).transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
-        let progress = Progress::new(total_steps, start_step, loaded.config.log.progress_every.0);
+        let progress = Progress::new(forecast.steps, start_step, loaded.config.log.progress_every.0);
         let (records, recorded) = mpsc::channel(RECORDS);
         let recording = tokio::spawn(record(recorded, log, progress, stops.clone()));
 
@@ -238,51 +230,6 @@ impl Prepared {
         drop(metrics);
         Ok(summary)
     }
-
-    fn settings(&self) -> mill::Settings {
-        let config = &self.loaded.config;
-        let schedule = Schedule::new(&config.optimizer, self.total_steps);
-        mill::Settings {
-            planner: planner::Settings {
-                plan: self.plan.clone(),
-                lengths: self.lengths.clone(),
-                epochs: config.run.epochs,
-                epoch_barrier: config.plan.epoch_barrier,
-                max_skip_fraction: config.dispatch.max_skip_fraction,
-            },
-            dispatcher: dispatcher::Settings {
-                queue_jobs: config.dispatch.queue_jobs as usize,
-                pad_ahead: config.dispatch.pad_ahead as usize,
-                max_attempts: config.dispatch.max_attempts,
-                straggler_factor: config.dispatch.straggler_factor,
-                offer_stragglers: config.dispatch.offer_stragglers,
-                policy: dispatcher::Policy::Pull,
-            },
-            pool: pool_state::Settings {
-                max_bytes: config.pool.max_bytes.0,
-                max_batches: config.pool.max_batches as usize,
-                min_ready: config.pool.min_ready as usize,
-                draw: config.pool.draw,
-                replay_window: self.replay_window.unwrap_or(config.pool.max_batches) as usize,
-                seed: config.run.seed,
-            },
-            trainer: trainer::Settings {
-                drafters: config.drafter.devices.len(),
-                accumulation: config.optimizer.accumulation as usize,
-                learning_rate: Arc::new(move |step| schedule.at(step)),
-                max_grad_norm: config.optimizer.max_grad_norm,
-                start_step: self.start_step(),
-                max_steps: config.run.max_steps.unwrap_or(0),
-                checkpoint_every: config.checkpoint.every_steps,
-            },
-            prefetch: config.drafter.prefetch as usize,
-            max_failures_in_a_row: MAX_FAILURES_IN_A_ROW,
-            max_restarts: config.dispatch.max_restarts,
-            restart_pause: config.dispatch.restart_pause.0,
-            kill: None,
-            grace: config.shutdown.grace.0,
-        }
-    }
 }
 
 struct Engines<T, D, O> {
@@ -299,20 +246,6 @@ trait Failed<T> {
 impl<T, E: Display> Failed<T> for Result<T, E> {
     fn failed(self, exit: Exit) -> Result<T, Failure> {
         self.map_err(Failure::of(exit))
-    }
-}
-
-fn costs(config: &Config) -> CostModel {
-    let simulate = &config.simulate;
-    let dtype = FeatureDtype::Bf16;
-    CostModel {
-        seconds_per_token: simulate.target_per_token.0.as_secs_f64(),
-        seconds_per_micro_batch: simulate.micro_batch.0.as_secs_f64(),
-        seconds_per_step: simulate.step.0.as_secs_f64(),
-        taps: 1,
-        hidden_size: (simulate.feature_bytes_per_token.0 / dtype.bytes()) as u32,
-        dtype,
-        ..CostModel::default()
     }
 }
 

@@ -42,7 +42,7 @@ fn set(values: &[String]) -> config::Loaded {
 fn help_names_every_command_and_exit_code() {
     let (code, help, errors) = draftmill(&["--help"]);
     assert_eq!((code, errors.as_str()), (0, ""));
-    for command in ["import", "prepare", "check", "train", "export"] {
+    for command in ["import", "prepare", "check", "simulate", "train", "export"] {
         assert!(help.contains(&format!("  {command} ")), "{help}");
         let (code, help, _) = draftmill(&[command, "--help"]);
         assert_eq!(code, 0);
@@ -66,7 +66,7 @@ fn a_wrong_command_line_ends_with_its_own_code() {
 #[test]
 fn a_bad_configuration_tells_all_problems_whatever_the_command() {
     let sets = ["--set", "pool.min_redy=3", "--set", "run.epochs=0", "--set", "optimizer.beta1=high"];
-    for command in ["check", "prepare", "train"] {
+    for command in ["check", "prepare", "simulate", "train"] {
         let (code, out, errors) = draftmill(&[&[command], &sets[..]].concat());
         assert_eq!((code, out.as_str()), (i32::from(Exit::Config.code()), ""), "{command}");
         for part in [

@@ -11,6 +11,7 @@ mod fetch;
 mod golden;
 mod import;
 mod recovery;
+mod simulate;
 mod templates;
 mod tidy;
 mod train;

@@ -25,7 +25,7 @@ impl BatchSource for Numbered {
         let width = job.width as usize;
         let ids = job.samples.iter().flat_map(|&s| std::iter::repeat_n(s as i32, width)).collect();
         let lengths = vec![job.width; job.samples.len()];
-        Ok(PaddedBatch { rows: lengths.len(), width, lengths, ids, loss_mask: Vec::new() })
+        Ok(PaddedBatch { rows: lengths.len(), width, lengths, ids, ..PaddedBatch::default() })
     }
 }
 
@@ -156,7 +156,7 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
     let parts = Parts {
         targets: (1..5).map(|slowness| Tagger { slowness, done: 0 }).collect(),
         drafters: (0..3).map(|_| Judge { tags: tags.clone(), seen: Arc::clone(&seen) }).collect(),
-        optimizer: SimOptimizer { costs, weight: 0.0 },
+        optimizer: SimOptimizer::new(costs, 0.0),
         source: Arc::new(Numbered),
         ledger: MemoryLedger::default(),
         records,

@@ -233,7 +233,7 @@ impl World {
                 .collect(),
             drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
             optimizer: SlowSaver {
-                inner: SimOptimizer { costs: self.costs, weight: 0.0 },
+                inner: SimOptimizer::new(self.costs, 0.0),
                 takes: self.save_takes,
                 bad: self.bad_saves.clone(),
             },
@@ -296,7 +296,7 @@ pub struct BreakableTarget {
 
 impl BreakableTarget {
     fn new(costs: CostModel, slowness: f64, breakage: Breakage, count: Option<Arc<AtomicU64>>) -> Self {
-        Self { inner: SimTarget { costs, slowness }, trouble: Trouble { breakage, count: 0 }, lost: false, count }
+        Self { inner: SimTarget::new(costs, slowness), trouble: Trouble { breakage, count: 0 }, lost: false, count }
     }
 }
 

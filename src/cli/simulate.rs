@@ -1,0 +1,57 @@
+//! `draftmill simulate`.
+
+use super::{ConfigArgs, SimulateArgs, output};
+use crate::{
+    config::Loaded,
+    exit::Failure,
+    simulate::{self, Policy, Scenario},
+};
+
+/// Simulates one node, or each of a sweep, and prints how it did.
+pub fn run(args: &SimulateArgs, loaded: Loaded) -> Result<(), Failure> {
+    let scenario = scenario(args, loaded);
+    match &args.sweep {
+        Some(sweep) => {
+            let splits = sweep.run(&scenario)?;
+            if args.json { output::print_json(&splits) } else { output::print(&simulate::table(&splits)) }
+        }
+        None => {
+            let report = simulate::run(&scenario)?;
+            if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }
+        }
+    }
+}
+
+/// Where the configuration comes from; `--draw` is one key more.
+pub fn config(args: &SimulateArgs) -> ConfigArgs {
+    let mut config = args.config.clone();
+    config.set.extend(args.draw.iter().map(|draw| format!("pool.draw={draw}")));
+    config
+}
+
+/// The configuration with what the command line says over it.
+fn scenario(args: &SimulateArgs, loaded: Loaded) -> Scenario {
+    let mut scenario = Scenario::new(loaded).policy(match args.policy {
+        PolicyName::Pull => Policy::Pull,
+        PolicyName::RoundRobin => Policy::RoundRobin { queue_depth: args.queue_depth },
+    });
+    if let Some(count) = args.targets {
+        scenario = scenario.targets(count);
+    }
+    if let Some(count) = args.drafters {
+        scenario = scenario.drafters(count);
+    }
+    if let Some(jobs) = args.jobs {
+        scenario = scenario.jobs(jobs);
+    }
+    scenario
+}
+
+/// The word for a policy on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum PolicyName {
+    /// Whichever target is free takes the next job
+    Pull,
+    /// A fixed rotation over queues of --queue-depth, for comparison
+    RoundRobin,
+}

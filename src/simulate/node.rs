@@ -1,0 +1,109 @@
+//! One simulated node: the actors of a real run, started on a paused clock, and what they leave behind.
+
+use super::{Policy, Report, Scenario, costs, drafter_speeds, figures::Seen, target_speeds};
+use crate::{
+    check::forecast,
+    config::{Problems, pool_problem},
+    exit::{Exit, Failure},
+    service,
+};
+use draftmill_actors::{
+    dispatcher,
+    engine::{EngineError, FeatureShape, TargetEngine},
+    fault::Stops,
+    ledger::MemoryLedger,
+    mill::{self, Parts},
+    sim::{self, SimFeatures, SimOptimizer, SimSource, SimTarget},
+    trainer::StepRecord,
+    types::PaddedBatch,
+};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{sync::mpsc, time::Instant};
+
+/// Records on their way to a list: only their order matters.
+const RECORDS: usize = 64;
+
+/// Plans, checks, and runs to the end.
+pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, Failure> {
+    let (config, written) = (&scenario.loaded.config, &scenario.loaded.written);
+    let forecast = forecast(config, lengths, None).map_err(Failure::of(Exit::Data))?;
+    if let Some(problem) = pool_problem(config, written, forecast.largest_job_bytes) {
+        return Err(Problems(vec![problem]).into());
+    }
+    let mut settings = service::mill_settings(config, &forecast, lengths, 0);
+    settings.trainer.checkpoint_every = 0;
+    settings.dispatcher.policy = match scenario.policy {
+        Policy::Pull => dispatcher::Policy::Pull,
+        Policy::RoundRobin { queue_depth } => {
+            dispatcher::Policy::RoundRobin { targets: config.target.devices.len(), depth: queue_depth }
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = runtime.map_err(|e| Failure::new(Exit::Internal, format!("the runtime cannot start: {e}")))?;
+    let seen = runtime.block_on(simulate(scenario, settings, lengths.clone()))?;
+    Ok(seen.report(scenario))
+}
+
+async fn simulate(scenario: &Scenario, settings: mill::Settings, lengths: Arc<[u32]>) -> Result<Seen, Failure> {
+    let config = &scenario.loaded.config;
+    let costs = costs(config);
+    let (born, last_lease) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    let watched = |target| Watched { target, born, last_lease: last_lease.clone() };
+    let (records, recorded) = mpsc::channel(RECORDS);
+    let parts = Parts {
+        targets: sim::targets(costs, &target_speeds(config)).into_iter().map(watched).collect(),
+        drafters: sim::drafters(costs, &drafter_speeds(config)),
+        optimizer: SimOptimizer::new(costs, 0.0),
+        source: Arc::new(SimSource { lengths }),
+        ledger: MemoryLedger::default(),
+        records,
+    };
+    let recording = tokio::spawn(collect(recorded));
+    let work = mill::run(settings, parts, Stops::default()).await.map_err(Failure::of(Exit::Run))?;
+    let elapsed = born.elapsed();
+    let steps = recording.await.map_err(Failure::of(Exit::Internal))?;
+    Ok(Seen { work, steps, elapsed, last_lease: Duration::from_nanos(last_lease.load(Ordering::Relaxed)) })
+}
+
+async fn collect(mut records: mpsc::Receiver<StepRecord>) -> Vec<StepRecord> {
+    let mut steps = Vec::new();
+    while let Some(record) = records.recv().await {
+        steps.push(record);
+    }
+    steps
+}
+
+/// A target that notes when it began its last job, which is when the drain began.
+struct Watched {
+    target: SimTarget,
+    born: Instant,
+    /// Nanoseconds after `born`, of all targets together.
+    last_lease: Arc<AtomicU64>,
+}
+
+impl TargetEngine for Watched {
+    type Features = SimFeatures;
+
+    fn expected_shape(&self, batch: &PaddedBatch) -> FeatureShape {
+        self.target.expected_shape(batch)
+    }
+
+    fn feature_bytes(&self, batch: &PaddedBatch) -> u64 {
+        self.target.feature_bytes(batch)
+    }
+
+    async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<SimFeatures, EngineError> {
+        self.last_lease.fetch_max(self.born.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        self.target.extract(batch).await
+    }
+
+    async fn restart(&mut self) -> Result<(), EngineError> {
+        self.target.restart().await
+    }
+}
