@@ -22,11 +22,11 @@ pub use summary::{ActorShares, Summary};
 use crate::{
     admin,
     check::{Machine, Samples, Stored, examine},
-    checkpoint::Verified,
-    config::{Config, Engine, Loaded},
+    config::{Config, Engine, Loaded, annotated},
     data::{Split, Store, StoreSource},
+    engines::simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
     exit::{Exit, Failure},
-    state::{Checkpoint, Identity, StateDb},
+    state::{Checkpoint, Identity, RunEnd, StateDb},
 };
 use draftmill_actors::{
     dispatcher,
@@ -39,7 +39,7 @@ use draftmill_actors::{
     sim::{CostModel, SimDrafter, SimOptimizer, SimTarget},
     trainer::{self, StepRecord},
 };
-use folder::Opened;
+use folder::{About, Opened};
 use models::Models;
 use progress::Progress;
 use std::{fmt::Display, path::Path, sync::Arc};
@@ -72,7 +72,7 @@ pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
 async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summary, Failure> {
     // Reads and compares gigabytes; a signal need not wait for that.
     let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, start));
-    let prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
+    let mut prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
         return Ok(summary);
@@ -81,7 +81,12 @@ async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summ
         Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
         None => None,
     };
-    prepared.run(listener, stops).await
+    let (folder, run) = (prepared.opened.folder.clone(), prepared.opened.begun.run);
+    let ended = prepared.run(listener, stops).await;
+    if let Err(failure) = &ended {
+        folder.note_failure(run, failure);
+    }
+    ended
 }
 
 /// What comes out of `work`, or the end of a run that was stopped before it began.
@@ -99,7 +104,6 @@ struct Prepared {
     plan: PlanSettings,
     total_steps: u64,
     opened: Opened,
-    from: Option<Verified>,
 }
 
 impl Prepared {
@@ -123,17 +127,17 @@ impl Prepared {
         let source = StoreSource::new(store.clone(), Split::Train);
         let identity = identity(config, &plan, &store, models.as_ref())?;
         let folder = RunFolder::new(&config.run.dir);
-        let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
-        let from = resume_point(config.run.engine, &opened)?;
-        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, opened, from })
+        let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
+        let opened = folder.open(&loaded, &about)?;
+        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, opened })
     }
 
     fn start_step(&self) -> u64 {
-        self.opened.from.as_ref().map_or(0, |c| c.step)
+        self.opened.from.as_ref().map_or(0, |checkpoint| checkpoint.step)
     }
 
     /// The summary of a run that has nothing left to do.
-    fn finished(&self) -> Result<Option<Summary>, Failure> {
+    fn finished(&mut self) -> Result<Option<Summary>, Failure> {
         let path = self.opened.folder.summary();
         let Config { run, .. } = &self.loaded.config;
         let counts = self.opened.state.counts().failed(Exit::Run)?;
@@ -147,7 +151,14 @@ impl Prepared {
         let of_this_end = |s: &Summary| {
             s.finished && s.steps == self.start_step() && s.export_dir.as_ref().is_none_or(|dir| dir.exists())
         };
-        Ok(serde_json::from_str::<Summary>(&text).ok().filter(of_this_end))
+        let summary = serde_json::from_str::<Summary>(&text).ok().filter(of_this_end);
+        if summary.is_some() {
+            let end = if planned { RunEnd::Finished } else { RunEnd::StepLimit };
+            let step = self.start_step();
+            let Opened { state, begun, .. } = &mut self.opened;
+            state.end_run(begun.run, &end, Some(step)).failed(Exit::Run)?;
+        }
+        Ok(summary)
     }
 
     async fn run(mut self, listener: Option<TcpListener>, stops: &Stops) -> Result<Summary, Failure> {
@@ -156,17 +167,30 @@ impl Prepared {
             Engine::Simulated => {
                 let costs = costs(&self.loaded.config);
                 let (n_targets, n_drafters) = self.workers();
+                let checkpoints = self.opened.folder.checkpoints();
+                let trained = match &self.opened.from {
+                    Some(from) => trained_jobs(&checkpoints.join(&from.name)).failed(Exit::Model)?,
+                    None => Vec::new(),
+                };
+                let saving = simulated::Saving {
+                    folder: checkpoints,
+                    keep_last: self.loaded.config.checkpoint.keep_last as usize,
+                    seed: self.loaded.config.run.seed,
+                    config: annotated(&self.loaded.written.wire),
+                };
+                let optimizer = SimOptimizer { costs, weight: 0.01 * self.start_step() as f64 };
+                let drafter = || RememberingDrafter::new(SimDrafter::new(costs, 1.0));
                 let engines = Engines {
                     targets: vec![SimTarget { costs, slowness: 1.0 }; n_targets],
-                    drafters: vec![SimDrafter::new(costs, 1.0); n_drafters],
-                    optimizer: SimOptimizer { costs, weight: 0.01 * self.start_step() as f64 },
+                    drafters: (0..n_drafters).map(|_| drafter()).collect(),
+                    optimizer: RememberingOptimizer::new(optimizer, trained, saving),
                 };
                 self.drive(engines, listener, stops.clone()).await
             }
             Engine::Torch => {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
-                let (folder, from) = (self.opened.folder.clone(), self.from.take());
+                let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
                 let engines = unless_stopped(stops, torch::load(&self.loaded, models, folder, from)).await??;
                 self.drive(engines, listener, stops.clone()).await
             }
@@ -190,8 +214,26 @@ impl Prepared {
             metrics = port,
             "training"
         );
-        if let Some(from) = &self.opened.from {
-            tracing::info!(checkpoint = from.name, reopened_jobs = self.opened.reopened, "going on from a checkpoint");
+        if let Some(sentence) = self.resumed() {
+            tracing::info!("{sentence}");
+        }
+    }
+
+    /// Where this start goes on; `None` at the beginning of a run.
+    fn resumed(&self) -> Option<String> {
+        let Opened { folder, state, from, begun, .. } = &self.opened;
+        let reopened = match begun.reopened {
+            1 => "1 job that ended after it is open again".to_owned(),
+            n => format!("{n} jobs that ended after it are open again"),
+        };
+        if let Some(from) = from {
+            let trained: u64 = state.counts().map_or(0, |counts| counts.iter().map(|c| c.trained).sum());
+            let folder = folder.root().display();
+            Some(format!("going on from checkpoint {} of {folder}, which holds {trained} jobs; {reopened}", from.name))
+        } else if begun.run > 1 {
+            Some(format!("no checkpoint was written yet, so the run begins again at its start; {reopened}"))
+        } else {
+            None
         }
     }
 
@@ -209,7 +251,7 @@ impl Prepared {
         let start_step = self.start_step();
         let settings = self.settings();
         let Prepared { loaded, source, plan, total_steps, opened, .. } = self;
-        let Opened { folder, state, from, .. } = opened;
+        let Opened { folder, state, from, begun, .. } = opened;
         let metrics = listener.map(|l| serve_metrics(l, &loaded.config, plan.bounds.len(), &stops)).transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
@@ -227,7 +269,7 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let summary = close(&loaded, &folder, report, &log, seconds, from)?;
+        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from)?;
         drop(metrics);
         Ok(summary)
     }
@@ -305,9 +347,13 @@ fn costs(config: &Config) -> CostModel {
 
 /// What must not change while a run goes on, by the name that a person knows it by.
 fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
+    let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
     let mut identity = Identity::new();
     for (name, value) in [
         ("data", data_name(store)),
+        ("data.max_length", made_with("max_length")),
+        ("tokenizer", made_with("tokenizer_sha256")),
+        ("template", made_with("template_sha256")),
         ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
         ("run.seed", config.run.seed.to_string()),
         ("plan.job_tokens", plan.job_tokens.to_string()),
@@ -328,22 +374,6 @@ fn data_name(store: &Store) -> String {
     let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();
     let names: Vec<_> = names.filter_map(|input| input["name"].as_str()).collect();
     format!("{} ({})", store.fingerprint(), names.join(", "))
-}
-
-/// The checkpoint that the run goes on from, verified. The simulated engine has none on disk.
-fn resume_point(engine: Engine, opened: &Opened) -> Result<Option<Verified>, Failure> {
-    let folder = opened.folder.checkpoints();
-    let newest = opened.from.as_ref().map_or(0, |from| from.step);
-    let removed = crate::checkpoint::clean(&folder, newest).map_err(|e| opened.folder.cannot_write(&folder, &e))?;
-    if removed > 0 {
-        tracing::info!(removed, "checkpoints that a killed process left unfinished were removed");
-    }
-    match &opened.from {
-        Some(from) if engine == Engine::Torch => {
-            Ok(Some(Verified::open(&folder.join(&from.name)).failed(Exit::Model)?))
-        }
-        _ => Ok(None),
-    }
 }
 
 fn serve_metrics(
@@ -393,7 +423,8 @@ async fn record(
 fn close(
     loaded: &Loaded,
     folder: &RunFolder,
-    report: Report<StateDb>,
+    run: u64,
+    mut report: Report<StateDb>,
     log: &StepLog,
     seconds: f64,
     before: Option<Checkpoint>,
@@ -405,7 +436,12 @@ fn close(
     summary.target_dir = config.target.dir.clone();
     summary.pool_max_bytes = config.pool.max_bytes.0;
     let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
-    summary.finished = at_limit || (report.jobs.plan_ended && report.jobs.unfinished == 0);
+    let end = match report.jobs.plan_ended && report.jobs.unfinished == 0 {
+        true => RunEnd::Finished,
+        false if at_limit => RunEnd::StepLimit,
+        false => RunEnd::Stopped,
+    };
+    summary.finished = end != RunEnd::Stopped;
     summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
     summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
     let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
@@ -414,13 +450,17 @@ fn close(
     {
         tracing::warn!(%error, "old checkpoints could not be deleted");
     }
-    if let Some(checkpoint) = checkpoint.filter(|dir| summary.finished && dir.exists()) {
+    let exports = summary.finished && config.run.engine == Engine::Torch;
+    if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
         let export = folder.export();
         crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)
             .failed(Exit::Run)?;
         summary.export_dir = Some(export);
     }
     write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
+    if let Some(state) = &mut report.ledger {
+        state.end_run(run, &end, Some(report.trainer.step)).failed(Exit::Run)?;
+    }
     Ok(summary)
 }
 

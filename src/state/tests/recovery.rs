@@ -32,7 +32,7 @@ fn what_was_committed_outlives_a_process_that_never_closed() {
     db.checkpoint(1, "step-1").unwrap();
     db.record(&[(job(0, 3), trained(2))]).unwrap();
     // A transaction that was under way.
-    let tx = db.connection.transaction().unwrap();
+    let tx = db.reader.connection.transaction().unwrap();
     tx.execute("DELETE FROM outcomes", []).unwrap();
     copy_as_killed(run.path(), left.path(), |bytes| bytes);
     assert!(fs::metadata(left.path().join("state.db-wal")).unwrap().len() > 0);
@@ -78,7 +78,7 @@ fn kill_minus_nine_loses_nothing_that_was_recorded() {
     let mut db = StateDb::open_or_create(run.path()).unwrap();
     let found = db.counts().unwrap()[0].trained as usize;
     assert!(found == told || found == told + 1, "told {told}, found {found}");
-    assert_eq!(db.reopen_after(0).unwrap(), found);
+    assert_eq!(reopen_after(&mut db, 0), found);
 }
 
 /// One thing that happens to a run.
@@ -149,7 +149,7 @@ proptest! {
                     let survives = saved.last().unwrap().clone();
                     drop(db);
                     db = StateDb::open_or_create(run.path()).unwrap();
-                    let reopened = db.reopen_after(survives.step).unwrap();
+                    let reopened = reopen_after(&mut db, survives.step);
                     prop_assert_eq!(reopened, now.ended.len() - survives.ended.len());
                     now = survives;
                     let newest = db.latest_checkpoint().unwrap().map_or(0, |c| c.step);
@@ -160,7 +160,7 @@ proptest! {
         }
         // Resumed once more and run to its end: every job ends exactly once.
         let survives = saved.last().unwrap();
-        db.reopen_after(survives.step).unwrap();
+        reopen_after(&mut db, survives.step);
         prop_assert_eq!(outcomes(&db, &jobs), survives.ended.clone());
         let mut rest = Vec::new();
         for plan in &plans {
