@@ -17,7 +17,7 @@ mod unsigned;
 mod verify;
 
 pub use error::{Problem, StateError};
-pub use lock::RunLock;
+pub use lock::{RunLock, holder};
 pub use report::{BucketCounts, JobHistory, Skipped, Undone};
 pub use resume::{Checkpoint, EpochCounts, Identity, IdentityDifference};
 pub use runs::{Begun, ConfigChange, NewRun, RunEnd, RunRow};

@@ -10,7 +10,9 @@ mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;
+mod ledger;
 mod recovery;
 mod templates;
 mod tidy;
+mod torture;
 mod train;
