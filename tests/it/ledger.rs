@@ -14,6 +14,11 @@ fn killed_once() -> Run {
     let live = answer(&run.plain(&["runs", dir.to_str().unwrap(), "--json"]));
     assert_eq!(live[0]["state"], "running");
     assert_eq!(run.plain(&["ledger", dir.to_str().unwrap(), "--verify"]).status.code(), Some(0), "while it goes on");
+    // Between two checkpoints, so that there is something to open again.
+    while run.steps().len() % 4 != 3 {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        assert!(child.try_wait().unwrap().is_none(), "the run ended before it was killed");
+    }
     child.kill().unwrap();
     child.wait().unwrap();
     let killed = answer(&run.plain(&["runs", dir.to_str().unwrap(), "--json"]));
@@ -21,7 +26,7 @@ fn killed_once() -> Run {
     let end = run.train(&[]);
     assert!(end.status.success(), "{}", text(&end));
     let told = text(&end);
-    assert!(told.contains("going on from checkpoint step-4") && told.contains("open again"), "{told}");
+    assert!(told.contains("going on from checkpoint step-") && told.contains("open again"), "{told}");
     run
 }
 
@@ -56,7 +61,7 @@ fn runs_and_ledger_tell_what_became_of_a_run() {
     let job = format!("{}/{}", undone.0, undone.1);
     let told = text(&run.plain(&["ledger", dir, "--job", &job]));
     for part in
-        [&format!("job {job}: bucket"), "; reopened 2", "by start 2, which went on from step 4", "held by checkpoint"]
+        [&format!("job {job}: bucket"), "; reopened 2", "by start 2, which went on from step ", "held by checkpoint"]
     {
         assert!(told.contains(part), "{part}: {told}");
     }

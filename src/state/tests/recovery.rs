@@ -219,3 +219,35 @@ fn outcomes_per_second() {
         println!("batches of {batch}: {rate:.0} outcomes/s; plan of 200000 jobs written in {planned:?}");
     }
 }
+
+/// Run by hand: `cargo test --no-default-features --lib -- --ignored --nocapture opening_a_million`.
+#[test]
+#[ignore = "a measurement"]
+fn opening_a_million_jobs() {
+    let run = folder();
+    let mut db = StateDb::open_or_create(run.path()).unwrap();
+    // Ten epochs of 100 000 jobs, of eight samples each.
+    let lengths: Vec<u32> = (0..800_000).map(|i| 10 + i % 2).collect();
+    let settings = PlanSettings { seed: 1, job_tokens: 88, order: Order::Spread, bounds: vec![10, 11] };
+    db.begin_run(&from(0)).unwrap();
+    for epoch in 0..10 {
+        let plan = plan_epoch(&lengths, &settings, epoch).unwrap();
+        db.begin_epoch(&plan).unwrap();
+        let outcomes: Vec<_> = plan.jobs.iter().map(|j| (j.id, trained(u64::from(epoch) * 50_000 + 1))).collect();
+        db.record(&outcomes).unwrap();
+        db.checkpoint(u64::from(epoch) * 50_000 + 1, "step").unwrap();
+    }
+    drop(db);
+    println!("{} MB", fs::metadata(run.path().join("state.db")).unwrap().len() / 1_000_000);
+    let start = tokio::time::Instant::now();
+    let mut db = StateDb::open_or_create(run.path()).unwrap();
+    println!("opened after {:?}", start.elapsed());
+    reopen_after(&mut db, 400_001);
+    println!("begun after {:?}", start.elapsed());
+    let open = db.counts().unwrap().iter().map(EpochCounts::open).sum::<u64>();
+    println!("counted {open} open after {:?}", start.elapsed());
+    let start = tokio::time::Instant::now();
+    // It finds the gaps between the steps above.
+    assert!(!StateReader::open(run.path()).unwrap().verify().unwrap().is_empty());
+    println!("verified in {:?}", start.elapsed());
+}
