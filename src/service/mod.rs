@@ -24,12 +24,15 @@ pub use summary::{ActorShares, Summary};
 use crate::{
     admin,
     check::{Forecast, Machine, Samples, Stored, examine},
-    checkpoint::Verified,
-    config::{Config, Engine, Loaded},
+    config::{Config, Engine, Loaded, annotated},
     data::{Split, Store, StoreSource},
+    engines::{
+        saving::Saving,
+        simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
+    },
     exit::{Exit, Failure},
     simulate,
-    state::{Checkpoint, Identity, StateDb},
+    state::{Checkpoint, Identity, RunEnd, StateDb},
 };
 use draftmill_actors::{
     engine::{DraftEngine, Optimizer, TargetEngine},
@@ -40,7 +43,7 @@ use draftmill_actors::{
     sim::{self, SimOptimizer},
     trainer::StepRecord,
 };
-use folder::Opened;
+use folder::{About, Opened};
 use models::Models;
 use progress::Progress;
 use settings::plan_settings;
@@ -74,7 +77,7 @@ pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
 async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summary, Failure> {
     // Reads and compares gigabytes; a signal need not wait for that.
     let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, start));
-    let prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
+    let mut prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
         return Ok(summary);
@@ -83,7 +86,12 @@ async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summ
         Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
         None => None,
     };
-    prepared.run(listener, stops).await
+    let (folder, run) = (prepared.opened.folder.clone(), prepared.opened.begun.run);
+    let ended = prepared.run(listener, stops).await;
+    if let Err(failure) = &ended {
+        folder.note_failure(run, failure);
+    }
+    ended
 }
 
 /// What comes out of `work`, or the end of a run that was stopped before it began.
@@ -100,7 +108,6 @@ struct Prepared {
     lengths: Arc<[u32]>,
     forecast: Forecast,
     opened: Opened,
-    from: Option<Verified>,
 }
 
 impl Prepared {
@@ -122,17 +129,17 @@ impl Prepared {
             identity.insert("pool.replay_window".into(), window.to_string());
         }
         let folder = RunFolder::new(&config.run.dir);
-        let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
-        let from = resume_point(config.run.engine, &opened)?;
-        Ok(Prepared { loaded, models, source, lengths, forecast, opened, from })
+        let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
+        let opened = folder.open(&loaded, &about)?;
+        Ok(Prepared { loaded, models, source, lengths, forecast, opened })
     }
 
     fn start_step(&self) -> u64 {
-        self.opened.from.as_ref().map_or(0, |c| c.step)
+        self.opened.from.as_ref().map_or(0, |checkpoint| checkpoint.step)
     }
 
     /// The summary of a run that has nothing left to do.
-    fn finished(&self) -> Result<Option<Summary>, Failure> {
+    fn finished(&mut self) -> Result<Option<Summary>, Failure> {
         let path = self.opened.folder.summary();
         let Config { run, .. } = &self.loaded.config;
         let counts = self.opened.state.counts().failed(Exit::Run)?;
@@ -146,7 +153,14 @@ impl Prepared {
         let of_this_end = |s: &Summary| {
             s.finished && s.steps == self.start_step() && s.export_dir.as_ref().is_none_or(|dir| dir.exists())
         };
-        Ok(serde_json::from_str::<Summary>(&text).ok().filter(of_this_end))
+        let summary = serde_json::from_str::<Summary>(&text).ok().filter(of_this_end);
+        if summary.is_some() {
+            let end = if planned { RunEnd::Finished } else { RunEnd::StepLimit };
+            let step = self.start_step();
+            let Opened { state, begun, .. } = &mut self.opened;
+            state.end_run(begun.run, &end, Some(step)).failed(Exit::Run)?;
+        }
+        Ok(summary)
     }
 
     async fn run(mut self, listener: Option<TcpListener>, stops: &Stops) -> Result<Summary, Failure> {
@@ -155,17 +169,31 @@ impl Prepared {
             Engine::Simulated => {
                 let config = &self.loaded.config;
                 let costs = simulate::costs(config);
+                let checkpoints = self.opened.folder.checkpoints();
+                let trained = match &self.opened.from {
+                    Some(from) => trained_jobs(&checkpoints.join(&from.name)).failed(Exit::Model)?,
+                    None => Vec::new(),
+                };
+                let saving = Saving {
+                    folder: checkpoints,
+                    keep_last: config.checkpoint.keep_last as usize,
+                    seed: config.run.seed,
+                    config: annotated(&self.loaded.written.wire),
+                    draft: simulated::stand_in(),
+                };
+                let optimizer = SimOptimizer::new(costs, 0.01 * self.start_step() as f64);
+                let drafters = sim::drafters(costs, &simulate::drafter_speeds(config));
                 let engines = Engines {
                     targets: sim::targets(costs, &simulate::target_speeds(config)),
-                    drafters: sim::drafters(costs, &simulate::drafter_speeds(config)),
-                    optimizer: SimOptimizer::new(costs, 0.01 * self.start_step() as f64),
+                    drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
+                    optimizer: RememberingOptimizer::new(optimizer, trained, saving),
                 };
                 self.drive(engines, listener, stops.clone()).await
             }
             Engine::Torch => {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
-                let (folder, from) = (self.opened.folder.clone(), self.from.take());
+                let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
                 let engines = unless_stopped(stops, torch::load(&self.loaded, models, folder, from)).await??;
                 self.drive(engines, listener, stops.clone()).await
             }
@@ -189,8 +217,26 @@ impl Prepared {
             metrics = port,
             "training"
         );
-        if let Some(from) = &self.opened.from {
-            tracing::info!(checkpoint = from.name, reopened_jobs = self.opened.reopened, "going on from a checkpoint");
+        if let Some(sentence) = self.resumed() {
+            tracing::info!("{sentence}");
+        }
+    }
+
+    /// Where this start goes on; `None` at the beginning of a run.
+    fn resumed(&self) -> Option<String> {
+        let Opened { folder, state, from, begun, .. } = &self.opened;
+        let reopened = match begun.reopened {
+            1 => "1 job that ended after it is open again".to_owned(),
+            n => format!("{n} jobs that ended after it are open again"),
+        };
+        if let Some(from) = from {
+            let trained: u64 = state.counts().map_or(0, |counts| counts.iter().map(|c| c.trained).sum());
+            let folder = folder.root().display();
+            Some(format!("going on from checkpoint {} of {folder}, which holds {trained} jobs; {reopened}", from.name))
+        } else if begun.run > 1 {
+            Some(format!("no checkpoint was written yet, so the run begins again at its start; {reopened}"))
+        } else {
+            None
         }
     }
 
@@ -208,7 +254,7 @@ impl Prepared {
         let start_step = self.start_step();
         let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
         let Prepared { loaded, source, forecast, opened, .. } = self;
-        let Opened { folder, state, from, .. } = opened;
+        let Opened { folder, state, from, begun, .. } = opened;
         let metrics = listener.map(|l| serve_metrics(l, &loaded.config, forecast.buckets.len(), &stops)).transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
@@ -226,7 +272,7 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let summary = close(&loaded, &folder, report, &log, seconds, from)?;
+        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from)?;
         drop(metrics);
         Ok(summary)
     }
@@ -251,9 +297,13 @@ impl<T, E: Display> Failed<T> for Result<T, E> {
 
 /// What must not change while a run goes on, by the name that a person knows it by.
 fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
+    let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
     let mut identity = Identity::new();
     for (name, value) in [
         ("data", data_name(store)),
+        ("data.max_length", made_with("max_length")),
+        ("tokenizer", made_with("tokenizer_sha256")),
+        ("template", made_with("template_sha256")),
         ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
         ("run.seed", config.run.seed.to_string()),
         ("plan.job_tokens", plan.job_tokens.to_string()),
@@ -274,22 +324,6 @@ fn data_name(store: &Store) -> String {
     let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();
     let names: Vec<_> = names.filter_map(|input| input["name"].as_str()).collect();
     format!("{} ({})", store.fingerprint(), names.join(", "))
-}
-
-/// The checkpoint that the run goes on from, verified. The simulated engine has none on disk.
-fn resume_point(engine: Engine, opened: &Opened) -> Result<Option<Verified>, Failure> {
-    let folder = opened.folder.checkpoints();
-    let newest = opened.from.as_ref().map_or(0, |from| from.step);
-    let removed = crate::checkpoint::clean(&folder, newest).map_err(|e| opened.folder.cannot_write(&folder, &e))?;
-    if removed > 0 {
-        tracing::info!(removed, "checkpoints that a killed process left unfinished were removed");
-    }
-    match &opened.from {
-        Some(from) if engine == Engine::Torch => {
-            Ok(Some(Verified::open(&folder.join(&from.name)).failed(Exit::Model)?))
-        }
-        _ => Ok(None),
-    }
 }
 
 fn serve_metrics(
@@ -339,7 +373,8 @@ async fn record(
 fn close(
     loaded: &Loaded,
     folder: &RunFolder,
-    report: Report<StateDb>,
+    run: u64,
+    mut report: Report<StateDb>,
     log: &StepLog,
     seconds: f64,
     before: Option<Checkpoint>,
@@ -351,7 +386,12 @@ fn close(
     summary.target_dir = config.target.dir.clone();
     summary.pool_max_bytes = config.pool.max_bytes.0;
     let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
-    summary.finished = at_limit || (report.jobs.plan_ended && report.jobs.unfinished == 0);
+    let end = match report.jobs.plan_ended && report.jobs.unfinished == 0 {
+        true => RunEnd::Finished,
+        false if at_limit => RunEnd::StepLimit,
+        false => RunEnd::Stopped,
+    };
+    summary.finished = end != RunEnd::Stopped;
     summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
     summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
     let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
@@ -360,13 +400,17 @@ fn close(
     {
         tracing::warn!(%error, "old checkpoints could not be deleted");
     }
-    if let Some(checkpoint) = checkpoint.filter(|dir| summary.finished && dir.exists()) {
+    let exports = summary.finished && config.run.engine == Engine::Torch;
+    if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
         let export = folder.export();
         crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)
             .failed(Exit::Run)?;
         summary.export_dir = Some(export);
     }
     write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
+    if let Some(state) = &mut report.ledger {
+        state.end_run(run, &end, Some(report.trainer.step)).failed(Exit::Run)?;
+    }
     Ok(summary)
 }
 

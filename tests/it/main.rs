@@ -10,8 +10,10 @@ mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;
+mod ledger;
 mod recovery;
 mod simulate;
 mod templates;
 mod tidy;
+mod torture;
 mod train;

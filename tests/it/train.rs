@@ -1,6 +1,6 @@
 //! The binary from rows to export: a short real training on a tiny model, and runs that are stopped and gone on with.
 
-use draftmill::state::StateDb;
+use draftmill::state::StateReader;
 use serde_json::Value;
 use std::{
     path::PathBuf,
@@ -42,6 +42,11 @@ impl Run {
         self.draftmill("train", more).output().unwrap()
     }
 
+    /// A command that takes no configuration.
+    pub fn plain(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_draftmill")).args(arguments).output().unwrap()
+    }
+
     /// Starts training and waits until `steps` are in the log.
     pub fn train_until(&self, steps: usize) -> Child {
         let mut child = self.draftmill("train", &[]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
@@ -61,8 +66,7 @@ impl Run {
 
     /// Jobs trained and open over all epochs.
     pub fn ledger(&self) -> (u64, u64) {
-        let state = StateDb::open_or_create(&self.dir()).unwrap();
-        let counts = state.counts().unwrap();
+        let counts = StateReader::open(&self.dir()).unwrap().counts().unwrap();
         (counts.iter().map(|c| c.trained).sum(), counts.iter().map(|c| c.open()).sum())
     }
 
