@@ -29,7 +29,10 @@ use draftmill_actors::{
 };
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc,
+        mpsc::{Receiver, Sender, channel},
+    },
     time::Duration,
 };
 use tch::{Device, Kind};
@@ -69,7 +72,7 @@ struct Paced {
     /// Micro-batches of the fast one, over all steps.
     done: watch::Sender<u64>,
     step: u64,
-    trained: Arc<Mutex<Vec<JobId>>>,
+    trained: Sender<JobId>,
 }
 
 impl DraftEngine for Paced {
@@ -91,7 +94,7 @@ impl DraftEngine for Paced {
         } else {
             self.done.send_modify(|done| *done += 1);
         }
-        self.trained.lock().unwrap().push(job);
+        self.trained.send(job).unwrap();
         Ok(report)
     }
 
@@ -112,14 +115,15 @@ impl DraftEngine for Paced {
 /// The optimizer, and a look at what it was given and what it made of it.
 struct Watched {
     inner: TorchOptimizer,
-    seen: Arc<Mutex<Seen>>,
+    seen: Sender<Seen>,
 }
 
-#[derive(Default)]
+/// One step.
 struct Seen {
-    /// Sum of the drafters' gradients over the denominator, of each step.
-    gradients: Vec<Gradient>,
-    weights: Option<Weights>,
+    /// Sum of the drafters' gradients over the denominator.
+    gradient: Gradient,
+    /// After the update.
+    weights: Weights,
 }
 
 impl Optimizer for Watched {
@@ -136,9 +140,8 @@ impl Optimizer for Watched {
         for tensor in sum.tensors_mut() {
             *tensor /= request.denominator;
         }
-        self.seen.lock().unwrap().gradients.push(sum);
         let report = self.inner.step(gradients, request).await?;
-        self.seen.lock().unwrap().weights = Some(self.inner.weights(0).await?);
+        self.seen.send(Seen { gradient: sum, weights: self.inner.weights(0).await? }).unwrap();
         Ok(report)
     }
 
@@ -152,10 +155,10 @@ impl Optimizer for Watched {
 }
 
 struct Trained {
-    seen: Seen,
+    seen: Vec<Seen>,
     steps: BTreeMap<u64, Vec<JobId>>,
     /// Jobs of each drafter, in order.
-    jobs: [Vec<JobId>; 2],
+    jobs: Vec<Vec<JobId>>,
 }
 
 async fn train(slow: usize) -> Trained {
@@ -171,13 +174,13 @@ async fn train(slow: usize) -> Trained {
     };
     let weights = init_params(&config, 5).unwrap();
     let optimizer = TorchOptimizer::new(&weights, hyper, Device::Cpu, vec![Device::Cpu; 2], saving).unwrap();
-    let seen = Arc::new(Mutex::new(Seen::default()));
+    let (look, seen) = channel();
     let (done, _) = watch::channel(0);
-    let trained = [(); 2].map(|()| Arc::new(Mutex::new(Vec::new())));
-    let mut drafters = Vec::new();
-    for (index, trained) in trained.iter().enumerate() {
-        let (inner, done) = (drafter(&case).await, done.clone());
-        drafters.push(Paced { inner, slow: index == slow, done, step: 0, trained: trained.clone() });
+    let (mut drafters, mut jobs): (Vec<Paced>, Vec<Receiver<JobId>>) = Default::default();
+    for index in 0..2 {
+        let (inner, done, (trained, seen)) = (drafter(&case).await, done.clone(), channel());
+        drafters.push(Paced { inner, slow: index == slow, done, step: 0, trained });
+        jobs.push(seen);
     }
     let settings = mill::Settings {
         planner: planner::Settings {
@@ -223,7 +226,7 @@ async fn train(slow: usize) -> Trained {
     let parts = Parts {
         targets: vec![target(&case, FeatureDtype::F32)],
         drafters,
-        optimizer: Watched { inner: optimizer, seen: seen.clone() },
+        optimizer: Watched { inner: optimizer, seen: look },
         source: Arc::new(Samples { vocab: config.vocab_size }),
         ledger: MemoryLedger::default(),
         records,
@@ -236,9 +239,7 @@ async fn train(slow: usize) -> Trained {
         let Outcome::Trained { step } = outcome else { panic!("job {job} was skipped") };
         steps.entry(step).or_default().push(job);
     }
-    let seen = std::mem::take(&mut *seen.lock().unwrap());
-    let jobs = trained.map(|jobs| jobs.lock().unwrap().clone());
-    Trained { seen, steps, jobs }
+    Trained { seen: seen.iter().collect(), steps, jobs: jobs.iter().map(|jobs| jobs.iter().collect()).collect() }
 }
 
 #[tokio::test]
@@ -251,14 +252,13 @@ async fn the_update_does_not_depend_on_which_drafter_is_fast() {
         assert!(fast.len() >= 2 * slow.len(), "{} against {}", fast.len(), slow.len());
     }
     assert_ne!(one.jobs[0], two.jobs[0]);
-    assert_eq!(one.seen.gradients.len(), 4);
-    for (step, (a, b)) in (1..).zip(one.seen.gradients.iter().zip(&two.seen.gradients)) {
-        for ((name, a), b) in a.iter().zip(b.tensors()) {
+    assert_eq!((one.seen.len(), two.seen.len()), (4, 4));
+    for (step, (a, b)) in (1..).zip(one.seen.iter().zip(&two.seen)) {
+        for ((name, a), b) in a.gradient.iter().zip(b.gradient.tensors()) {
             close_to_largest(&format!("gradient of step {step}, {name}"), a, b, 1e-6);
         }
-    }
-    let (a, b) = (one.seen.weights.unwrap(), two.seen.weights.unwrap());
-    for ((name, a), b) in a.iter().zip(b.tensors()) {
-        close_to_largest(name, a, b, 1e-6);
+        for ((name, a), b) in a.weights.iter().zip(b.weights.tensors()) {
+            close_to_largest(&format!("weights after step {step}, {name}"), a, b, 1e-6);
+        }
     }
 }
