@@ -12,6 +12,7 @@ use crate::{
     engine::{DraftEngine, EngineError, MicroFailure},
     fault::{Fault, Gone, Stops},
     job::Job,
+    journal::journal,
     meter::{Cause, Meter, Totals},
     metrics as m,
     pool::{self, Batch, Loan, Room},
@@ -269,6 +270,7 @@ impl<E: DraftEngine> Drafter<E> {
             features => {
                 let lost = if features.is_none() { ", and its hidden states are lost" } else { "" };
                 let attempts = job.attempts;
+                journal!("given_up", job = %id);
                 job.receipt.skip(format!("the drafter could not train it{lost}: {error}"), attempts);
                 Ok(true)
             }

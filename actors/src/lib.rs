@@ -10,6 +10,7 @@ pub mod engine;
 pub mod fault;
 pub mod invariants;
 pub mod job;
+pub mod journal;
 pub mod ledger;
 pub mod meter;
 pub mod metrics;

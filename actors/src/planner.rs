@@ -10,6 +10,7 @@ use crate::{
     fault::{Fault, Gone, Stops},
     invariant,
     job::{Job, Receipt, Settled},
+    journal::journal,
     ledger::Ledger,
     metrics as m,
     plan::{Plan, PlanError, PlanSettings, plan_epoch},
@@ -299,6 +300,7 @@ pub async fn run<L: Ledger>(
                 match (next.take(), slot) {
                     (Some(Outgoing::Job(spec)), Some(slot)) => {
                         planner.state.on_handed_out(&spec);
+                        journal!("handed_out", job = %spec.id);
                         let receipt = Receipt::new(spec.id, slot);
                         permit.send(Feed::Job(Job { spec, attempts: 0, receipt }));
                     }
@@ -366,7 +368,10 @@ impl<L: Ledger> Planner<L> {
         let mut outcomes = Vec::new();
         for s in settled.drain(..) {
             match s {
-                Settled::Unfinished { .. } => self.state.on_unfinished(),
+                Settled::Unfinished { job } => {
+                    journal!("unfinished", job = %job);
+                    self.state.on_unfinished();
+                }
                 Settled::Skipped { job, reason, attempts } => {
                     tracing::warn!(%job, reason, attempts, "job skipped");
                     outcomes.push((job, Outcome::Skipped { reason, attempts }));
@@ -384,6 +389,10 @@ impl<L: Ledger> Planner<L> {
         for (job, outcome) in &outcomes {
             let label = if matches!(outcome, Outcome::Trained { .. }) { "trained" } else { "skipped" };
             counter!(m::JOBS, "outcome" => label).increment(1);
+            match outcome {
+                Outcome::Trained { step } => journal!("trained", job = %job, step),
+                Outcome::Skipped { .. } => journal!("skipped", job = %job),
+            }
             self.state.on_outcome(*job, outcome).map_err(fault)?;
             if matches!(outcome, Outcome::Skipped { .. }) {
                 self.course.skipped(*job).await;

@@ -2,6 +2,8 @@
 
 use crate::{
     invariant,
+    invariants::{l1, l2, l3},
+    journal::journal,
     pool::RequestId,
     replay::Order,
     types::{BucketId, JobId},
@@ -219,12 +221,14 @@ impl<B> State<B> {
         if self.phase == Phase::Draining {
             self.phase = Phase::Filling;
         }
+        journal!("wants_room", bytes);
         self.reserves.push_back((request, bytes));
         self.decide()
     }
 
     /// A reservation became a batch.
     pub fn on_filled(&mut self, job: JobId, bucket: BucketId, bytes: u64, batch: B) -> Vec<Action<B>> {
+        journal!("filled", job = %job, bytes);
         self.unreserve(bytes);
         self.put(Entry { job, bucket, bytes, order: None, returned: false, batch });
         self.decide()
@@ -232,6 +236,7 @@ impl<B> State<B> {
 
     /// A reservation was given up.
     pub fn on_cancelled(&mut self, bytes: u64) -> Vec<Action<B>> {
+        journal!("cancelled", bytes);
         self.unreserve(bytes);
         self.decide()
     }
@@ -244,12 +249,14 @@ impl<B> State<B> {
 
     /// A drafter is done with a batch.
     pub fn on_done(&mut self, bytes: u64) -> Vec<Action<B>> {
+        journal!("done", bytes);
         self.unloan(bytes);
         self.decide()
     }
 
     /// A drafter could not train a batch: another draw gets it.
     pub fn on_given_back(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        journal!("given_back", job = %entry.job, bytes = entry.bytes);
         self.unloan(entry.bytes);
         self.undraw(entry.bucket);
         self.put(Entry { returned: true, ..entry });
@@ -264,6 +271,7 @@ impl<B> State<B> {
 
     /// A batch that was given did not reach its drafter: as if it had never been drawn.
     pub fn on_undelivered(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        journal!("undrawn", job = %entry.job, bytes = entry.bytes);
         self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
         self.unloan(entry.bytes);
         self.undraw(entry.bucket);
@@ -278,7 +286,8 @@ impl<B> State<B> {
             return self.decide();
         }
         let waits = self.held.reserved_batches + self.reserves.len();
-        invariant!("L3", waits <= late, "told to drain while {waits} reservations are out, {late} of them late");
+        journal!("drains", late, last);
+        invariant!("L3", l3(waits, late), "told to drain while {waits} reservations are out, {late} of them late");
         self.phase = if last { Phase::Last } else { Phase::Draining };
         self.announced = false;
         self.decide()
@@ -383,10 +392,11 @@ impl<B> State<B> {
                 self.reserves.pop_front();
                 self.held.reserved_bytes += bytes;
                 self.held.reserved_batches += 1;
+                journal!("granted", bytes);
                 actions.push(Action::Grant { request, bytes });
                 invariant!(
                     "L1",
-                    self.held.bytes() <= max_bytes && self.held.batches() <= max_batches,
+                    l1(self.held.bytes(), max_bytes, self.held.batches(), max_batches),
                     "{:?} exceeds {max_bytes} bytes or {max_batches} batches",
                     self.held
                 );
@@ -402,11 +412,12 @@ impl<B> State<B> {
             let Some(request) = self.draws.pop_front() else { break };
             invariant!(
                 "L2",
-                self.order.is_some() || self.is_draining() || self.held.ready_batches >= self.settings.min_ready,
+                l2(self.held.ready_batches, self.settings.min_ready, self.is_draining(), self.order.is_some()),
                 "a draw was answered with {} batches ready",
                 self.held.ready_batches
             );
             let mut entry = self.ready[bucket].swap_remove(at);
+            journal!("drawn", job = %entry.job, bytes = entry.bytes);
             self.held.ready_batches -= 1;
             self.held.returned_batches -= usize::from(entry.returned);
             self.held.leaving_batches += 1;

@@ -9,6 +9,7 @@ use crate::{
     engine::{MicroReport, Optimizer, StepRequest},
     fault::{Fault, Gone, Stops},
     job::{Job, Receipt},
+    journal::journal,
     meter::{Cause, Meter, Totals},
     metrics as m, planner,
     saver::Saver,
@@ -297,6 +298,7 @@ impl<O: Optimizer> Trainer<O> {
             }
             Msg::Report { ticket, order, job, report } => {
                 let bucket = job.spec.bucket;
+                journal!("reported", job = %job.id(), step = ticket.step);
                 self.receipts.push(job.receipt);
                 self.state.on_report(&ticket, order, bucket, &report)
             }

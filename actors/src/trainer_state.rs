@@ -1,6 +1,6 @@
 //! Every decision of the trainer, without waiting for anything: who gets a ticket, when a step is complete, when it is over.
 
-use crate::{engine::MicroReport, invariant, trainer::Ticket, types::BucketId};
+use crate::{engine::MicroReport, invariant, invariants::t1, journal::journal, trainer::Ticket, types::BucketId};
 use std::{
     collections::{BTreeSet, VecDeque},
     ops::Range,
@@ -205,11 +205,12 @@ impl State {
         if self.reported == self.micro_batches_per_step || (wanted && all_finished && self.reported > 0) {
             invariant!(
                 "T1",
-                self.reported == self.micro_batches_per_step || all_finished,
+                t1(self.reported, self.micro_batches_per_step, all_finished),
                 "step {} has {} micro-batches",
                 self.step,
                 self.reported
             );
+            journal!("reduced", step = self.step, micro_batches = self.reported);
             self.phase = Phase::Reduce((0..self.drafters).collect());
             actions.push(Action::Reduce { step: self.step });
         } else if !wanted || all_finished {

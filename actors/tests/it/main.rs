@@ -10,5 +10,6 @@ mod mix;
 mod pipeline;
 mod pool;
 mod tags;
+mod trace;
 mod trainer;
 mod world;
