@@ -71,6 +71,8 @@ pub struct Breakage {
     pub every: Option<(u64, Wrong)>,
     /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
     pub poison: Option<u32>,
+    /// A target cannot extract the jobs whose real tokens are 3 modulo this, however often it tries.
+    pub indigestible: Option<u64>,
     /// Only up to this unit of work.
     pub until: Option<u64>,
     /// Restarts that fail before one helps.
@@ -318,9 +320,13 @@ impl TargetEngine for BreakableTarget {
         self.lost = true; // should it panic
         let wrong = self.trouble.strike().await;
         self.lost = wrong == Some(Wrong::Lose);
+        let indigestible = self.trouble.breakage.indigestible.is_some_and(|n| batch.tokens() % n == 3);
         let mut features = self.inner.extract(batch).await?;
         if let Some(count) = &self.count {
             count.fetch_add(1, Ordering::Relaxed);
+        }
+        if indigestible {
+            return Err(EngineError::Failed("indigestible".into()));
         }
         match wrong {
             Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
