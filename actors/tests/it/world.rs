@@ -375,7 +375,12 @@ impl DraftEngine for BreakableDrafter {
             return failed(EngineError::Failed("poison".into()));
         }
         match self.trouble.strike().await {
-            Some(Wrong::Fail) => return failed(EngineError::Failed("out of luck".into())),
+            Some(Wrong::Fail) => {
+                // In the middle of the work: by then the next batch has been drawn.
+                let seconds = self.inner.costs.seconds_per_micro_batch * self.inner.slowness;
+                tokio::time::sleep(Duration::from_secs_f64(seconds / 2.0)).await;
+                return failed(EngineError::Failed("out of luck".into()));
+            }
             Some(Wrong::LoseFeatures) => {
                 return Err(MicroFailure { error: EngineError::Failed("out of luck".into()), features: None });
             }
