@@ -71,6 +71,8 @@ pub struct Breakage {
     pub every: Option<(u64, Wrong)>,
     /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
     pub poison: Option<u32>,
+    /// A target cannot extract the jobs whose real tokens are 3 modulo this, however often it tries.
+    pub indigestible: Option<u64>,
     /// Only up to this unit of work.
     pub until: Option<u64>,
     /// Restarts that fail before one helps.
@@ -318,9 +320,13 @@ impl TargetEngine for BreakableTarget {
         self.lost = true; // should it panic
         let wrong = self.trouble.strike().await;
         self.lost = wrong == Some(Wrong::Lose);
+        let indigestible = self.trouble.breakage.indigestible.is_some_and(|n| batch.tokens() % n == 3);
         let mut features = self.inner.extract(batch).await?;
         if let Some(count) = &self.count {
             count.fetch_add(1, Ordering::Relaxed);
+        }
+        if indigestible {
+            return Err(EngineError::Failed("indigestible".into()));
         }
         match wrong {
             Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
@@ -369,7 +375,12 @@ impl DraftEngine for BreakableDrafter {
             return failed(EngineError::Failed("poison".into()));
         }
         match self.trouble.strike().await {
-            Some(Wrong::Fail) => return failed(EngineError::Failed("out of luck".into())),
+            Some(Wrong::Fail) => {
+                // In the middle of the work: by then the next batch has been drawn.
+                let seconds = self.inner.costs.seconds_per_micro_batch * self.inner.slowness;
+                tokio::time::sleep(Duration::from_secs_f64(seconds / 2.0)).await;
+                return failed(EngineError::Failed("out of luck".into()));
+            }
             Some(Wrong::LoseFeatures) => {
                 return Err(MicroFailure { error: EngineError::Failed("out of luck".into()), features: None });
             }
