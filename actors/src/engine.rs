@@ -5,7 +5,7 @@
 //! `spawn_blocking` call and back.
 
 use crate::types::{JobId, PaddedBatch};
-use std::{fmt, future::Future};
+use std::{fmt, future::Future, pin::Pin};
 use thiserror::Error;
 
 /// Why an engine could not do a unit of work. The text is a sentence for a person.
@@ -190,6 +190,10 @@ pub trait Optimizer: Send + 'static {
     /// A copy of the weights for the drafter with this index.
     fn weights(&mut self, drafter: usize) -> impl Future<Output = Result<Self::Weights, EngineError>> + Send;
 
-    /// Writes a whole checkpoint of `step` and returns its name, under which it lies complete and synced on disk.
-    fn save(&mut self, step: u64) -> impl Future<Output = Result<String, EngineError>> + Send;
+    /// Copies what a checkpoint of `step` needs, and returns the writing of it, during which steps may go on. The writing
+    /// gives the checkpoint's name, under which it then lies complete and synced on disk.
+    fn save(&mut self, step: u64) -> impl Future<Output = Result<Writing, EngineError>> + Send;
 }
+
+/// A checkpoint that is being written.
+pub type Writing = Pin<Box<dyn Future<Output = Result<String, EngineError>> + Send>>;

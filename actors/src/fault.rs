@@ -1,6 +1,11 @@
 //! How an actor's end reaches the others: the first fault is the one reported, and everybody hears of it at once (S1).
 
-use std::fmt;
+use std::{
+    any::Any,
+    fmt,
+    future::{Future, poll_fn},
+    pin::pin,
+};
 use thiserror::Error;
 use tokio_util::sync::CancellationToken;
 
@@ -49,4 +54,35 @@ pub struct Gone(pub &'static str);
 pub struct Stops {
     pub stop: CancellationToken,
     pub abort: CancellationToken,
+}
+
+/// What a panic said.
+pub fn panic_text(payload: &(dyn Any + Send)) -> String {
+    match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
+        (Some(text), _) => (*text).to_owned(),
+        (_, Some(text)) => text.clone(),
+        _ => "no message".into(),
+    }
+}
+
+/// Ends an actor in the middle of its life, for tests of S1: at its `nth` wait (the first is 1) it panics.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kill {
+    /// As in [`Fault::actor`].
+    pub actor: String,
+    pub nth: u64,
+}
+
+impl Kill {
+    pub(crate) async fn doom<T>(nth: u64, work: impl Future<Output = T>) -> T {
+        let mut work = pin!(work);
+        let mut waits = 0;
+        poll_fn(|cx| {
+            let poll = work.as_mut().poll(cx);
+            waits += u64::from(poll.is_pending());
+            assert!(poll.is_ready() || waits < nth, "killed at wait {nth}");
+            poll
+        })
+        .await
+    }
 }

@@ -4,6 +4,7 @@
 
 pub mod buckets;
 pub mod dispatcher;
+pub mod dispatcher_state;
 pub mod drafter;
 pub mod engine;
 pub mod fault;
@@ -17,6 +18,7 @@ pub mod plan;
 pub mod planner;
 pub mod pool;
 pub mod pool_state;
+pub mod replay;
 pub mod sim;
 pub mod target;
 pub mod trainer;
@@ -24,3 +26,6 @@ pub mod trainer_state;
 pub mod types;
 
 mod ask;
+mod pace;
+mod pool_figures;
+mod saver;

@@ -14,6 +14,8 @@ pub enum Cause {
     Job,
     /// A target: no room in the pool.
     Room,
+    /// A target: taken out, until it answers again.
+    Out,
     /// A drafter: no batch that the pool may give.
     Batch,
     /// A drafter: no ticket until the running step is reduced and its weights are out.
@@ -28,6 +30,7 @@ impl Cause {
         match self {
             Cause::Job => "job",
             Cause::Room => "room",
+            Cause::Out => "out",
             Cause::Batch => "batch",
             Cause::Step => "step",
             Cause::MicroBatches => "micro_batches",

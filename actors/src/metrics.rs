@@ -56,14 +56,22 @@ table! {
     WAIT_SECONDS = Histogram "draftmill_actor_wait_seconds" ["seconds"] { actor: [], index: [], cause: [] } SECONDS;
     /// Jobs that reached their end, by outcome.
     JOBS = Counter "draftmill_jobs_total" ["jobs"] { outcome: ["trained", "skipped"] };
-    /// Jobs that were given back to the queue, by why.
-    JOBS_RETURNED = Counter "draftmill_jobs_returned_total" ["jobs"] { cause: ["failed", "non_finite", "wrong_shape", "gone"] };
+    /// Jobs that failed and were given back to the queue, or by a drafter to the pool, by why; the last try of a job counts too.
+    JOBS_RETURNED = Counter "draftmill_jobs_returned_total" ["jobs"] { cause: ["failed", "non_finite", "wrong_shape", "gone", "drafter_failed"] };
+    /// Forwards that took far longer than their like (dispatch.straggler_factor).
+    STRAGGLERS = Counter "draftmill_stragglers_total" ["forwards"] {};
+    /// Results of stragglers that came after another target's and were dropped.
+    LATE_RESULTS = Counter "draftmill_late_results_total" ["batches"] {};
     /// Jobs that wait in the dispatcher's queue.
     QUEUE_JOBS = Gauge "draftmill_queue_jobs" ["jobs"] {};
     /// Jobs that are padded and wait for a target.
     QUEUE_PADDED_JOBS = Gauge "draftmill_queue_padded_jobs" ["jobs"] {};
     /// Epoch whose jobs are being handed out; the first is 0.
     EPOCH = Gauge "draftmill_epoch" ["epochs"] {};
+    /// 1 while a target serves, 0 while it is taken out or gone for good.
+    TARGET_UP = Gauge "draftmill_target_up" ["bool"] { index: [] };
+    /// Restarts of a target after which it answered again.
+    TARGET_RESTARTS = Counter "draftmill_target_restarts_total" ["restarts"] { index: [] };
     /// Real tokens that a target extracted.
     TARGET_TOKENS = Counter "draftmill_target_tokens_total" ["tokens"] { index: [] };
     /// Token slots that a target computed, padding included.
@@ -106,6 +114,10 @@ table! {
     SUPERVISED = Counter "draftmill_supervised_positions_total" ["positions"] {};
     /// Checkpoints by result.
     CHECKPOINTS = Counter "draftmill_checkpoints_total" ["checkpoints"] { result: ["written", "failed"] };
+    /// Time from the copy of the weights until a checkpoint exists; training goes on meanwhile.
+    CHECKPOINT_SECONDS = Histogram "draftmill_checkpoint_seconds" ["seconds"] {} SECONDS;
+    /// Step of the newest checkpoint that exists.
+    CHECKPOINT_STEP = Gauge "draftmill_checkpoint_step" ["steps"] {};
     /// Violations of an invariant of ARCHITECTURE.md; always 0 in a healthy program.
     INVARIANT_VIOLATIONS = Counter "draftmill_invariant_violations_total" ["violations"] { id: ["P1", "P2", "D1", "D2", "L1", "L2", "L3", "T1", "T2", "R1", "S1"] };
     /// Build information: always 1.

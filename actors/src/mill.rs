@@ -1,9 +1,10 @@
 //! The wiring: starts every actor, sink to source, and waits for them. The one place where the whole pipeline is visible.
 
 use crate::{
+    ask::until,
     dispatcher, drafter,
     engine::{DraftEngine, Optimizer, TargetEngine},
-    fault::{Fault, Stops},
+    fault::{Fault, Kill, Stops, panic_text},
     ledger::Ledger,
     planner, pool, pool_state, target,
     trainer::{self, StepRecord},
@@ -11,8 +12,9 @@ use crate::{
 };
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tokio::{
-    sync::{mpsc, watch},
+    sync::mpsc,
     task::{Id, JoinSet},
+    time::Instant,
 };
 
 /// Jobs on their way from planner to dispatcher. The dispatcher's queue is what should hold them.
@@ -27,10 +29,16 @@ pub struct Settings {
     pub trainer: trainer::Settings,
     /// Batches that a drafter holds beside the one in work.
     pub prefetch: usize,
-    /// Failures in a row after which a target or drafter stops the run.
+    /// Failures in a row after which a target is taken out and restarted, and after which a drafter stops the run.
     pub max_failures_in_a_row: u32,
+    /// Restarts in vain after which a target is gone for good. When all are gone, the run stops with the first one's cause.
+    pub max_restarts: u32,
+    /// Pause before the first restart of a target; each further one doubles it.
+    pub restart_pause: Duration,
     /// Time that actors have to end once the run is aborted.
     pub grace: Duration,
+    /// For tests: ends one actor in the middle of its life.
+    pub kill: Option<Kill>,
 }
 
 /// The engines and stores that actors work with. Index in the list is index of the actor.
@@ -77,36 +85,37 @@ where
     S: BatchSource,
     L: Ledger,
 {
-    let Settings { prefetch, max_failures_in_a_row, grace, .. } = settings;
-    let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new() };
+    let max_attempts = settings.dispatcher.max_attempts;
+    let Settings { prefetch, max_failures_in_a_row, max_restarts, restart_pause, grace, .. } = settings;
+    let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new(), kill: settings.kill };
     let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
 
     let (planner, planner_inbox) = planner::channel();
-    let (trainer, trainer_inbox) = trainer::channel(settings.trainer.start_step);
+    let (trainer, trainer_inbox) = trainer::channel(&settings.trainer);
     let (pool, pool_inbox) = pool::channel();
     let (dispatcher, dispatcher_inbox) = dispatcher::channel();
-    let (shares, shares_seen) = watch::channel(Arc::from([]));
+    let (course, course_seen) = pool::course(&settings.pool);
     let (feed, fed) = mpsc::channel(FEED);
 
     let work = trainer::run(settings.trainer, parts.optimizer, trainer_inbox, planner, parts.records, stops.clone());
     mill.start("trainer".into(), async { work.await.map(Ended::Trainer) });
     for (index, engine) in parts.drafters.into_iter().enumerate() {
-        let settings = drafter::Settings { index, prefetch, max_failures_in_a_row };
+        let settings = drafter::Settings { index, prefetch, max_attempts, max_failures_in_a_row };
         let work = drafter::run(settings, engine, pool.clone(), trainer.clone(), stops.clone());
         mill.start(format!("drafter {index}"), async move { work.await.map(|w| Ended::Drafter(index, w)) });
     }
     drop(trainer);
-    let work = pool::run(settings.pool, pool_inbox, shares_seen, stops.clone());
+    let work = pool::run(settings.pool, pool_inbox, course_seen, stops.clone());
     mill.start("pool".into(), async { work.await.map(Ended::Pool) });
     for (index, engine) in parts.targets.into_iter().enumerate() {
-        let settings = target::Settings { index, max_failures_in_a_row };
+        let settings = target::Settings { index, max_failures_in_a_row, max_restarts, restart_pause };
         let work = target::run(settings, engine, dispatcher.clone(), pool.clone(), stops.clone());
         mill.start(format!("target {index}"), async move { work.await.map(|w| Ended::Target(index, w)) });
     }
     drop(dispatcher);
     let work = dispatcher::run(settings.dispatcher, parts.source, dispatcher_inbox, fed, pool, stops.clone());
     mill.start("dispatcher".into(), async { work.await.map(|()| Ended::Dispatcher) });
-    let work = planner::run(settings.planner, parts.ledger, planner_inbox, feed, shares, stops.clone());
+    let work = planner::run(settings.planner, parts.ledger, planner_inbox, feed, course, stops.clone());
     mill.start("planner".into(), async { work.await.map(|(counts, ledger)| Ended::Planner(counts, ledger)) });
 
     let mut report = Report {
@@ -117,64 +126,105 @@ where
         pool: pool::Peaks::default(),
         ledger: None,
     };
-    mill.join(&stops, grace, |ended| match ended {
-        Ended::Planner(counts, ledger) => (report.jobs, report.ledger) = (counts, Some(ledger)),
-        Ended::Dispatcher => {}
-        Ended::Target(i, work) => report.targets[i] = work,
-        Ended::Pool(peaks) => report.pool = peaks,
-        Ended::Drafter(i, work) => report.drafters[i] = work,
-        Ended::Trainer(work) => {
-            report.trainer = work;
-            // Nothing that the others still prepare can be trained any more.
-            stops.stop.cancel();
+    let mut first_gone = None;
+    let ended = |ended| {
+        match ended {
+            Ended::Planner(counts, ledger) => (report.jobs, report.ledger) = (counts, Some(ledger)),
+            Ended::Dispatcher => {}
+            Ended::Target(i, work) => {
+                if let Some(cause) = &work.gone {
+                    first_gone.get_or_insert_with(|| Fault::new(format!("target {i}"), cause));
+                }
+                report.targets[i] = work;
+                if report.targets.iter().all(|target| target.gone.is_some()) {
+                    return Next::Fail(first_gone.take());
+                }
+            }
+            Ended::Pool(peaks) => report.pool = peaks,
+            Ended::Drafter(i, work) => report.drafters[i] = work,
+            Ended::Trainer(work) => {
+                report.trainer = work;
+                return Next::WindDown;
+            }
         }
-    })
-    .await?;
+        Next::Wait
+    };
+    mill.join(&stops, grace, ended).await?;
     Ok(report)
+}
+
+/// What follows from the end of an actor.
+enum Next {
+    Wait,
+    /// Nothing that the others still prepare can be trained any more.
+    WindDown,
+    Fail(Option<Fault>),
 }
 
 struct Mill<L> {
     tasks: JoinSet<Result<Ended<L>, Fault>>,
     names: HashMap<Id, String>,
+    kill: Option<Kill>,
 }
 
 impl<L: Send + 'static> Mill<L> {
     fn start(&mut self, name: String, work: impl Future<Output = Result<Ended<L>, Fault>> + Send + 'static) {
-        let id = self.tasks.spawn(work).id();
+        let id = match self.kill.take_if(|kill| kill.actor == name) {
+            Some(kill) => self.tasks.spawn(Kill::doom(kill.nth, work)).id(),
+            None => self.tasks.spawn(work).id(),
+        };
         self.names.insert(id, name);
     }
 
-    /// Waits for every actor. On a fault it aborts the others and returns the fault that caused the rest (S1).
-    async fn join(&mut self, stops: &Stops, grace: Duration, mut ended: impl FnMut(Ended<L>)) -> Result<(), Fault> {
+    /// Waits for every actor. On a fault it aborts the others and returns the fault that caused the rest (S1). Once the
+    /// trainer is done, nobody is waited for longer than `grace`: a forward that hangs must not keep a finished run.
+    async fn join(
+        &mut self,
+        stops: &Stops,
+        grace: Duration,
+        mut ended: impl FnMut(Ended<L>) -> Next,
+    ) -> Result<(), Fault> {
         let mut first: Option<Fault> = None;
         let aborted = async {
             stops.abort.cancelled().await;
             tokio::time::sleep(grace).await;
         };
         tokio::pin!(aborted);
+        let mut patience: Option<Instant> = None;
         loop {
             let joined = tokio::select! {
+                biased;
                 joined = self.tasks.join_next_with_id() => joined,
                 () = &mut aborted => {
-                    tracing::error!(still_running = ?self.names.values(), "actors did not end within the grace period");
+                    tracing::error!(still_running = ?self.still_running(), "actors did not end within the grace period");
                     break;
+                }
+                () = until(patience) => {
+                    tracing::warn!(still_running = ?self.still_running(), "left behind: the run is done without them");
+                    return Ok(());
                 }
             };
             let fault = match joined {
                 None => break,
                 Some(Ok((id, result))) => {
                     self.names.remove(&id);
-                    match result {
-                        Ok(work) => {
-                            ended(work);
+                    match result.map(&mut ended) {
+                        Ok(Next::Wait | Next::Fail(None)) => continue,
+                        Ok(Next::WindDown) => {
+                            stops.stop.cancel();
+                            patience = Some(Instant::now() + grace);
                             continue;
                         }
-                        Err(fault) => fault,
+                        Ok(Next::Fail(Some(fault))) | Err(fault) => fault,
                     }
                 }
                 Some(Err(e)) => {
                     let name = self.names.remove(&e.id()).unwrap_or_default();
-                    Fault::new(name, format!("panicked: {}", panic_text(e)))
+                    let why = match e.try_into_panic() {
+                        Ok(panic) => format!("panicked: {}", panic_text(&*panic)),
+                        Err(e) => e.to_string(),
+                    };
+                    Fault::new(name, why)
                 }
             };
             if fault.root {
@@ -192,15 +242,8 @@ impl<L: Send + 'static> Mill<L> {
             None => Ok(()),
         }
     }
-}
 
-fn panic_text(e: tokio::task::JoinError) -> String {
-    match e.try_into_panic() {
-        Ok(payload) => match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
-            (Some(text), _) => (*text).to_owned(),
-            (_, Some(text)) => text.clone(),
-            _ => "no message".into(),
-        },
-        Err(e) => e.to_string(),
+    fn still_running(&self) -> Vec<&String> {
+        self.names.values().collect()
     }
 }

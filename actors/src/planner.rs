@@ -13,13 +13,14 @@ use crate::{
     ledger::Ledger,
     metrics as m,
     plan::{Plan, PlanError, PlanSettings, plan_epoch},
+    pool::Course,
     types::{JobId, JobSpec, Outcome},
 };
 use metrics::{counter, gauge};
 use std::{collections::VecDeque, sync::Arc};
 use tokio::sync::{
     mpsc::{self, OwnedPermit},
-    oneshot, watch,
+    oneshot,
 };
 
 /// Requests wait here: the trainer's, one a step.
@@ -227,22 +228,22 @@ struct Planner<L> {
     state: State,
     /// Away while a blocking thread uses it.
     ledger: Option<L>,
-    shares: watch::Sender<Arc<[u64]>>,
+    course: Course,
 }
 
 /// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
 ///
-/// `shares` tells the pool how many jobs of each bucket the running epoch has.
+/// `course` tells the pool what is to come, and says how far ahead of the draws jobs may leave.
 pub async fn run<L: Ledger>(
     settings: Settings,
     ledger: L,
     mut inbox: Inbox,
     feed: mpsc::Sender<Feed>,
-    shares: watch::Sender<Arc<[u64]>>,
+    course: Course,
     stops: Stops,
 ) -> Result<(Counts, L), Fault> {
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
-    let mut planner = Planner { settings, state, ledger: Some(ledger), shares };
+    let mut planner = Planner { settings, state, ledger: Some(ledger), course };
     let mut feed = Some(feed);
     let mut next: Option<Outgoing> = None;
     let mut barrier: Option<oneshot::Receiver<()>> = None;
@@ -266,8 +267,9 @@ pub async fn run<L: Ledger>(
         }
         // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
         // from recording: the trainer may be what the dispatcher's queue waits for.
+        let early = matches!(next, Some(Outgoing::Job(_))) && !planner.course.may_leave(planner.state.counts().planned);
         let slot = match (&inbox.receipts, &next) {
-            (Some(receipts), Some(Outgoing::Job(_))) => receipts.clone().try_reserve_owned().ok(),
+            (Some(receipts), Some(Outgoing::Job(_))) if !early => receipts.clone().try_reserve_owned().ok(),
             _ => None,
         };
         let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
@@ -291,6 +293,7 @@ pub async fn run<L: Ledger>(
                 returning = n > 0;
                 planner.on_settled(&mut settled).await?;
             }
+            () = planner.course.moved(), if early => {}
             permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
                 match (next.take(), slot) {
@@ -329,12 +332,15 @@ impl<L: Ledger> Planner<L> {
         });
         let (plan, broken) = planned.await.map_err(fault)?.map_err(fault)?;
         invariant!("P1", broken.is_none(), "epoch {epoch}: {}", broken.unwrap_or_default());
-        let jobs_of_bucket = plan.jobs_per_bucket().into_iter().map(u64::from).collect();
         let (ended, plan) = self.with_ledger(move |ledger| Ok((ledger.begin_epoch(&plan)?, plan))).await?;
         gauge!(m::EPOCH).set(f64::from(epoch));
         tracing::info!(epoch, jobs = plan.jobs.len(), open = ended.iter().filter(|e| !**e).count(), "epoch planned");
-        self.shares.send_replace(jobs_of_bucket);
+        let mut open_of_bucket = vec![0; plan.bounds.len()];
+        for (job, _) in plan.jobs.iter().zip(&ended).filter(|(_, ended)| !**ended) {
+            open_of_bucket[usize::from(job.bucket)] += 1;
+        }
         self.state.begin(plan, &ended);
+        self.course.epoch(epoch, open_of_bucket, ended.into()).await;
         Ok(())
     }
 
@@ -379,6 +385,9 @@ impl<L: Ledger> Planner<L> {
             let label = if matches!(outcome, Outcome::Trained { .. }) { "trained" } else { "skipped" };
             counter!(m::JOBS, "outcome" => label).increment(1);
             self.state.on_outcome(*job, outcome).map_err(fault)?;
+            if matches!(outcome, Outcome::Skipped { .. }) {
+                self.course.skipped(*job).await;
+            }
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ pub use chance::normal;
 use crate::{
     engine::{
         DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Optimizer,
-        StepReport, StepRequest, TargetEngine,
+        StepReport, StepRequest, TargetEngine, Writing,
     },
     types::{BatchSource, JobId, JobSpec, PaddedBatch},
 };
@@ -312,8 +312,8 @@ impl Optimizer for SimOptimizer {
         Ok(self.weight)
     }
 
-    async fn save(&mut self, step: u64) -> Result<String, EngineError> {
-        Ok(format!("step-{step}"))
+    async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
+        Ok(Box::pin(async move { Ok(format!("step-{step}")) }))
     }
 }
 

@@ -2,24 +2,35 @@
 //!
 //! In: leases that it pulls. Out: features, moved. When the pool is full it waits before the forward, so it never holds
 //! features that have no room. It ends when the dispatcher has no more jobs. A result that is not what was expected (rows,
-//! taps, width, dtype, not finite) never enters the pool: the job goes back. Invariants: D2, L1.
+//! taps, width, dtype, not finite) never enters the pool: the job goes back. A target that panics, is lost or keeps failing
+//! is taken out, restarted with a growing pause, and serves again when it answers; after `max_restarts` in vain it is gone.
+//! Invariants: D2, L1.
 
 use crate::{
+    ask::caught,
     dispatcher::{self, Failure, Lease},
-    engine::{EngineError, Features, TargetEngine},
-    fault::{Fault, Stops},
+    engine::{EngineError, FeatureShape, Features, TargetEngine},
+    fault::{Fault, Gone, Stops},
     meter::{Cause, Meter, Totals},
     metrics as m,
     pool::{self, Reservation},
 };
-use metrics::counter;
+use metrics::{Counter, counter, gauge};
+use std::time::Duration;
+
+/// Pauses between restarts double up to this many times the first one.
+const LONGEST_PAUSE: u32 = 64;
 
 /// What shapes a target's work.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
     pub index: usize,
-    /// Failures in a row after which the target stops the run: its device is broken, not its jobs.
+    /// Failures in a row after which a target is taken out: it is broken, not its jobs.
     pub max_failures_in_a_row: u32,
+    /// Restarts without a good result between them after which a target is gone for good.
+    pub max_restarts: u32,
+    /// Pause before the first restart; each further one doubles it.
+    pub restart_pause: Duration,
 }
 
 /// What a target did.
@@ -29,18 +40,36 @@ pub struct Work {
     pub jobs: u64,
     pub tokens: u64,
     pub padded_tokens: u64,
+    pub restarts: u64,
+    /// Why it is gone for good, where it is.
+    pub gone: Option<String>,
 }
 
 /// Every decision of a target, without waiting for anything.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct State {
+    settings: Settings,
     failures_in_a_row: u32,
+    restarts_in_a_row: u32,
+    first_cause: Option<String>,
+}
+
+/// What a target that was taken out does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Recovery {
+    RestartAfter(Duration),
+    /// Nothing helps: why it was taken out first.
+    GiveUp(String),
 }
 
 impl State {
+    pub fn new(settings: Settings) -> Self {
+        Self { settings, failures_in_a_row: 0, restarts_in_a_row: 0, first_cause: None }
+    }
+
     /// Judges what the engine gave for a batch.
     pub fn judge<F: Features>(
-        expected: crate::engine::FeatureShape,
+        expected: FeatureShape,
         bytes: u64,
         result: Result<F, EngineError>,
     ) -> Result<F, (Failure, String)> {
@@ -58,94 +87,248 @@ impl State {
         Ok(features)
     }
 
-    /// Counts a result. `Err` when this target must not go on.
-    pub fn on_result(&mut self, failure: Option<&str>, limit: u32) -> Result<(), String> {
-        let Some(message) = failure else {
-            self.failures_in_a_row = 0;
-            return Ok(());
-        };
+    /// A good result: whatever was wrong is over.
+    pub fn on_success(&mut self) {
+        (self.failures_in_a_row, self.restarts_in_a_row, self.first_cause) = (0, 0, None);
+    }
+
+    /// A failure; `lost` when the engine cannot go on. True when the target must be taken out.
+    pub fn on_failure(&mut self, message: &str, lost: bool) -> bool {
         self.failures_in_a_row += 1;
-        if self.failures_in_a_row < limit {
-            return Ok(());
+        let out = lost || self.failures_in_a_row >= self.settings.max_failures_in_a_row;
+        if out {
+            let n = self.failures_in_a_row;
+            let cause = if lost {
+                message.into()
+            } else {
+                format!("{n} jobs failed in a row, the last one because: {message}")
+            };
+            self.first_cause.get_or_insert(cause);
         }
-        Err(format!("{} jobs failed in a row, the last one because: {message}", self.failures_in_a_row))
+        out
+    }
+
+    /// What to do while it is out.
+    pub fn recover(&mut self) -> Recovery {
+        let Settings { max_restarts, restart_pause, max_failures_in_a_row, .. } = self.settings;
+        if self.restarts_in_a_row >= max_restarts {
+            let cause = self.first_cause.clone().unwrap_or_default();
+            return Recovery::GiveUp(format!("{cause} (it was restarted {max_restarts} times in vain)"));
+        }
+        let doubled = 1 << self.restarts_in_a_row.min(LONGEST_PAUSE.ilog2());
+        self.restarts_in_a_row += 1;
+        // On probation: the next failure takes it out again, before it spoils more jobs.
+        self.failures_in_a_row = max_failures_in_a_row.saturating_sub(1);
+        Recovery::RestartAfter(restart_pause.saturating_mul(doubled))
     }
 }
 
-/// Runs until there are no more jobs.
+/// Runs until there are no more jobs, or the target is gone for good: `Work::gone` says so.
 pub async fn run<E: TargetEngine>(
     settings: Settings,
-    mut engine: E,
+    engine: E,
     jobs: dispatcher::Handle,
     pool: pool::Handle<E::Features>,
     stops: Stops,
 ) -> Result<Work, Fault> {
-    let name = format!("target {}", settings.index);
-    let mut work = Work::default();
-    let mut meter = Meter::new("target", settings.index, &[Cause::Job, Cause::Room]);
-    let ended = stops
-        .abort
-        .run_until_cancelled(serve(&settings, &name, &mut engine, &jobs, &pool, &stops, &mut meter, &mut work))
-        .await;
-    work.totals = meter.totals();
-    ended.unwrap_or_else(|| Err(Fault::aborted(name))).map(|()| work)
-}
-
-#[expect(clippy::too_many_arguments, reason = "the whole of one loop's surroundings")]
-async fn serve<E: TargetEngine>(
-    settings: &Settings,
-    name: &str,
-    engine: &mut E,
-    jobs: &dispatcher::Handle,
-    pool: &pool::Handle<E::Features>,
-    stops: &Stops,
-    meter: &mut Meter,
-    work: &mut Work,
-) -> Result<(), Fault> {
     let index = settings.index.to_string();
-    let mut state = State::default();
-    while let Some(lease) = meter.wait(Cause::Job, jobs.pull(settings.index)).await.map_err(|g| Fault::gone(name, g))? {
-        let batch = lease.batch().clone();
-        let bytes = engine.feature_bytes(&batch);
-        let room = meter.wait(Cause::Room, stops.stop.run_until_cancelled(pool.reserve(bytes))).await;
-        let Some(room) = room else { return Ok(()) };
-        let reservation = match room.map_err(|g| Fault::gone(name, g))? {
-            Ok(reservation) => reservation,
-            Err(too_large) => {
-                lease.fail(Failure::Failed, too_large.to_string());
-                continue;
-            }
-        };
-        let expected = engine.expected_shape(&batch);
-        let result = meter.busy(engine.extract(batch.clone())).await;
-        let lost = matches!(result, Err(EngineError::Lost(_)));
-        let failed = deliver(lease, reservation, State::judge(expected, bytes, result));
-        if let Some(message) = &failed {
-            tracing::warn!(target_index = settings.index, message, "extraction failed");
-        } else {
-            work.jobs += 1;
-            work.tokens += batch.tokens();
-            work.padded_tokens += (batch.rows * batch.width) as u64;
-            counter!(m::TARGET_TOKENS, "index" => index.clone()).increment(batch.tokens());
-            counter!(m::TARGET_PADDED_TOKENS, "index" => index.clone()).increment((batch.rows * batch.width) as u64);
-        }
-        let limit = if lost { 1 } else { settings.max_failures_in_a_row };
-        state.on_result(failed.as_deref(), limit).map_err(|message| Fault::new(name, message))?;
-    }
-    Ok(())
+    let mut target = Target {
+        index: settings.index,
+        name: format!("target {index}"),
+        state: State::new(settings),
+        engine,
+        jobs,
+        pool,
+        meter: Meter::new("target", settings.index, &[Cause::Job, Cause::Room, Cause::Out]),
+        tokens: counter!(m::TARGET_TOKENS, "index" => index.clone()),
+        padded_tokens: counter!(m::TARGET_PADDED_TOKENS, "index" => index),
+        work: Work::default(),
+    };
+    let ended = stops.abort.run_until_cancelled(target.live(&stops)).await;
+    ended.unwrap_or_else(|| Err(Fault::aborted(target.name.clone())))?;
+    Ok(Work { totals: target.meter.totals(), ..target.work })
 }
 
-/// Moves good features into the pool, or gives the job back; then says why.
-fn deliver<F>(lease: Lease, room: Reservation<F>, judged: Result<F, (Failure, String)>) -> Option<String> {
-    match judged {
-        Ok(features) => {
-            lease.deliver(room, features);
-            None
+struct Target<E: TargetEngine> {
+    index: usize,
+    name: String,
+    state: State,
+    engine: E,
+    jobs: dispatcher::Handle,
+    pool: pool::Handle<E::Features>,
+    meter: Meter,
+    tokens: Counter,
+    padded_tokens: Counter,
+    work: Work,
+}
+
+/// Why a target serves no more.
+enum Served {
+    NoMoreJobs,
+    TakenOut,
+}
+
+impl<E: TargetEngine> Target<E> {
+    async fn live(&mut self, stops: &Stops) -> Result<(), Fault> {
+        loop {
+            self.set_up(true);
+            let served = self.serve(stops).await?;
+            self.set_up(false);
+            match served {
+                Served::NoMoreJobs => return Ok(()),
+                Served::TakenOut => {
+                    let back = stops.stop.run_until_cancelled(self.come_back()).await;
+                    if back != Some(true) {
+                        return Ok(());
+                    }
+                }
+            }
         }
-        Err((failure, message)) => {
-            drop(room);
-            lease.fail(failure, message.clone());
-            Some(message)
+    }
+
+    async fn serve(&mut self, stops: &Stops) -> Result<Served, Fault> {
+        loop {
+            let lease = self.meter.wait(Cause::Job, self.jobs.pull(self.index)).await;
+            let Some(lease) = lease.map_err(|g| self.gone(g))? else { return Ok(Served::NoMoreJobs) };
+            let batch = lease.batch().clone();
+            let bytes = self.engine.feature_bytes(&batch);
+            let room = self.meter.wait(Cause::Room, stops.stop.run_until_cancelled(self.pool.reserve(bytes))).await;
+            let Some(room) = room else { return Ok(Served::NoMoreJobs) };
+            let room = match room.map_err(|g| self.gone(g))? {
+                Ok(room) => room,
+                Err(too_large) => {
+                    lease.fail(Failure::Failed, too_large.to_string());
+                    continue;
+                }
+            };
+            self.jobs.started(&lease).await.map_err(|g| self.gone(g))?;
+            let expected = self.engine.expected_shape(&batch);
+            let result = self.meter.busy(caught(self.engine.extract(batch.clone()))).await;
+            let result = result.unwrap_or_else(|panic| Err(EngineError::Lost(panic)));
+            let lost = matches!(result, Err(EngineError::Lost(_)));
+            match State::judge(expected, bytes, result) {
+                Ok(features) => {
+                    self.state.on_success();
+                    let (tokens, slots) = (batch.tokens(), (batch.rows * batch.width) as u64);
+                    if self.deliver(lease, room, features).await? {
+                        self.work.jobs += 1;
+                        self.work.tokens += tokens;
+                        self.work.padded_tokens += slots;
+                        self.tokens.increment(tokens);
+                        self.padded_tokens.increment(slots);
+                    }
+                }
+                Err((failure, message)) => {
+                    drop(room);
+                    tracing::warn!(target_index = self.index, job = %lease.job(), message, "extraction failed");
+                    let out = self.state.on_failure(&message, lost);
+                    lease.fail(failure, message);
+                    if out {
+                        return Ok(Served::TakenOut);
+                    }
+                }
+            }
         }
+    }
+
+    /// Moves features into the pool; false when another target was first.
+    async fn deliver(
+        &mut self,
+        lease: Lease,
+        room: Reservation<E::Features>,
+        features: E::Features,
+    ) -> Result<bool, Fault> {
+        match self.jobs.claim(&lease).await.map_err(|g| self.gone(g))? {
+            Some(job) => lease.deliver(job, room, features),
+            None => {
+                drop((features, room));
+                lease.late();
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Restarts until the engine answers. False when it is gone for good.
+    async fn come_back(&mut self) -> bool {
+        loop {
+            match self.state.recover() {
+                Recovery::RestartAfter(pause) => {
+                    tracing::warn!(target_index = self.index, ?pause, "the target is taken out and will be restarted");
+                    self.meter.wait(Cause::Out, tokio::time::sleep(pause)).await;
+                    let restarted = self.meter.wait(Cause::Out, caught(self.engine.restart())).await;
+                    match restarted.unwrap_or_else(|panic| Err(EngineError::Lost(panic))) {
+                        Ok(()) => {
+                            self.work.restarts += 1;
+                            counter!(m::TARGET_RESTARTS, "index" => self.index.to_string()).increment(1);
+                            tracing::info!(target_index = self.index, "the target answers again");
+                            return true;
+                        }
+                        Err(error) => tracing::warn!(target_index = self.index, %error, "the restart failed"),
+                    }
+                }
+                Recovery::GiveUp(cause) => {
+                    tracing::error!(target_index = self.index, cause, "the target is gone for good");
+                    self.work.gone = Some(cause);
+                    return false;
+                }
+            }
+        }
+    }
+
+    fn set_up(&self, up: bool) {
+        gauge!(m::TARGET_UP, "index" => self.index.to_string()).set(f64::from(u8::from(up)));
+    }
+
+    fn gone(&self, gone: Gone) -> Fault {
+        Fault::gone(self.name.clone(), gone)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{engine::FeatureDtype, sim::SimFeatures};
+
+    const EXPECTED: FeatureShape = FeatureShape { tokens: 7, taps: 3, width: 16, dtype: FeatureDtype::Bf16 };
+
+    fn judge(shape: FeatureShape, bytes: u64, finite: bool) -> Result<(), Failure> {
+        let judged = State::judge(EXPECTED, 672, Ok(SimFeatures { shape, bytes, finite }));
+        judged.map(|_| ()).map_err(|(failure, _)| failure)
+    }
+
+    #[test]
+    fn only_what_was_expected_may_enter_the_pool() {
+        assert_eq!(judge(EXPECTED, 672, true), Ok(()));
+        let wrong = [
+            FeatureShape { tokens: 6, ..EXPECTED },
+            FeatureShape { taps: 2, ..EXPECTED },
+            FeatureShape { width: 8, ..EXPECTED },
+            FeatureShape { dtype: FeatureDtype::F32, ..EXPECTED },
+        ];
+        for shape in wrong {
+            assert_eq!(judge(shape, 672, true), Err(Failure::WrongShape), "{shape:?}");
+        }
+        assert_eq!(judge(EXPECTED, 673, true), Err(Failure::WrongShape), "more bytes than were reserved");
+        assert_eq!(judge(EXPECTED, 672, false), Err(Failure::NonFinite));
+        let failed = State::judge::<SimFeatures>(EXPECTED, 672, Err(EngineError::Failed("no".into())));
+        assert_eq!(failed.map(|_| ()), Err((Failure::Failed, "no".into())));
+    }
+
+    #[test]
+    fn a_broken_target_is_restarted_with_growing_pauses_and_then_given_up() {
+        let second = Duration::from_secs(1);
+        let settings = Settings { index: 0, max_failures_in_a_row: 3, max_restarts: 9, restart_pause: second };
+        let mut state = State::new(settings);
+        assert!(!state.on_failure("a", false) && !state.on_failure("b", false));
+        state.on_success();
+        assert!(!state.on_failure("c", false) && !state.on_failure("d", false), "in a row, not in all");
+        assert!(state.on_failure("e", false));
+        for doubled in [1, 2, 4, 8, 16, 32, 64, 64, 64] {
+            assert_eq!(state.recover(), Recovery::RestartAfter(second * doubled));
+        }
+        let Recovery::GiveUp(cause) = state.recover() else { panic!("nine restarts are enough") };
+        assert!(cause.contains("3 jobs failed in a row, the last one because: e"), "{cause}");
+        assert!(State::new(settings).on_failure("the device is gone", true), "lost at once");
     }
 }

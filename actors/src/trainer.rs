@@ -11,6 +11,7 @@ use crate::{
     job::{Job, Receipt},
     meter::{Cause, Meter, Totals},
     metrics as m, planner,
+    saver::Saver,
     trainer_state::{Action, State},
 };
 use metrics::{Counter, Gauge, counter, gauge};
@@ -59,12 +60,14 @@ pub(crate) enum Msg<G, W> {
     },
     Report {
         ticket: Ticket,
+        order: Option<u64>,
         job: Job,
         report: MicroReport,
     },
     /// The ticket could not be used; another batch will use it.
     GiveBack {
         ticket: Ticket,
+        skipped: bool,
     },
     /// The drafter's part of the step, for its weights in return.
     Gradient {
@@ -82,8 +85,8 @@ pub(crate) enum Msg<G, W> {
 /// What the trainer tells all drafters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Tickets of this step are out.
-    Collect { step: u64 },
+    /// Tickets of this step are out. Where batches have an order, those at places below `below` may ask for one.
+    Collect { step: u64, below: u64 },
     /// Every micro-batch of this step is in: hand in the gradients.
     Reduce { step: u64 },
     /// There will be no further step.
@@ -110,14 +113,14 @@ impl<G, W> Handle<G, W> {
         Ok(ticket)
     }
 
-    /// Reports a trained micro-batch.
-    pub async fn report(&self, ticket: Ticket, job: Job, report: MicroReport) -> Result<(), Gone> {
-        self.send(Msg::Report { ticket, job, report }).await
+    /// Reports a trained micro-batch. `order` is its place in the order of all draws, where there is one.
+    pub async fn report(&self, ticket: Ticket, order: Option<u64>, job: Job, report: MicroReport) -> Result<(), Gone> {
+        self.send(Msg::Report { ticket, order, job, report }).await
     }
 
-    /// Gives a ticket back unused.
-    pub async fn give_back(&self, ticket: Ticket) -> Result<(), Gone> {
-        self.send(Msg::GiveBack { ticket }).await
+    /// Gives a ticket back unused. `skipped` says that its batch was given up for good.
+    pub async fn give_back(&self, ticket: Ticket, skipped: bool) -> Result<(), Gone> {
+        self.send(Msg::GiveBack { ticket, skipped }).await
     }
 
     /// Hands in the gradient of a step and waits for the new weights.
@@ -183,9 +186,10 @@ pub struct Inbox<G, W> {
 }
 
 /// Starts the trainer's channels. `run` with the second value.
-pub fn channel<G, W>(start_step: u64) -> (Handle<G, W>, Inbox<G, W>) {
+pub fn channel<G, W>(settings: &Settings) -> (Handle<G, W>, Inbox<G, W>) {
     let (tx, inbox) = mpsc::channel(INBOX);
-    let (phase, watching) = watch::channel(Phase::Collect { step: start_step + 1 });
+    let below = (settings.drafters * settings.accumulation) as u64;
+    let (phase, watching) = watch::channel(Phase::Collect { step: settings.start_step + 1, below });
     (Handle { inbox: tx, phase: watching }, Inbox { inbox, phase })
 }
 
@@ -206,7 +210,9 @@ struct Trainer<O: Optimizer> {
     series: Series,
     born: Instant,
     work: Work,
-    saved: u64,
+    saver: Saver,
+    /// A checkpoint was due while another was being written.
+    save_due: bool,
 }
 
 /// Runs until no step can follow. Every step's record goes to `records`.
@@ -223,6 +229,7 @@ pub async fn run<O: Optimizer>(
     let mut t = Trainer {
         state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
         optimizer,
+        saver: Saver::new(planner.clone(), start),
         planner,
         records,
         phase,
@@ -233,7 +240,7 @@ pub async fn run<O: Optimizer>(
         series: Series::new(),
         born: Instant::now(),
         work: Work { step: start, ..Work::default() },
-        saved: start,
+        save_due: false,
         settings,
     };
     t.series.step.set(start as f64);
@@ -255,20 +262,29 @@ impl<O: Optimizer> Trainer<O> {
             if self.apply(actions).await? {
                 return Ok(());
             }
+            let Self { meter, saver, .. } = self;
             let next = async {
                 tokio::select! {
                     biased;
-                    () = stops.stop.cancelled(), if !stopping => None,
-                    msg = inbox.recv() => Some(msg),
+                    () = stops.stop.cancelled(), if !stopping => Event::Stop,
+                    // Why it failed is logged; training goes on, and the next one comes at its time.
+                    _ = saver.written() => Event::Written,
+                    msg = inbox.recv() => Event::Msg(msg),
                 }
             };
-            actions = match self.meter.wait(Cause::MicroBatches, next).await {
-                None => {
+            actions = match meter.wait(Cause::MicroBatches, next).await {
+                Event::Stop => {
                     stopping = true;
                     self.state.on_stop()
                 }
-                Some(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
-                Some(Some(msg)) => self.on(msg),
+                Event::Written => {
+                    if std::mem::take(&mut self.save_due) {
+                        self.save().await;
+                    }
+                    Vec::new()
+                }
+                Event::Msg(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
+                Event::Msg(Some(msg)) => self.on(msg),
             };
         }
     }
@@ -279,12 +295,12 @@ impl<O: Optimizer> Trainer<O> {
                 self.tickets.insert(drafter, reply);
                 self.state.on_ticket(drafter)
             }
-            Msg::Report { ticket, job, report } => {
+            Msg::Report { ticket, order, job, report } => {
                 let bucket = job.spec.bucket;
                 self.receipts.push(job.receipt);
-                self.state.on_report(&ticket, bucket, &report)
+                self.state.on_report(&ticket, order, bucket, &report)
             }
-            Msg::GiveBack { ticket } => self.state.on_give_back(&ticket),
+            Msg::GiveBack { ticket, skipped } => self.state.on_give_back(&ticket, skipped),
             Msg::Gradient { drafter, step, gradient, reply } => {
                 self.gradients.insert(drafter, (gradient, reply));
                 self.state.on_gradient(drafter, step)
@@ -304,7 +320,7 @@ impl<O: Optimizer> Trainer<O> {
                         None => Some(Ticket { step, drafter }),
                     };
                     if let Some(ticket) = undelivered {
-                        actions.extend(self.state.on_give_back(&ticket));
+                        actions.extend(self.state.on_give_back(&ticket, false));
                     }
                 }
                 Action::Refuse { drafter } => {
@@ -313,6 +329,7 @@ impl<O: Optimizer> Trainer<O> {
                         let _ = reply.send(None);
                     }
                 }
+                Action::Collect { step, below } => drop(self.phase.send_replace(Phase::Collect { step, below })),
                 Action::Reduce { step } => drop(self.phase.send_replace(Phase::Reduce { step })),
                 Action::Step => actions.extend(self.step().await?),
                 Action::End => {
@@ -366,40 +383,43 @@ impl<O: Optimizer> Trainer<O> {
         self.series.observe(&record);
         let _ = self.records.send(record).await;
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
-            self.save().await?;
+            self.save().await;
         }
-        let actions = self.state.on_stepped();
-        if !self.state.is_over() {
-            self.phase.send_replace(Phase::Collect { step: step + 1 });
-        }
-        Ok(actions)
+        Ok(self.state.on_stepped())
     }
 
     async fn end(&mut self) -> Result<(), Fault> {
         self.work.discarded = self.receipts.len() as u64;
         self.receipts.clear();
-        if self.work.step > self.saved {
-            self.save().await?;
+        if self.saver.is_busy() {
+            // One that fails here is made up for below.
+            let _ = self.saver.written().await;
         }
+        if self.work.step > self.saver.saved() {
+            self.save().await;
+            self.saver.written().await.map_err(|reason| Fault::new("trainer", reason))?;
+        }
+        self.work.checkpoint = self.saver.name().cloned();
         self.phase.send_replace(Phase::End);
         Ok(())
     }
 
-    async fn save(&mut self) -> Result<(), Fault> {
-        let step = self.work.step;
-        let name = match self.meter.busy(self.optimizer.save(step)).await {
-            Ok(name) => name,
-            Err(e) => {
-                counter!(m::CHECKPOINTS, "result" => "failed").increment(1);
-                return Err(Fault::new("trainer", format!("the checkpoint of step {step} could not be written: {e}")));
-            }
-        };
-        self.planner.checkpoint(step, name.clone()).await.map_err(|g| Fault::gone("trainer", g))?;
-        counter!(m::CHECKPOINTS, "result" => "written").increment(1);
-        tracing::info!(step, name, "checkpoint written");
-        (self.saved, self.work.checkpoint) = (step, Some(name));
-        Ok(())
+    /// Begins a checkpoint of the weights as they are, or notes that one is due.
+    async fn save(&mut self) {
+        self.save_due = self.saver.is_busy();
+        if !self.save_due {
+            let step = self.work.step;
+            let copied = self.meter.busy(self.optimizer.save(step)).await;
+            self.saver.begin(step, copied);
+        }
     }
+}
+
+/// What the trainer waits for.
+enum Event<M> {
+    Stop,
+    Written,
+    Msg(Option<M>),
 }
 
 /// The trainer's own series, looked up once.

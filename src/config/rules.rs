@@ -39,7 +39,7 @@ impl Audit<'_> {
     /// Rules that look at one number alone.
     fn ranges(&mut self) {
         let w = &self.written.wire;
-        let positive: [(&str, u64); 25] = [
+        let positive: [(&str, u64); 26] = [
             ("run.epochs", w.run.epochs.into()),
             ("run.threads", w.run.threads.or(|| 1).into()),
             ("data.max_length", w.data.max_length.into()),
@@ -52,6 +52,7 @@ impl Audit<'_> {
             ("pool.max_bytes", w.pool.max_bytes.0),
             ("pool.max_batches", w.pool.max_batches.into()),
             ("pool.min_ready", w.pool.min_ready.into()),
+            ("pool.replay_window", w.pool.replay_window.or(|| 1).into()),
             ("drafter.layers", w.drafter.layers.into()),
             ("drafter.anchors", w.drafter.anchors.into()),
             ("drafter.heads", w.drafter.heads.or(|| 1).into()),
@@ -165,6 +166,16 @@ impl Audit<'_> {
             ),
             format!("lower it to at most {most}, or raise pool.max_batches to at least {ready}"),
         );
+        let window = pool.replay_window.or(|| most);
+        self.require(
+            window <= most,
+            "pool.replay_window",
+            format!(
+                "the run would stop for good: the batch that is next may be the last of {window} to arrive, and the pool \
+                 never holds more than pool.max_batches = {most}"
+            ),
+            format!("lower it to at most {most}, or raise pool.max_batches to at least {window}"),
+        );
     }
 
     fn drafter(&mut self) {
@@ -243,6 +254,13 @@ impl Audit<'_> {
             "log.level",
             "is no log filter",
             "choose error, warn, info, debug or trace, or \"info,draftmill::data=debug\"",
+        );
+        let factor = self.written.wire.dispatch.straggler_factor;
+        self.require(
+            factor == 0.0 || (1.0..1e6).contains(&factor),
+            "dispatch.straggler_factor",
+            "a straggler takes longer than others",
+            "choose a number from 1 up, or 0 for none",
         );
         self.require(
             log.progress_every > Default::default(),
@@ -335,8 +353,12 @@ mod tests {
             ("plan", "bucket_bounds = []"),
             ("dispatch", "queue_jobs = 0"),
             ("dispatch", "max_attempts = 0"),
+            ("dispatch", "straggler_factor = 0.5"),
+            ("dispatch", "straggler_factor = inf"),
             ("dispatch", "max_skip_fraction = -0.1"),
             ("pool", "min_ready = 17"),
+            ("pool", "replay_window = 17"),
+            ("pool", "replay_window = 0"),
             ("pool", "max_bytes = \"0 B\""),
             ("drafter", "devices = []"),
             ("drafter", "block_size = 1"),

@@ -147,6 +147,15 @@ sections! {
         Restart pad_ahead: u32 = 4;
         /// A job that failed this often is skipped, with its reason recorded.
         Restart max_attempts: u32 = 3;
+        /// A target that panics, is lost or keeps failing is taken out and restarted; after this many restarts in vain it is
+        /// gone for good. When all targets are gone, the run ends.
+        Restart max_restarts: u32 = 5;
+        /// Pause before the first restart of a target; each further one doubles it.
+        Restart restart_pause: TimeSpan = TimeSpan(Duration::from_secs(1));
+        /// A forward that takes this many times longer than others of its length is reported as a straggler; 0 = never.
+        Restart straggler_factor: f64 = 5.0;
+        /// Offer a straggler's job to another target; the first result counts, the other is dropped.
+        Restart offer_stragglers: bool = true;
         /// More skipped jobs than this share of the epoch end the run.
         Restart max_skip_fraction: f64 = 0.01;
     }
@@ -159,8 +168,13 @@ sections! {
         Restart max_batches: u32 = 16;
         /// Draws wait until this many batches are ready, so that the micro-batches of a step differ in length.
         Restart min_ready: u32 = 4;
-        /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch.
+        /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch; "replay" = an order
+        /// that plan and seed fix, so that two runs train the same steps whatever the timing: it waits for the one batch
+        /// that is next, whatever min_ready says.
         Restart draw: Draw = Draw::Proportional;
+        /// For draw = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
+        /// holds.
+        Restart replay_window: Auto<u32> = Auto::Auto;
     }
 
     /// The drafter (DFlash). Everything that is "auto" follows the target.

@@ -11,7 +11,7 @@ use crate::{
         params::{Gradient, ParamSet, Weights},
     },
 };
-use draftmill_actors::engine::{EngineError, Optimizer, StepReport, StepRequest};
+use draftmill_actors::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
 use std::path::PathBuf;
 use tch::{Device, Kind};
 
@@ -106,8 +106,12 @@ impl Optimizer for TorchOptimizer {
         self.inner.run(move |inner| inner.adamw.masters.deep_copy(device, Kind::Float)).await
     }
 
-    async fn save(&mut self, step: u64) -> Result<String, EngineError> {
-        self.inner.run(move |inner| inner.save(step)).await
+    async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
+        let copy = self.inner.run(move |inner| inner.copy(step)).await?;
+        Ok(Box::pin(async move {
+            let written = tokio::task::spawn_blocking(move || copy.write()).await;
+            written.map_err(|e| EngineError::Failed(e.to_string()))?.map_err(|e| EngineError::Failed(e.to_string()))
+        }))
     }
 }
 
@@ -131,17 +135,32 @@ impl Inner {
         Ok(StepReport { grad_norm })
     }
 
-    fn save(&mut self, step: u64) -> Result<String, ModelError> {
-        let Saving { folder, keep_last, seed, config, draft } = &self.saving;
-        let state = State::new(step, *seed, config.clone());
-        let tensors = [
-            (checkpoint::WEIGHTS, named(&self.adamw.masters)?),
-            (checkpoint::FIRST_MOMENTS, named(&self.adamw.exp_avg)?),
-            (checkpoint::SECOND_MOMENTS, named(&self.adamw.exp_avg_sq)?),
-        ];
-        let name = checkpoint::write(folder, &state, draft, &tensors).map_err(|e| ModelError::Input(e.to_string()))?;
+    fn copy(&mut self, step: u64) -> Result<Copy, ModelError> {
+        Ok(Copy {
+            step,
+            saving: self.saving.clone(),
+            tensors: [
+                (checkpoint::WEIGHTS, named(&self.adamw.masters)?),
+                (checkpoint::FIRST_MOMENTS, named(&self.adamw.exp_avg)?),
+                (checkpoint::SECOND_MOMENTS, named(&self.adamw.exp_avg_sq)?),
+            ],
+        })
+    }
+}
+
+/// What a checkpoint holds, apart from the optimizer, which goes on.
+struct Copy {
+    step: u64,
+    saving: Saving,
+    tensors: [(&'static str, Vec<NamedTensor>); 3],
+}
+
+impl Copy {
+    fn write(self) -> Result<String, CheckpointError> {
+        let Saving { folder, keep_last, seed, config, draft } = self.saving;
+        let name = checkpoint::write(&folder, &State::new(self.step, seed, config), &draft, &self.tensors)?;
         // One more than is kept stays until the new one exists in state.db.
-        if let Err(error) = checkpoint::retain(folder, keep_last + 1) {
+        if let Err(error) = checkpoint::retain(&folder, keep_last + 1) {
             tracing::warn!(%error, folder = %folder.display(), "old checkpoints could not be deleted");
         }
         Ok(name)

@@ -1,6 +1,6 @@
 //! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
 
-use super::worker::{Worker, engine_error, panic_text};
+use super::worker::{Worker, engine_error, panicked};
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -209,7 +209,7 @@ impl DraftEngine for TorchDrafter {
         let work = move |replica: &mut Replica| {
             // Whatever happens to the replica, the features outlive it.
             let trained = catch_unwind(AssertUnwindSafe(|| replica.micro_batch(job, &features)));
-            Ok((trained.map_err(panic_text), features))
+            Ok((trained.map_err(panicked), features))
         };
         let lost = |error| MicroFailure { error, features: None };
         let (trained, features) = self.worker.run(work).await.map_err(lost)?;

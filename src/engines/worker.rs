@@ -1,7 +1,7 @@
 //! One unit of work at a time on a blocking thread: an engine's state moves into the closure and back.
 
 use crate::model::ModelError;
-use draftmill_actors::engine::EngineError;
+use draftmill_actors::{engine::EngineError, fault::panic_text};
 use std::any::Any;
 
 /// Runs closures on blocking threads, one at a time, with a state that moves in and out.
@@ -42,7 +42,7 @@ impl<S: Send + 'static> Worker<S> {
                 result.map_err(engine_error)
             }
             Err(error) => Err(EngineError::Lost(match error.try_into_panic() {
-                Ok(panic) => panic_text(panic),
+                Ok(panic) => panicked(panic),
                 Err(_) => "its unit of work was cancelled".into(),
             })),
         }
@@ -64,10 +64,8 @@ pub(super) fn engine_error(error: ModelError) -> EngineError {
 }
 
 /// What a panic said, as a sentence.
-pub(super) fn panic_text(payload: Box<dyn Any + Send>) -> String {
-    let text = payload.downcast_ref::<String>().cloned();
-    let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
-    format!("its unit of work panicked: {}", text.unwrap_or_else(|| "without a text".into()))
+pub(super) fn panicked(payload: Box<dyn Any + Send>) -> String {
+    format!("its unit of work panicked: {}", panic_text(&*payload))
 }
 
 #[cfg(test)]

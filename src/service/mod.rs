@@ -21,7 +21,7 @@ pub use summary::{ActorShares, Summary};
 
 use crate::{
     admin,
-    check::{Machine, Samples, Stored, examine},
+    check::{Forecast, Machine, Samples, Stored, examine},
     checkpoint::Verified,
     config::{Config, Engine, Loaded},
     data::{Split, Store, StoreSource},
@@ -99,6 +99,8 @@ struct Prepared {
     lengths: Arc<[u32]>,
     plan: PlanSettings,
     total_steps: u64,
+    /// Draw `replay`: jobs among which the order is shuffled.
+    replay_window: Option<u32>,
     opened: Opened,
     from: Option<Verified>,
 }
@@ -122,11 +124,16 @@ impl Prepared {
             bounds,
         };
         let source = StoreSource::new(store.clone(), Split::Train);
-        let identity = identity(config, &plan, &store, models.as_ref())?;
+        let replay_window = forecast.pool.replay_window;
+        let mut identity = identity(config, &plan, &store, models.as_ref())?;
+        if let Some(window) = replay_window {
+            // The order of the rest of an epoch follows from it.
+            identity.insert("pool.replay_window".into(), window.to_string());
+        }
         let folder = RunFolder::new(&config.run.dir);
         let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
         let from = resume_point(config.run.engine, &opened)?;
-        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, opened, from })
+        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, replay_window, opened, from })
     }
 
     fn start_step(&self) -> u64 {
@@ -234,7 +241,8 @@ impl Prepared {
     }
 
     fn settings(&self) -> mill::Settings {
-        Self::settings_of(&self.loaded.config, &self.plan, &self.lengths, self.total_steps, self.start_step())
+        let Prepared { loaded, plan, lengths, total_steps, replay_window, .. } = self;
+        Self::settings_of(&loaded.config, plan, lengths, *total_steps, *replay_window, self.start_step())
     }
 
     fn settings_of(
@@ -242,6 +250,7 @@ impl Prepared {
         plan: &PlanSettings,
         lengths: &Arc<[u32]>,
         total_steps: u64,
+        replay_window: Option<u32>,
         start_step: u64,
     ) -> mill::Settings {
         let schedule = Schedule::new(&config.optimizer, total_steps);
@@ -257,6 +266,8 @@ impl Prepared {
                 queue_jobs: config.dispatch.queue_jobs as usize,
                 pad_ahead: config.dispatch.pad_ahead as usize,
                 max_attempts: config.dispatch.max_attempts,
+                straggler_factor: config.dispatch.straggler_factor,
+                offer_stragglers: config.dispatch.offer_stragglers,
                 policy: dispatcher::Policy::Pull,
             },
             pool: pool_state::Settings {
@@ -264,6 +275,7 @@ impl Prepared {
                 max_batches: config.pool.max_batches as usize,
                 min_ready: config.pool.min_ready as usize,
                 draw: config.pool.draw,
+                replay_window: replay_window.unwrap_or(config.pool.max_batches) as usize,
                 seed: config.run.seed,
             },
             trainer: trainer::Settings {
@@ -277,6 +289,9 @@ impl Prepared {
             },
             prefetch: config.drafter.prefetch as usize,
             max_failures_in_a_row: MAX_FAILURES_IN_A_ROW,
+            max_restarts: config.dispatch.max_restarts,
+            restart_pause: config.dispatch.restart_pause.0,
+            kill: None,
             grace: config.shutdown.grace.0,
         }
     }
@@ -293,9 +308,9 @@ pub(crate) fn mill_settings(
     config: &Config,
     plan: &PlanSettings,
     lengths: &Arc<[u32]>,
-    total_steps: u64,
+    forecast: &Forecast,
 ) -> mill::Settings {
-    Prepared::settings_of(config, plan, lengths, total_steps, 0)
+    Prepared::settings_of(config, plan, lengths, forecast.steps, forecast.pool.replay_window, 0)
 }
 
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.

@@ -1,12 +1,17 @@
-//! Properties of the dispatcher's `State`: D1, D2, order, attempts, and the order to drain.
+//! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, stragglers, and the order to drain.
 
 use draftmill_actors::{
-    dispatcher::{Action, Failure, Policy, Return, Settings, State},
+    dispatcher::{Failure, LeaseId, Policy, Return, Settings},
+    dispatcher_state::{Action, State},
     job::{Job, Receipt},
     types::{JobId, JobSpec, PaddedBatch},
 };
 use proptest::prelude::*;
-use std::sync::Arc;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+use tokio::time::Instant;
 
 fn job(index: u32) -> Job {
     let id = JobId { epoch: 0, index };
@@ -17,42 +22,89 @@ fn job(index: u32) -> Job {
     }
 }
 
+const TARGETS: usize = 3;
+
 fn settings() -> Settings {
-    Settings { queue_jobs: 4, pad_ahead: 2, max_attempts: 2, policy: Policy::Pull }
+    Settings {
+        queue_jobs: 4,
+        pad_ahead: 2,
+        max_attempts: 2,
+        straggler_factor: 4.0,
+        offer_stragglers: true,
+        policy: Policy::Pull,
+    }
 }
 
 #[derive(Clone, Debug)]
 enum Event {
     Job,
-    Pull,
+    Pull(usize),
+    /// A pull whose answer finds nobody.
+    LostPull(usize),
     Padded(usize, bool),
-    Done(usize),
+    Start(usize),
+    Finish(usize),
     Fail(usize),
+    Pass(u64),
 }
 
 fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         3 => Just(Event::Job),
-        3 => Just(Event::Pull),
+        4 => (0..TARGETS).prop_map(Event::Pull),
+        1 => (0..TARGETS).prop_map(Event::LostPull),
         4 => (any::<usize>(), prop::bool::weighted(0.9)).prop_map(|(i, ok)| Event::Padded(i, ok)),
-        2 => any::<usize>().prop_map(Event::Done),
+        3 => any::<usize>().prop_map(Event::Start),
+        3 => any::<usize>().prop_map(Event::Finish),
         1 => any::<usize>().prop_map(Event::Fail),
+        2 => (0_u64..20).prop_map(Event::Pass),
     ]
 }
 
-#[derive(Default)]
+struct Held {
+    lease: LeaseId,
+    job: JobId,
+    target: usize,
+    started: bool,
+}
+
+/// What the outside knows: the targets, and what became of every job.
 struct Outside {
+    state: State,
+    now: Instant,
     next: u32,
     pulls: u64,
-    waiting: usize,
+    /// Waiting pulls: their target, and whether the answer will find nobody.
+    waiting: BTreeMap<u64, (usize, bool)>,
     padding: Vec<JobId>,
-    leased: Vec<(Job, Arc<PaddedBatch>)>,
-    done: Vec<JobId>,
-    drained: usize,
+    held: Vec<Held>,
+    done: BTreeSet<JobId>,
+    failures: BTreeMap<JobId, u32>,
+    offered: usize,
+    late: usize,
+    drained: Vec<usize>,
     refused: usize,
 }
 
 impl Outside {
+    fn new(settings: Settings) -> Self {
+        Self {
+            state: State::new(settings),
+            now: Instant::now(),
+            next: 0,
+            pulls: 0,
+            waiting: BTreeMap::new(),
+            padding: Vec::new(),
+            held: Vec::new(),
+            done: BTreeSet::new(),
+            failures: BTreeMap::new(),
+            offered: 0,
+            late: 0,
+            drained: Vec::new(),
+            refused: 0,
+        }
+    }
+
     fn apply(&mut self, actions: Vec<Action>) {
         for action in actions {
             match action {
@@ -60,128 +112,271 @@ impl Outside {
                     assert!(!self.padding.contains(&spec.id), "padded twice at once");
                     self.padding.push(spec.id);
                 }
-                Action::Lease { job, batch, .. } => {
-                    assert!(self.leased.iter().all(|(j, _)| j.id() != job.id()), "D1: {} leased twice", job.id());
-                    assert!(!self.done.contains(&job.id()), "D1: {} leased after it was done", job.id());
-                    self.waiting -= 1;
-                    self.leased.push((job, batch));
+                Action::Lease { pull, lease, job, .. } => {
+                    let (target, lost) = self.waiting.remove(&pull).unwrap();
+                    if lost {
+                        let actions = self.state.on_undelivered(lease);
+                        self.apply(actions);
+                        continue;
+                    }
+                    assert!(!self.done.contains(&job), "D1: {job} leased after it was done");
+                    let others = self.held.iter().filter(|h| h.job == job).count();
+                    assert!(others <= 1, "a straggler's job is offered once");
+                    assert!(self.held.iter().all(|h| h.job != job || h.target != target), "both leases at one target");
+                    self.offered += others;
+                    self.held.push(Held { lease, job, target, started: false });
                 }
-                Action::NoMore { .. } => {
-                    self.waiting -= 1;
+                Action::NoMore { pull } => {
+                    self.waiting.remove(&pull).unwrap();
                     self.refused += 1;
                 }
-                Action::Drain { .. } => {
-                    assert!(self.leased.is_empty() && self.padding.is_empty(), "L3: told to drain too early");
-                    self.drained += 1;
+                Action::Drain { late, .. } => {
+                    let wanted = self.held.iter().filter(|h| !self.done.contains(&h.job)).count();
+                    assert_eq!((wanted, self.padding.len()), (0, 0), "L3: told to drain too early");
+                    assert_eq!(late, self.held.len());
+                    self.drained.push(late);
                 }
             }
         }
     }
 
-    fn step(&mut self, state: &mut State, event: Event) {
-        let actions = match event {
-            Event::Job if state.has_room() => {
+    fn pull(&mut self, target: usize, lost: bool) {
+        // A target waits for one job at a time, and not while it has one.
+        let busy = self.held.iter().map(|h| h.target).chain(self.waiting.values().map(|(t, _)| *t));
+        if busy.into_iter().any(|t| t == target) {
+            return;
+        }
+        self.pulls += 1;
+        self.waiting.insert(self.pulls, (target, lost));
+        let actions = self.state.on_pull(self.pulls, target);
+        self.apply(actions);
+    }
+
+    fn step(&mut self, event: Event) {
+        match event {
+            Event::Job if self.state.has_room() => {
                 self.next += 1;
-                state.on_job(job(self.next))
+                let actions = self.state.on_job(job(self.next));
+                self.apply(actions);
             }
-            Event::Pull => {
-                self.pulls += 1;
-                self.waiting += 1;
-                state.on_pull(self.pulls, 0)
-            }
+            Event::Pull(target) => self.pull(target, false),
+            Event::LostPull(target) => self.pull(target, true),
             Event::Padded(i, ok) if !self.padding.is_empty() => {
                 let id = self.padding.swap_remove(i % self.padding.len());
-                state.on_padded(id, if ok { Ok(PaddedBatch::default()) } else { Err("no such sample".into()) })
+                *self.failures.entry(id).or_default() += u32::from(!ok);
+                let result = if ok { Ok(PaddedBatch::default()) } else { Err("no such sample".into()) };
+                let actions = self.state.on_padded(id, result);
+                self.apply(actions);
             }
-            Event::Done(i) if !self.leased.is_empty() => {
-                let (job, _) = self.leased.swap_remove(i % self.leased.len());
-                self.done.push(job.id());
-                state.on_return(Return::Done { job: job.id() })
+            Event::Start(i) if !self.held.is_empty() => {
+                let i = i % self.held.len();
+                if !std::mem::replace(&mut self.held[i].started, true) {
+                    let actions = self.state.on_started(self.held[i].lease, self.now);
+                    self.apply(actions);
+                }
             }
-            Event::Fail(i) if !self.leased.is_empty() => {
-                let (job, batch) = self.leased.swap_remove(i % self.leased.len());
-                state.on_return(Return::Failed { job, batch, failure: Failure::Failed, message: "broken".into() })
+            Event::Finish(i) if !self.held.is_empty() => {
+                let Held { lease, job, .. } = self.held.swap_remove(i % self.held.len());
+                let back = match self.state.on_claim(lease, self.now) {
+                    Some(claimed) => {
+                        assert_eq!(claimed.id(), job);
+                        assert!(self.done.insert(job), "D1: {job} was claimed twice");
+                        Return::Done { lease }
+                    }
+                    None => {
+                        assert!(self.done.contains(&job), "a result was refused, and there is no other");
+                        self.late += 1;
+                        Return::Late { lease }
+                    }
+                };
+                let actions = self.state.on_return(back);
+                self.apply(actions);
             }
-            _ => return,
-        };
+            Event::Fail(i) if !self.held.is_empty() => {
+                let Held { lease, job, .. } = self.held.swap_remove(i % self.held.len());
+                *self.failures.entry(job).or_default() += 1;
+                let back = Return::Failed { lease, failure: Failure::Failed, message: "broken".into() };
+                let actions = self.state.on_return(back);
+                self.apply(actions);
+            }
+            Event::Pass(seconds) => {
+                self.now += Duration::from_secs(seconds);
+                if self.state.next_due().is_some_and(|due| due <= self.now) {
+                    let actions = self.state.on_time(self.now);
+                    self.apply(actions);
+                    assert!(self.state.next_due().is_none_or(|due| due > self.now), "on_time would spin");
+                }
+            }
+            _ => {}
+        }
+        let (queued, padded) = self.state.depth();
+        let waiting = self.waiting.len();
+        assert!(padded == 0 || waiting == 0, "D2: {waiting} pulls wait while {padded} padded jobs are ready");
+        assert!(queued <= settings().queue_jobs + TARGETS);
+    }
+
+    /// The targets work until the pool is told to drain.
+    fn finish(&mut self) {
+        let actions = self.state.on_end();
         self.apply(actions);
-        let (queued, padded) = state.depth();
-        assert!(
-            padded == 0 || self.waiting == 0,
-            "D2: {} pulls wait while {padded} padded jobs are ready",
-            self.waiting
-        );
-        assert!(queued <= settings().queue_jobs + self.leased.len() + self.done.len() + 64);
+        for round in 0.. {
+            assert!(round < 10_000, "the run hangs");
+            if !self.drained.is_empty() {
+                break;
+            }
+            self.pull(round % TARGETS, false);
+            self.step(Event::Padded(0, true));
+            self.step(Event::Finish(0));
+        }
     }
 }
 
 proptest! {
     #[test]
     fn every_job_ends_and_the_pool_is_told_to_drain_once(events in prop::collection::vec(event(), 0..200)) {
-        let mut state = State::new(settings());
-        let mut outside = Outside::default();
+        let mut outside = Outside::new(settings());
         for e in events {
-            outside.step(&mut state, e);
+            outside.step(e);
         }
-        prop_assert_eq!(outside.drained, 0);
-        let actions = state.on_end();
-        outside.apply(actions);
-        for _ in 0..10_000 {
-            if outside.drained > 0 {
-                break;
-            }
-            if outside.waiting == 0 && outside.leased.is_empty() {
-                outside.step(&mut state, Event::Pull);
-            }
-            outside.step(&mut state, Event::Padded(0, true));
-            outside.step(&mut state, Event::Done(0));
+        prop_assert!(outside.drained.is_empty());
+        outside.finish();
+        prop_assert_eq!(outside.drained.len(), 1);
+        prop_assert_eq!(outside.state.depth(), (0, 0));
+        prop_assert_eq!(outside.waiting.len(), 0, "pulls are answered at the end");
+        for index in 1..=outside.next {
+            let id = JobId { epoch: 0, index };
+            let failures = outside.failures.get(&id).copied().unwrap_or(0);
+            prop_assert!(outside.done.contains(&id) || failures >= 2, "job {} is lost after {} failures", id, failures);
         }
-        prop_assert_eq!(outside.drained, 1);
-        prop_assert_eq!(state.depth(), (0, 0));
-        prop_assert_eq!(outside.waiting, 0, "pulls are answered at the end");
+        // What nobody waits for may still come.
+        while !outside.held.is_empty() {
+            outside.step(Event::Finish(0));
+        }
         let refused = outside.refused;
-        outside.step(&mut state, Event::Pull);
+        outside.step(Event::Pull(0));
         prop_assert_eq!(outside.refused, refused + 1, "a pull after the end is answered at once");
     }
 }
 
+/// Three forwards of a second each: from now on it is known what a forward should take.
+fn warmed_up(settings: Settings) -> Outside {
+    let mut outside = Outside::new(settings);
+    for _ in 0..3 {
+        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pass(1), Event::Finish(0)]
+        {
+            outside.step(e);
+        }
+    }
+    assert_eq!(outside.done.len(), 3);
+    outside
+}
+
+#[test]
+fn a_stragglers_job_is_offered_to_another_target_and_the_first_result_wins() {
+    for straggler_wins in [false, true] {
+        let mut outside = warmed_up(settings());
+        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(3)] {
+            outside.step(e);
+        }
+        assert_eq!(outside.held.len(), 1, "three seconds are no straggler at four times one second");
+        outside.step(Event::Pass(1));
+        assert_eq!(outside.held.iter().map(|h| h.target).collect::<Vec<_>>(), [0, 1]);
+        outside.step(Event::Pass(100));
+        assert_eq!(outside.offered, 1, "once, and its target is not a straggler before it started");
+        outside.step(Event::Finish(usize::from(!straggler_wins)));
+        assert_eq!((outside.done.len(), outside.late), (4, 0));
+        outside.finish();
+        assert_eq!(outside.drained, [1], "the end waits for the job, not for the forward");
+        outside.step(Event::Finish(0));
+        assert_eq!((outside.done.len(), outside.late), (4, 1), "the other one is dropped");
+    }
+}
+
+#[test]
+fn a_straggler_is_only_reported_where_its_job_is_not_to_be_offered() {
+    let mut outside = warmed_up(Settings { offer_stragglers: false, ..settings() });
+    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(3)] {
+        outside.step(e);
+    }
+    let due = outside.state.next_due().unwrap();
+    assert_eq!(due, outside.now + Duration::from_secs(1));
+    outside.step(Event::Pass(1));
+    assert_eq!((outside.held.len(), outside.state.next_due()), (1, None));
+}
+
 #[test]
 fn a_failed_job_comes_back_first_and_is_given_up_after_max_attempts() {
-    let mut state = State::new(settings());
-    let mut outside = Outside::default();
-    for e in [Event::Job, Event::Job, Event::Pull, Event::Padded(0, true)] {
-        outside.step(&mut state, e);
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Job, Event::Pull(0), Event::Padded(0, true)] {
+        outside.step(e);
     }
-    assert_eq!(outside.leased[0].0.id().index, 1);
-    outside.step(&mut state, Event::Fail(0));
-    outside.step(&mut state, Event::Pull);
-    assert_eq!((outside.leased[0].0.id().index, outside.leased[0].0.attempts), (1, 1));
-    outside.step(&mut state, Event::Fail(0));
-    outside.step(&mut state, Event::Pull);
-    outside.step(&mut state, Event::Padded(0, true));
-    assert_eq!(outside.leased[0].0.id().index, 2, "job 1 was given up");
+    assert_eq!(outside.held[0].job.index, 1);
+    outside.step(Event::Fail(0));
+    outside.step(Event::Pull(0));
+    assert_eq!(outside.held[0].job.index, 1, "the only one that is padded, so it must not wait (D2)");
+    outside.step(Event::Fail(0));
+    outside.step(Event::Pull(0));
+    outside.step(Event::Padded(0, true));
+    assert_eq!(outside.held[0].job.index, 2, "job 1 was given up");
+}
+
+#[test]
+fn a_failed_job_prefers_another_target() {
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Padded(0, true), Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Fail(0)] {
+        outside.step(e);
+    }
+    // Target 0 gets the next job, although job 1 is at the head; target 1 gets job 1.
+    outside.step(Event::Pull(0));
+    outside.step(Event::Pull(1));
+    assert_eq!(outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>(), [(0, 2), (1, 1)]);
+    // Both wait, and the one that has not failed at it gets it, although the other one asked first.
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Pull(1)] {
+        outside.step(e);
+    }
+    outside.step(Event::Fail(0));
+    assert_eq!(outside.held[0].target, 1);
 }
 
 #[test]
 fn jobs_leave_in_plan_order_when_padding_keeps_up() {
-    let mut state = State::new(settings());
-    let mut outside = Outside::default();
+    let mut outside = Outside::new(settings());
     let mut order = Vec::new();
     for _ in 0..20 {
-        outside.step(&mut state, Event::Job);
-        outside.step(&mut state, Event::Padded(0, true));
-        outside.step(&mut state, Event::Pull);
-        order.extend(outside.leased.iter().map(|(j, _)| j.id().index));
-        outside.step(&mut state, Event::Done(0));
+        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0)] {
+            outside.step(e);
+        }
+        order.extend(outside.held.iter().map(|h| h.job.index));
+        outside.step(Event::Finish(0));
     }
     assert_eq!(order, (1..=20).collect::<Vec<_>>());
 }
 
 #[test]
+fn round_robin_makes_a_job_wait_for_its_own_target() {
+    let policy = Policy::RoundRobin { targets: 2, depth: 1 };
+    let mut outside = Outside::new(Settings { policy, ..settings() });
+    outside.step(Event::Job);
+    outside.step(Event::Job);
+    assert!(!outside.state.has_room(), "one for each target");
+    let padded = outside.padding.clone();
+    for _ in padded {
+        let id = outside.padding.remove(0);
+        let actions = outside.state.on_padded(id, Ok(PaddedBatch::default()));
+        outside.apply(actions);
+    }
+    outside.pull(1, false);
+    assert_eq!(outside.held[0].job.index, 2, "target 1 has the second job");
+    outside.pull(1, false);
+    assert_eq!(outside.held.len(), 1, "and nothing of target 0's");
+}
+
+#[test]
 fn molt_85_an_empty_plan_ends_at_once() {
-    let mut state = State::new(settings());
-    let mut outside = Outside::default();
-    outside.step(&mut state, Event::Pull);
-    outside.apply(state.on_end());
-    assert_eq!((outside.drained, outside.refused), (1, 1));
+    let mut outside = Outside::new(settings());
+    outside.step(Event::Pull(0));
+    let actions = outside.state.on_end();
+    outside.apply(actions);
+    assert_eq!((outside.drained.len(), outside.refused), (1, 1));
 }

@@ -1,7 +1,10 @@
 //! Faults on paused time: the first one is reported, nobody hangs (S1), and nothing is lost silently.
 
-use crate::world::{Breakage, Outcomes, World, Wrong};
-use draftmill_actors::types::Outcome;
+use crate::{
+    pipeline::assert_all_trained,
+    world::{Breakage, Outcomes, World, Wrong},
+};
+use draftmill_actors::{fault::Kill, meter::Cause, sim::CostModel, types::Outcome};
 use std::time::Duration;
 
 fn broken(every: u64, wrong: Wrong) -> Breakage {
@@ -66,38 +69,134 @@ fn too_many_skips_stop_the_run_and_name_the_setting() {
 }
 
 #[test]
-fn specforge_656_a_panic_anywhere_ends_everybody_with_that_panic() {
+fn trl_7176_a_target_that_panics_or_is_lost_is_restarted_and_serves_again() {
+    for wrong in [Wrong::Panic, Wrong::Lose] {
+        for n in [1, 2, 7] {
+            let world = with_target(Breakage { until: Some(2 * n), bad_restarts: 1, ..broken(n, wrong) });
+            let ended = world.clone().run();
+            assert_all_trained(&world, &ended, 1);
+            let target = &ended.report().targets[0];
+            assert_eq!(target.restarts, 2, "it fell twice");
+            assert!(target.jobs > 0 && target.gone.is_none(), "it was re-admitted");
+            let out = target.totals.waits.iter().find(|(cause, _)| *cause == Cause::Out).unwrap().1;
+            // One second for the restart in vain, two for the next, and one for the second fall.
+            let doubled = if n == 1 { 1 + 2 + 4 } else { 1 + 2 + 1 };
+            assert_eq!(out, Duration::from_secs(doubled), "pauses grow until a job went well ({n})");
+        }
+    }
+}
+
+#[test]
+fn a_target_on_probation_is_taken_out_by_its_first_failure() {
+    // The probe is answered, and yet every job fails: five, and then one after each restart.
+    let world = with_target(broken(1, Wrong::Nan));
+    let ended = World { max_attempts: 100, ..world.clone() }.run();
+    assert_all_trained(&world, &ended, 1);
+    let target = &ended.report().targets[0];
+    assert_eq!((target.restarts, target.jobs), (u64::from(world.max_restarts), 0));
+    assert!(target.gone.as_ref().unwrap().contains("5 jobs failed in a row"), "{:?}", target.gone);
+}
+
+#[test]
+fn the_run_goes_on_without_a_target_that_is_gone_for_good() {
+    let ended = with_target(Breakage { bad_restarts: 99, ..broken(3, Wrong::Lose) }).run();
+    assert_all_trained(&World::default(), &ended, 1);
+    let target = &ended.report().targets[0];
+    assert_eq!(target.jobs, 2);
+    assert!(target.gone.as_ref().unwrap().contains("fell off the bus"), "the first cause: {:?}", target.gone);
+}
+
+#[test]
+fn speculators_969_all_targets_gone_stop_the_run_with_the_first_cause() {
+    let bad = |n, wrong| Breakage { bad_restarts: 99, ..broken(n, wrong) };
+    let world =
+        World { targets: vec![bad(5, Wrong::Panic), bad(2, Wrong::Lose), bad(4, Wrong::Panic)], ..World::default() };
+    let ended = world.run();
+    assert_eq!(ended.fault().actor, "target 1");
+    assert!(ended.fault().message.contains("fell off the bus"), "{}", ended.fault());
+    assert!(ended.fault().message.contains("3 times in vain"), "{}", ended.fault());
+    assert!(ended.took < Duration::from_secs(60));
+}
+
+#[test]
+fn specforge_656_a_panic_of_a_drafter_ends_everybody_with_that_panic() {
     for n in [1, 2, 7] {
-        let target = with_target(broken(n, Wrong::Panic)).run();
-        assert_eq!(target.fault().actor, "target 0");
-        assert!(target.fault().message.contains("on purpose"), "{}", target.fault());
         let drafter = with_drafter(broken(n, Wrong::Panic)).run();
         assert_eq!(drafter.fault().actor, "drafter 0");
+        assert!(drafter.fault().message.contains("on purpose"), "{}", drafter.fault());
         assert!(drafter.fault().root);
     }
 }
 
 #[test]
-fn ray_41973_a_lost_engine_ends_the_run_within_the_grace_period() {
+fn ray_41973_a_lost_drafter_ends_the_run_within_the_grace_period() {
     let healthy = World::default().run().took;
-    for ended in [with_target(broken(2, Wrong::Lose)).run(), with_drafter(broken(2, Wrong::Lose)).run()] {
-        assert!(ended.fault().message.contains("fell off the bus"), "{}", ended.fault());
-        assert!(ended.took < healthy + Duration::from_secs(10));
+    let ended = with_drafter(broken(2, Wrong::Lose)).run();
+    assert!(ended.fault().message.contains("fell off the bus"), "{}", ended.fault());
+    assert!(ended.took < healthy + Duration::from_secs(10));
+}
+
+/// A node whose forwards take seconds, so that a straggler is one.
+fn long_forwards() -> World {
+    let costs = CostModel { seconds_per_token: 0.003, seconds_per_micro_batch: 0.1, ..World::default().costs };
+    World { costs, ..World::default() }
+}
+
+#[test]
+fn a_target_that_hangs_keeps_nobody_from_finishing() {
+    for at in [10, 25] {
+        let hang = Breakage { until: Some(at), ..broken(at, Wrong::Hang) };
+        let world = World { targets: vec![hang, Breakage::default(), Breakage::default()], ..long_forwards() };
+        let ended = world.clone().run();
+        assert_all_trained(&world, &ended, 1);
+        assert_eq!(ended.report().targets[0].jobs, 0, "it never reported");
+        let healthy = long_forwards().run().took;
+        assert!(ended.took > healthy && ended.took < 2 * healthy + Duration::from_secs(20), "{:?}", ended.took);
     }
 }
 
 #[test]
-fn a_failed_micro_batch_gives_its_ticket_back_and_its_job_is_skipped() {
-    let world = World { max_skip_fraction: 1.0, ..with_drafter(broken(4, Wrong::Fail)) };
+fn a_hanging_target_without_offers_holds_the_run_until_it_is_stopped() {
+    let hang = Breakage { until: Some(10), ..broken(10, Wrong::Hang) };
+    let hour = Duration::from_secs(3600);
+    let world = World {
+        targets: vec![hang, Breakage::default(), Breakage::default()],
+        offer_stragglers: false,
+        stop_at: Some(hour),
+        ..long_forwards()
+    };
     let ended = world.run();
-    let skipped = skipped(&ended);
-    assert!(!skipped.is_empty() && skipped.iter().all(|(r, _)| r.contains("the drafter could not train it")));
-    let (last, full) = ended.records.split_last().unwrap();
-    assert!(full.iter().all(|r| r.micro_batches == 4), "T1");
-    assert!(last.micro_batches <= 4);
-    let trained: u64 = ended.records.iter().map(|r| r.micro_batches).sum();
-    let all: usize = ended.ledger().plans.iter().map(|p| p.jobs.len()).sum();
-    assert_eq!(trained as usize + skipped.len(), all);
+    let report = ended.report();
+    assert!(ended.took >= hour && ended.took <= hour + Duration::from_secs(10), "{:?}", ended.took);
+    assert!(!ended.ledger().checkpoints.is_empty(), "a stop is orderly all the same");
+    assert!(report.jobs.unfinished > 0, "its job stays open");
+    assert_eq!(report.jobs.trained + report.jobs.unfinished, report.jobs.planned);
+}
+
+/// S1, the fault matrix: whichever actor dies at whichever wait, the run ends at once with that actor's name.
+#[test]
+fn nobody_hangs_when_an_actor_dies_at_any_wait() {
+    let world =
+        World { lengths: World::default().lengths[..120].to_vec(), checkpoint_every: 2, epochs: 2, ..World::default() };
+    let world = World { epoch_barrier: true, ..world };
+    let healthy = world.clone().run().took;
+    for actor in ["planner", "dispatcher", "pool", "trainer", "target 0", "target 2", "drafter 0", "drafter 1"] {
+        let mut killed = 0;
+        // Every wait of its life, the rarer ones at its end included.
+        for nth in (1..60).chain((60..).step_by(7)) {
+            let kill = Some(Kill { actor: actor.into(), nth });
+            let ended = World { kill, ..world.clone() }.run();
+            assert!(ended.took <= healthy + Duration::from_secs(10), "{actor} at wait {nth}: {:?}", ended.took);
+            if ended.result.is_ok() {
+                assert_all_trained(&world, &ended, 2);
+                break;
+            }
+            assert_eq!(ended.fault().actor, actor, "at wait {nth}: {}", ended.fault());
+            assert!(ended.fault().root && ended.fault().message.contains("killed at wait"), "{}", ended.fault());
+            killed += 1;
+        }
+        assert!(killed > 20, "{actor} waited {killed} times");
+    }
 }
 
 #[test]

@@ -2,10 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod checkpoints;
 mod dispatcher;
 mod edges;
 mod faults;
+mod mix;
 mod pipeline;
 mod pool;
+mod tags;
 mod trainer;
 mod world;

@@ -2,8 +2,11 @@
 
 use draftmill_actors::{
     dispatcher,
-    engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
-    fault::{Fault, Stops},
+    engine::{
+        DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest,
+        TargetEngine, Writing,
+    },
+    fault::{Fault, Kill, Stops},
     ledger::MemoryLedger,
     mill::{self, Parts, Report},
     plan::{Order, PlanSettings},
@@ -26,6 +29,10 @@ use tokio::{sync::mpsc, time::Instant};
 #[derive(Clone)]
 pub struct World {
     pub lengths: Vec<u32>,
+    pub job_tokens: u32,
+    /// Longest sample of each bucket; empty: four buckets by the optimum.
+    pub bounds: Vec<u32>,
+    pub order: Order,
     pub targets: Vec<Breakage>,
     pub drafters: Vec<Breakage>,
     pub costs: CostModel,
@@ -37,10 +44,18 @@ pub struct World {
     pub max_attempts: u32,
     pub max_skip_fraction: f64,
     pub max_failures_in_a_row: u32,
+    pub max_restarts: u32,
+    pub straggler_factor: f64,
+    pub offer_stragglers: bool,
+    pub kill: Option<Kill>,
     pub pool: pool_state::Settings,
     pub queue_jobs: usize,
     pub pad_ahead: usize,
     pub prefetch: usize,
+    /// Time that the writing of a checkpoint takes.
+    pub save_takes: Duration,
+    /// Steps whose checkpoint cannot be written, each once.
+    pub bad_saves: Vec<u64>,
     /// Asks for an orderly end at this time.
     pub stop_at: Option<Duration>,
     pub abort_at: Option<Duration>,
@@ -54,12 +69,19 @@ pub struct Breakage {
     pub slowness: Option<f64>,
     /// Every n-th unit of work (1-based) does this.
     pub every: Option<(u64, Wrong)>,
+    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
+    pub poison: Option<u32>,
+    /// Only up to this unit of work.
+    pub until: Option<u64>,
+    /// Restarts that fail before one helps.
+    pub bad_restarts: u32,
 }
 
 #[derive(Clone, Copy, PartialEq)]
 pub enum Wrong {
     Fail,
     Lose,
+    LoseFeatures,
     Nan,
     Short,
     Panic,
@@ -70,6 +92,9 @@ impl Default for World {
     fn default() -> Self {
         Self {
             lengths: (0..400).map(|i| 10 + (i * 37) % 300).collect(),
+            job_tokens: 1000,
+            bounds: Vec::new(),
+            order: Order::Spread,
             targets: vec![Breakage::default(); 3],
             drafters: vec![Breakage::default(); 2],
             costs: CostModel { taps: 2, hidden_size: 8, ..CostModel::default() },
@@ -81,16 +106,23 @@ impl Default for World {
             max_attempts: 3,
             max_skip_fraction: 0.0,
             max_failures_in_a_row: 5,
+            max_restarts: 3,
+            straggler_factor: 4.0,
+            offer_stragglers: true,
+            kill: None,
             pool: pool_state::Settings {
                 max_bytes: 1 << 20,
                 max_batches: 16,
                 min_ready: 4,
                 draw: pool_state::Draw::Proportional,
+                replay_window: 16,
                 seed: 7,
             },
             queue_jobs: 8,
             pad_ahead: 2,
             prefetch: 1,
+            save_takes: Duration::ZERO,
+            bad_saves: Vec::new(),
             stop_at: None,
             abort_at: None,
             counts: Vec::new(),
@@ -152,11 +184,14 @@ impl World {
     }
 
     async fn go(self, ledger: MemoryLedger, start_step: u64) -> Outcomes {
-        let bounds = draftmill_actors::buckets::optimal_bounds(&self.lengths, 4);
+        let bounds = match self.bounds.is_empty() {
+            true => draftmill_actors::buckets::optimal_bounds(&self.lengths, 4),
+            false => self.bounds.clone(),
+        };
         let lengths: Arc<[u32]> = self.lengths.clone().into();
         let settings = mill::Settings {
             planner: planner::Settings {
-                plan: PlanSettings { seed: 1, job_tokens: 1000, order: Order::Spread, bounds },
+                plan: PlanSettings { seed: 1, job_tokens: self.job_tokens, order: self.order, bounds },
                 lengths: lengths.clone(),
                 epochs: self.epochs,
                 epoch_barrier: self.epoch_barrier,
@@ -166,6 +201,8 @@ impl World {
                 queue_jobs: self.queue_jobs,
                 pad_ahead: self.pad_ahead,
                 max_attempts: self.max_attempts,
+                straggler_factor: self.straggler_factor,
+                offer_stragglers: self.offer_stragglers,
                 policy: dispatcher::Policy::Pull,
             },
             pool: self.pool,
@@ -180,6 +217,9 @@ impl World {
             },
             prefetch: self.prefetch,
             max_failures_in_a_row: self.max_failures_in_a_row,
+            max_restarts: self.max_restarts,
+            restart_pause: Duration::from_secs(1),
+            kill: self.kill.clone(),
             grace: Duration::from_secs(10),
         };
         let (records, mut recorded) = mpsc::channel(16);
@@ -192,7 +232,11 @@ impl World {
                 .map(|(i, b)| BreakableTarget::new(self.costs, slow(b), b.clone(), self.counts.get(i).cloned()))
                 .collect(),
             drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
-            optimizer: SimOptimizer::new(self.costs, 0.0),
+            optimizer: SlowSaver {
+                inner: SimOptimizer::new(self.costs, 0.0),
+                takes: self.save_takes,
+                bad: self.bad_saves.clone(),
+            },
             source: Arc::new(SimSource { lengths }),
             ledger,
             records,
@@ -230,7 +274,7 @@ impl Trouble {
     async fn strike(&mut self) -> Option<Wrong> {
         self.count += 1;
         let (n, wrong) = self.breakage.every?;
-        if !self.count.is_multiple_of(n) {
+        if !self.count.is_multiple_of(n) || self.breakage.until.is_some_and(|last| self.count > last) {
             return None;
         }
         match wrong {
@@ -245,12 +289,14 @@ impl Trouble {
 pub struct BreakableTarget {
     inner: SimTarget,
     trouble: Trouble,
+    /// Until a restart.
+    lost: bool,
     count: Option<Arc<AtomicU64>>,
 }
 
 impl BreakableTarget {
     fn new(costs: CostModel, slowness: f64, breakage: Breakage, count: Option<Arc<AtomicU64>>) -> Self {
-        Self { inner: SimTarget::new(costs, slowness), trouble: Trouble { breakage, count: 0 }, count }
+        Self { inner: SimTarget::new(costs, slowness), trouble: Trouble { breakage, count: 0 }, lost: false, count }
     }
 }
 
@@ -266,7 +312,12 @@ impl TargetEngine for BreakableTarget {
     }
 
     async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<SimFeatures, EngineError> {
+        if self.lost {
+            return Err(EngineError::Lost("the device is still off the bus".into()));
+        }
+        self.lost = true; // should it panic
         let wrong = self.trouble.strike().await;
+        self.lost = wrong == Some(Wrong::Lose);
         let mut features = self.inner.extract(batch).await?;
         if let Some(count) = &self.count {
             count.fetch_add(1, Ordering::Relaxed);
@@ -282,6 +333,11 @@ impl TargetEngine for BreakableTarget {
     }
 
     async fn restart(&mut self) -> Result<(), EngineError> {
+        if self.trouble.breakage.bad_restarts > 0 {
+            self.trouble.breakage.bad_restarts -= 1;
+            return Err(EngineError::Failed("no answer to the probe".into()));
+        }
+        self.lost = false;
         self.inner.restart().await
     }
 }
@@ -309,8 +365,14 @@ impl DraftEngine for BreakableDrafter {
         features: SimFeatures,
     ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
         let failed = |error| Err(MicroFailure { error, features: Some(features) });
+        if self.trouble.breakage.poison.is_some_and(|n| job.index % n == 3) {
+            return failed(EngineError::Failed("poison".into()));
+        }
         match self.trouble.strike().await {
             Some(Wrong::Fail) => return failed(EngineError::Failed("out of luck".into())),
+            Some(Wrong::LoseFeatures) => {
+                return Err(MicroFailure { error: EngineError::Failed("out of luck".into()), features: None });
+            }
             Some(Wrong::Lose) => return failed(EngineError::Lost("the device fell off the bus".into())),
             _ => {}
         }
@@ -328,5 +390,37 @@ impl DraftEngine for BreakableDrafter {
 
     async fn load_weights(&mut self, weights: f64) -> Result<(), EngineError> {
         self.inner.load_weights(weights).await
+    }
+}
+
+/// A simulated optimizer whose checkpoints take time and can fail.
+struct SlowSaver {
+    inner: SimOptimizer,
+    takes: Duration,
+    bad: Vec<u64>,
+}
+
+impl Optimizer for SlowSaver {
+    type Gradient = f64;
+    type Weights = f64;
+
+    async fn step(&mut self, gradients: Vec<f64>, request: StepRequest) -> Result<StepReport, EngineError> {
+        self.inner.step(gradients, request).await
+    }
+
+    async fn weights(&mut self, drafter: usize) -> Result<f64, EngineError> {
+        self.inner.weights(drafter).await
+    }
+
+    async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
+        let bad = self.bad.iter().position(|&bad| bad == step).map(|at| self.bad.swap_remove(at));
+        let (writing, takes) = (self.inner.save(step).await?, self.takes);
+        Ok(Box::pin(async move {
+            tokio::time::sleep(takes).await;
+            match bad {
+                Some(_) => Err(EngineError::Failed("no space left on device".into())),
+                None => writing.await,
+            }
+        }))
     }
 }

@@ -136,7 +136,7 @@ async fn specforge_464_a_resumed_optimizer_goes_on_with_the_same_bits() {
         let (denominator, part) = gradient(step as f64);
         whole.step(vec![part], request(step, denominator)).await.unwrap();
         if step == 2 {
-            assert_eq!(whole.save(2).await.unwrap(), "step-2");
+            assert_eq!(whole.save(2).await.unwrap().await.unwrap(), "step-2");
         }
     }
     let from = Verified::open(&dir.path().join("step-2")).unwrap();
@@ -155,7 +155,7 @@ async fn old_checkpoints_go_and_every_damage_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let mut optimizer = optimizer(dir.path());
     for step in 1..=5 {
-        optimizer.save(step).await.unwrap();
+        optimizer.save(step).await.unwrap().await.unwrap();
     }
     assert_eq!(draftmill::checkpoint::steps(dir.path()).unwrap(), [3, 4, 5]);
     let whole = dir.path().join("step-5");

@@ -1,0 +1,171 @@
+//! Hidden states belong to their job: whatever targets do at the same time, a drafter gets what its job's ids gave.
+
+use draftmill_actors::{
+    buckets::optimal_bounds,
+    dispatcher,
+    engine::{DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, TargetEngine},
+    fault::Stops,
+    ledger::MemoryLedger,
+    mill::{self, Parts},
+    plan::{Order, PlanSettings, plan_epoch},
+    planner,
+    pool_state::{self, Draw},
+    sim::{CostModel, SimOptimizer},
+    trainer,
+    types::{BatchSource, JobId, JobSpec, PaddedBatch},
+};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use tokio::sync::mpsc;
+
+/// Pads with each sample's own number in the place of its tokens.
+struct Numbered;
+
+impl BatchSource for Numbered {
+    fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String> {
+        let width = job.width as usize;
+        let ids = job.samples.iter().flat_map(|&s| std::iter::repeat_n(s as i32, width)).collect();
+        let lengths = vec![job.width; job.samples.len()];
+        Ok(PaddedBatch { rows: lengths.len(), width, lengths, ids, ..PaddedBatch::default() })
+    }
+}
+
+fn tag(ids: &[i32]) -> u64 {
+    ids.iter().fold(7, |tag, &id| (tag ^ id as u64).wrapping_mul(0x0100_0000_01b3).rotate_left(5))
+}
+
+struct Tagged(u64);
+
+const SHAPE: FeatureShape = FeatureShape { tokens: 1, taps: 1, width: 1, dtype: FeatureDtype::F32 };
+
+impl Features for Tagged {
+    fn bytes(&self) -> u64 {
+        4
+    }
+
+    fn shape(&self) -> FeatureShape {
+        SHAPE
+    }
+
+    fn all_finite(&self) -> bool {
+        true
+    }
+}
+
+/// Takes its own time for every batch, so that results overtake each other. Sometimes it fails.
+struct Tagger {
+    slowness: u64,
+    done: u64,
+}
+
+impl TargetEngine for Tagger {
+    type Features = Tagged;
+
+    fn expected_shape(&self, _: &PaddedBatch) -> FeatureShape {
+        SHAPE
+    }
+
+    fn feature_bytes(&self, _: &PaddedBatch) -> u64 {
+        4
+    }
+
+    async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<Tagged, EngineError> {
+        self.done += 1;
+        let tag = tag(&batch.ids);
+        tokio::time::sleep(Duration::from_millis(tag % 97 * self.slowness)).await;
+        match self.done % 5 {
+            0 => Err(EngineError::Failed("every fifth".into())),
+            _ => Ok(Tagged(tag)),
+        }
+    }
+
+    async fn restart(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+/// Compares what it gets with what the job's ids must give.
+struct Judge {
+    tags: Arc<BTreeMap<JobId, u64>>,
+    seen: Arc<std::sync::atomic::AtomicU64>,
+}
+
+impl DraftEngine for Judge {
+    type Features = Tagged;
+    type Gradient = f64;
+    type Weights = f64;
+
+    async fn micro_batch(&mut self, job: JobId, features: Tagged) -> Result<MicroReport, MicroFailure<Tagged>> {
+        assert_eq!(features.0, self.tags[&job], "job {job} got the hidden states of another");
+        self.seen.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        tokio::time::sleep(Duration::from_millis(3)).await;
+        Ok(MicroReport { loss_numerator: 1.0, loss_denominator: 1.0, ..MicroReport::default() })
+    }
+
+    async fn take_gradient(&mut self) -> Result<Option<f64>, EngineError> {
+        Ok(None)
+    }
+
+    async fn load_weights(&mut self, _: f64) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
+    let lengths: Arc<[u32]> = (0..500).map(|i| 10 + (i * 37) % 300).collect();
+    let plan = PlanSettings { seed: 3, job_tokens: 1000, order: Order::Spread, bounds: optimal_bounds(&lengths, 4) };
+    let jobs = plan_epoch(&lengths, &plan, 0).unwrap().jobs;
+    let tags: BTreeMap<JobId, u64> = jobs.iter().map(|j| (j.id, tag(&Numbered.pad(j).unwrap().ids))).collect();
+    let (tags, seen) = (Arc::new(tags), Arc::default());
+    let settings = mill::Settings {
+        planner: planner::Settings { plan, lengths, epochs: 1, epoch_barrier: false, max_skip_fraction: 0.0 },
+        dispatcher: dispatcher::Settings {
+            queue_jobs: 16,
+            pad_ahead: 4,
+            max_attempts: 5,
+            straggler_factor: 1.5,
+            offer_stragglers: true,
+            policy: dispatcher::Policy::Pull,
+        },
+        pool: pool_state::Settings {
+            max_bytes: 64,
+            max_batches: 8,
+            min_ready: 4,
+            draw: Draw::Uniform,
+            replay_window: 8,
+            seed: 1,
+        },
+        trainer: trainer::Settings {
+            drafters: 3,
+            accumulation: 2,
+            learning_rate: Arc::new(|_| 1.0),
+            max_grad_norm: 1.0,
+            start_step: 0,
+            max_steps: 0,
+            checkpoint_every: 0,
+        },
+        prefetch: 2,
+        max_failures_in_a_row: 5,
+        max_restarts: 1,
+        restart_pause: Duration::from_secs(1),
+        grace: Duration::from_secs(10),
+        kill: None,
+    };
+    let (records, mut recorded) = mpsc::channel(16);
+    let costs = CostModel::default();
+    let parts = Parts {
+        targets: (1..5).map(|slowness| Tagger { slowness, done: 0 }).collect(),
+        drafters: (0..3).map(|_| Judge { tags: tags.clone(), seen: Arc::clone(&seen) }).collect(),
+        optimizer: SimOptimizer::new(costs, 0.0),
+        source: Arc::new(Numbered),
+        ledger: MemoryLedger::default(),
+        records,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let report = runtime.block_on(async {
+        tokio::spawn(async move { while recorded.recv().await.is_some() {} });
+        mill::run(settings, parts, Stops::default()).await.unwrap()
+    });
+    assert_eq!(report.jobs.trained as usize, tags.len());
+    assert_eq!(seen.load(std::sync::atomic::Ordering::Relaxed) as usize, tags.len());
+}
