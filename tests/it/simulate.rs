@@ -227,6 +227,9 @@ fn a_draw_can_be_chosen() {
         uniform.steps
     );
     assert!(proportional.steps.length_correlation <= 0.1, "{:?}", proportional.steps);
+    let (_, json, errors) = draftmill(&["--config", NODE, "--jobs", "400", "--draw", "replay", "--json"]);
+    let json: Value = serde_json::from_str(&json).unwrap_or_else(|_| panic!("{errors}"));
+    assert!(json["draw"] == "replay" && json["jobs"]["trained"] == json["jobs"]["planned"], "{json}");
 }
 
 #[test]
@@ -302,6 +305,7 @@ fn what_cannot_work_is_refused_with_a_sentence() {
         (&["--draw", "best"], Exit::Config, "pool.draw"),
         (&["--set", "pool.max_bytes=10 GiB"], Exit::Config, "8 x 2400 MiB = 19200 MiB is more than 10 GiB; raise it"),
         (&["--set", "pool.min_ready=25"], Exit::Config, "never holds more than pool.max_batches = 24"),
+        (&["--set", "optimizer.accumulation=5000"], Exit::Config, "no step could ever fill"),
         (&["--set", "simulate.micro_batch=0s"], Exit::Config, "a stage whose work takes no time has no speed"),
         (&["--set", "simulate.lengths=store", "--set", "data.store=nowhere"], Exit::Data, "nowhere does not exist"),
         (&["--set", "simulate.job_failures=0.8"], Exit::Run, "a simulated failure of an extraction"),
