@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint build clean tools
+.PHONY: help demo test lint bench build clean tools
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -39,6 +39,9 @@ lint: tools ## check the format, and clippy with warnings as errors
 	@$(TORCH) cargo fmt --all --check; \
 	cargo clippy --workspace --all-targets --locked --no-default-features -- -D warnings; \
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+
+bench: tools ## measure dispatch: simulated nodes, the pipeline beside one in Python, draws; about 5 minutes
+	@cargo bench --locked --no-default-features --bench dispatch
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked

@@ -17,6 +17,7 @@ pub mod metrics;
 pub mod mill;
 pub mod plan;
 pub mod planner;
+pub mod planner_state;
 pub mod pool;
 pub mod pool_state;
 pub mod replay;

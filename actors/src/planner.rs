@@ -1,8 +1,9 @@
 //! The planner owns the plan and the ledger: it writes each epoch's plan, streams its jobs, and records what became of each.
 //!
 //! In: outcomes (from the trainer as one message a step, from everyone else through receipts). Out: jobs, in plan order.
-//! When the dispatcher's queue is full it waits; outcomes are still recorded. At a stop it hands out no further job and
-//! ends when every receipt has come home. Invariants: P1, P2, D1.
+//! When the dispatcher's queue is full it waits; outcomes are still recorded. While the disk is busy jobs still leave, and the
+//! outcomes that come meanwhile make up the next transaction. At a stop it hands out no further job and ends when every
+//! receipt has come home. Invariants: P1, P2, D1.
 
 use crate::{
     ask::{answer, off_thread},
@@ -13,22 +14,28 @@ use crate::{
     journal::journal,
     ledger::Ledger,
     metrics as m,
-    plan::{Plan, PlanError, PlanSettings, plan_epoch},
+    plan::{PlanError, PlanSettings, plan_epoch},
+    planner_state::{Next, State},
     pool::Course,
     types::{JobId, JobSpec, Outcome},
 };
-use metrics::{counter, gauge};
-use std::{collections::VecDeque, sync::Arc};
-use tokio::sync::{
-    mpsc::{self, OwnedPermit},
-    oneshot,
+use metrics::{Counter, counter, gauge};
+use std::{future::pending, sync::Arc};
+use tokio::{
+    sync::{
+        mpsc::{self, OwnedPermit},
+        oneshot,
+    },
+    task::{JoinError, JoinHandle, spawn_blocking},
 };
+
+pub use crate::planner_state::Counts;
 
 /// Requests wait here: the trainer's, one a step.
 const INBOX: usize = 16;
 /// One slot for each job between planner and outcome. What really bounds these is the queue and the pool.
 pub const IN_FLIGHT: usize = 1 << 16;
-/// Outcomes that are recorded in one transaction at most.
+/// Outcomes that wait for the disk before the planner listens no longer, give or take one step: what bounds a transaction.
 const RECORD_AT_ONCE: usize = 4096;
 
 /// What shapes the planner's work.
@@ -73,135 +80,6 @@ impl Handle {
     }
 }
 
-/// What the planner did.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Jobs that this run handed out.
-    pub planned: u64,
-    pub trained: u64,
-    pub skipped: u64,
-    /// Jobs that came back without an outcome; they stay open.
-    pub unfinished: u64,
-    pub real_tokens: u64,
-    pub padded_tokens: u64,
-    /// Every job of every epoch was handed out; false where a stop came first.
-    pub plan_ended: bool,
-}
-
-/// What to do next, decided by `State`.
-#[derive(Debug, PartialEq)]
-pub enum Next {
-    /// Plan this epoch and give the plan to `State::begin`.
-    Plan(u32),
-    /// Hand this job out.
-    Job(JobSpec),
-    /// Wait until everything that was handed out has left the pool.
-    Barrier,
-    /// Nothing is left to hand out.
-    Ended,
-}
-
-/// Every decision of the planner, without waiting for anything.
-#[derive(Debug)]
-pub struct State {
-    epochs: u32,
-    barrier: bool,
-    max_skip_fraction: f64,
-    epoch: u32,
-    open: Option<VecDeque<JobSpec>>,
-    barrier_due: bool,
-    jobs_in_epoch: u64,
-    skipped_in_epoch: u64,
-    stopped: bool,
-    counts: Counts,
-}
-
-impl State {
-    pub fn new(epochs: u32, barrier: bool, max_skip_fraction: f64) -> Self {
-        Self {
-            epochs,
-            barrier,
-            max_skip_fraction,
-            epoch: 0,
-            open: None,
-            barrier_due: false,
-            jobs_in_epoch: 0,
-            skipped_in_epoch: 0,
-            stopped: false,
-            counts: Counts::default(),
-        }
-    }
-
-    /// What comes next; a job is taken out by this call.
-    pub fn take_next(&mut self) -> Next {
-        if self.stopped || self.epoch >= self.epochs {
-            self.counts.plan_ended = !self.stopped;
-            return Next::Ended;
-        }
-        let Some(open) = &mut self.open else {
-            if std::mem::take(&mut self.barrier_due) {
-                return Next::Barrier;
-            }
-            return Next::Plan(self.epoch);
-        };
-        match open.pop_front() {
-            Some(job) => Next::Job(job),
-            None => {
-                self.open = None;
-                self.epoch += 1;
-                self.barrier_due = self.barrier;
-                self.take_next()
-            }
-        }
-    }
-
-    /// Starts the epoch that `Next::Plan` named. `ended[i]` says whether job `i` already has an outcome.
-    pub fn begin(&mut self, plan: Plan, ended: &[bool]) {
-        self.jobs_in_epoch = plan.jobs.len() as u64;
-        self.skipped_in_epoch = 0;
-        let jobs = plan.jobs.into_iter().zip(ended).filter(|(_, ended)| !**ended).map(|(job, _)| job);
-        self.open = Some(jobs.collect());
-    }
-
-    /// Counts a job that leaves.
-    pub fn on_handed_out(&mut self, job: &JobSpec) {
-        self.counts.planned += 1;
-        self.counts.real_tokens += u64::from(job.tokens);
-        self.counts.padded_tokens += job.padded_tokens();
-    }
-
-    /// Counts what became of a job. `Err` when too many were skipped.
-    pub fn on_outcome(&mut self, job: JobId, outcome: &Outcome) -> Result<(), String> {
-        let Outcome::Skipped { reason, .. } = outcome else {
-            self.counts.trained += 1;
-            return Ok(());
-        };
-        self.counts.skipped += 1;
-        self.skipped_in_epoch += 1;
-        let share = self.skipped_in_epoch as f64 / self.jobs_in_epoch.max(1) as f64;
-        if share <= self.max_skip_fraction {
-            return Ok(());
-        }
-        Err(format!(
-            "{} of the {} jobs of epoch {} were skipped, more than dispatch.max_skip_fraction = {} allows; the last one, {job}: {reason}",
-            self.skipped_in_epoch, self.jobs_in_epoch, job.epoch, self.max_skip_fraction
-        ))
-    }
-
-    pub fn on_unfinished(&mut self) {
-        self.counts.unfinished += 1;
-    }
-
-    /// Hands out nothing more.
-    pub fn stop(&mut self) {
-        self.stopped = true;
-    }
-
-    pub fn counts(&self) -> &Counts {
-        &self.counts
-    }
-}
-
 // === the loop ===
 
 /// What waits for room in the dispatcher's queue.
@@ -224,12 +102,20 @@ pub struct Inbox {
     returns: mpsc::Receiver<Settled>,
 }
 
+/// A ledger that comes back from a blocking thread, with what it recorded.
+type Recorded<L> = (L, Result<Vec<(JobId, Outcome)>, String>);
+
 struct Planner<L> {
     settings: Settings,
     state: State,
     /// Away while a blocking thread uses it.
     ledger: Option<L>,
     course: Course,
+    recording: Option<JoinHandle<Recorded<L>>>,
+    /// What the next transaction will record.
+    outcomes: Vec<(JobId, Outcome)>,
+    trained: Counter,
+    skipped: Counter,
 }
 
 /// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
@@ -244,15 +130,25 @@ pub async fn run<L: Ledger>(
     stops: Stops,
 ) -> Result<(Counts, L), Fault> {
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
-    let mut planner = Planner { settings, state, ledger: Some(ledger), course };
+    let mut planner = Planner {
+        settings,
+        state,
+        ledger: Some(ledger),
+        course,
+        recording: None,
+        outcomes: Vec::new(),
+        trained: counter!(m::JOBS, "outcome" => "trained"),
+        skipped: counter!(m::JOBS, "outcome" => "skipped"),
+    };
     let mut feed = Some(feed);
     let mut next: Option<Outgoing> = None;
+    let mut slot: Option<OwnedPermit<Settled>> = None;
     let mut barrier: Option<oneshot::Receiver<()>> = None;
     let (mut asked, mut settled) = (Vec::new(), Vec::new());
     let (mut asking, mut returning) = (true, true);
 
-    // Until every receipt is home and the trainer, which may still ask for a checkpoint, is gone.
-    while asking || returning {
+    // Until every receipt is home, the trainer, which may still ask for a checkpoint, is gone, and all of it is on disk.
+    while asking || returning || planner.recording.is_some() {
         if next.is_none() && barrier.is_none() && feed.is_some() {
             match planner.state.take_next() {
                 Next::Plan(epoch) => {
@@ -269,35 +165,45 @@ pub async fn run<L: Ledger>(
         // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
         // from recording: the trainer may be what the dispatcher's queue waits for.
         let early = matches!(next, Some(Outgoing::Job(_))) && !planner.course.may_leave(planner.state.counts().planned);
-        let slot = match (&inbox.receipts, &next) {
-            (Some(receipts), Some(Outgoing::Job(_))) if !early => receipts.clone().try_reserve_owned().ok(),
-            _ => None,
-        };
+        if let (None, false, Some(receipts), Some(Outgoing::Job(_))) = (&slot, early, &inbox.receipts, &next) {
+            slot = receipts.clone().try_reserve_owned().ok();
+        }
         let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
+        let listening = planner.outcomes.len() < RECORD_AT_ONCE;
         tokio::select! {
             biased;
-            () = stops.abort.cancelled() => return Err(Fault::aborted("planner")),
+            () = stops.abort.cancelled() => {
+                // Whoever opens the ledger next must not find it in use.
+                if let Some(recording) = planner.recording.take() {
+                    let _ = recording.await;
+                }
+                return Err(Fault::aborted("planner"));
+            }
             () = stops.stop.cancelled(), if feed.is_some() => {
                 planner.state.stop();
-                (feed, inbox.receipts, next, barrier) = (None, None, None, None);
+                (feed, inbox.receipts, next, slot, barrier) = (None, None, None, None, None);
             }
-            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking => {
+            recorded = recorded(&mut planner.recording), if planner.recording.is_some() => {
+                planner.recording = None;
+                planner.on_recorded(recorded.map_err(fault)?).await?;
+            }
+            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking && listening => {
                 asking = n > 0;
                 // What was given up before a checkpoint was asked for is recorded before it.
                 while let Ok(back) = inbox.returns.try_recv() {
                     settled.push(back);
                 }
-                planner.on_settled(&mut settled).await?;
+                planner.on_settled(&mut settled);
                 planner.on_asked(&mut asked).await?;
             }
-            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning => {
+            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning && listening => {
                 returning = n > 0;
-                planner.on_settled(&mut settled).await?;
+                planner.on_settled(&mut settled);
             }
             () = planner.course.moved(), if early => {}
             permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
-                match (next.take(), slot) {
+                match (next.take(), slot.take()) {
                     (Some(Outgoing::Job(spec)), Some(slot)) => {
                         planner.state.on_handed_out(&spec);
                         journal!("handed_out", job = %spec.id);
@@ -318,6 +224,7 @@ pub async fn run<L: Ledger>(
                 barrier = None;
             }
         }
+        planner.record().await?;
     }
     let counts = planner.state.counts().clone();
     let ledger = planner.ledger.ok_or_else(|| fault("the ledger was lost"))?;
@@ -347,25 +254,22 @@ impl<L: Ledger> Planner<L> {
     }
 
     async fn on_asked(&mut self, asked: &mut Vec<Msg>) -> Result<(), Fault> {
-        let mut outcomes = Vec::new();
         for msg in asked.drain(..) {
             match msg {
                 Msg::Trained { step, receipts } => {
-                    outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
+                    self.outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
                 }
                 Msg::Checkpoint { step, name, reply } => {
-                    self.record(std::mem::take(&mut outcomes)).await?;
                     self.with_ledger(move |ledger| ledger.checkpoint(step, &name)).await?;
                     // The trainer may have given up waiting; the checkpoint exists all the same.
                     let _ = reply.send(());
                 }
             }
         }
-        self.record(outcomes).await
+        Ok(())
     }
 
-    async fn on_settled(&mut self, settled: &mut Vec<Settled>) -> Result<(), Fault> {
-        let mut outcomes = Vec::new();
+    fn on_settled(&mut self, settled: &mut Vec<Settled>) {
         for s in settled.drain(..) {
             match s {
                 Settled::Unfinished { job } => {
@@ -374,24 +278,42 @@ impl<L: Ledger> Planner<L> {
                 }
                 Settled::Skipped { job, reason, attempts } => {
                     tracing::warn!(%job, reason, attempts, "job skipped");
-                    outcomes.push((job, Outcome::Skipped { reason, attempts }));
+                    self.outcomes.push((job, Outcome::Skipped { reason, attempts }));
                 }
             }
         }
-        self.record(outcomes).await
     }
 
-    async fn record(&mut self, outcomes: Vec<(JobId, Outcome)>) -> Result<(), Fault> {
-        if outcomes.is_empty() {
+    /// Begins to record what waits, unless a transaction is under way: then what comes meanwhile goes with the next.
+    async fn record(&mut self) -> Result<(), Fault> {
+        if self.outcomes.is_empty() || self.recording.is_some() {
             return Ok(());
         }
-        let outcomes = self.with_ledger(move |ledger| ledger.record(&outcomes).map(|()| outcomes)).await?;
-        for (job, outcome) in &outcomes {
-            let label = if matches!(outcome, Outcome::Trained { .. }) { "trained" } else { "skipped" };
-            counter!(m::JOBS, "outcome" => label).increment(1);
+        let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
+        let outcomes = std::mem::take(&mut self.outcomes);
+        let work = move || {
+            let result = ledger.record(&outcomes).map(|()| outcomes);
+            (ledger, result)
+        };
+        if !L::BLOCKING {
+            return self.on_recorded(work()).await;
+        }
+        self.recording = Some(spawn_blocking(work));
+        Ok(())
+    }
+
+    async fn on_recorded(&mut self, (ledger, result): Recorded<L>) -> Result<(), Fault> {
+        self.ledger = Some(ledger);
+        for (job, outcome) in &result.map_err(fault)? {
             match outcome {
-                Outcome::Trained { step } => journal!("trained", job = %job, step),
-                Outcome::Skipped { .. } => journal!("skipped", job = %job),
+                Outcome::Trained { step } => {
+                    journal!("trained", job = %job, step);
+                    self.trained.increment(1);
+                }
+                Outcome::Skipped { .. } => {
+                    journal!("skipped", job = %job);
+                    self.skipped.increment(1);
+                }
             }
             self.state.on_outcome(*job, outcome).map_err(fault)?;
             if matches!(outcome, Outcome::Skipped { .. }) {
@@ -401,11 +323,22 @@ impl<L: Ledger> Planner<L> {
         Ok(())
     }
 
-    /// Uses the ledger, on a blocking thread where it waits for the disk.
+    /// Waits until every outcome that came so far is recorded.
+    async fn flush(&mut self) -> Result<(), Fault> {
+        self.record().await?;
+        while let Some(recording) = self.recording.take() {
+            self.on_recorded(recording.await.map_err(fault)?).await?;
+            self.record().await?;
+        }
+        Ok(())
+    }
+
+    /// Uses the ledger once everything before is recorded, on a blocking thread where it waits for the disk.
     async fn with_ledger<T: Send + 'static>(
         &mut self,
         work: impl FnOnce(&mut L) -> Result<T, String> + Send + 'static,
     ) -> Result<T, Fault> {
+        self.flush().await?;
         let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
         let (ledger, result) = off_thread(L::BLOCKING, move || {
             let result = work(&mut ledger);
@@ -415,6 +348,14 @@ impl<L: Ledger> Planner<L> {
         .map_err(fault)?;
         self.ledger = Some(ledger);
         result.map_err(fault)
+    }
+}
+
+/// The end of a transaction; never ready without one.
+async fn recorded<L>(recording: &mut Option<JoinHandle<Recorded<L>>>) -> Result<Recorded<L>, JoinError> {
+    match recording {
+        Some(recording) => recording.await,
+        None => pending().await,
     }
 }
 

@@ -48,6 +48,8 @@ const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct StateDb {
     reader: StateReader,
+    /// What the connection's `synchronous` was last set to; `None` before.
+    level: Option<Synced>,
     // After the connection, so that the folder is free only when the database is closed.
     _lock: RunLock,
 }
@@ -101,7 +103,7 @@ impl StateDb {
         let lock = RunLock::acquire(run)?;
         let path = run.join("state.db");
         match open(run, &path) {
-            Ok(connection) => Ok(StateDb { reader: StateReader { connection, path }, _lock: lock }),
+            Ok(connection) => Ok(StateDb { reader: StateReader { connection, path }, level: None, _lock: lock }),
             Err(problem) => Err(StateError { action: "open", path, problem }),
         }
     }
@@ -125,9 +127,13 @@ impl StateDb {
         synced: Synced,
         work: impl FnOnce(&Transaction<'_>) -> Result<T, Problem>,
     ) -> Result<T, StateError> {
-        let StateReader { connection, path } = &mut self.reader;
+        let Self { reader: StateReader { connection, path }, level, .. } = self;
         let run = || {
-            connection.pragma_update(None, "synchronous", synced.level())?;
+            if *level != Some(synced) {
+                *level = None;
+                connection.pragma_update(None, "synchronous", synced.level())?;
+                *level = Some(synced);
+            }
             let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let value = work(&tx)?;
             tx.commit()?;
@@ -147,7 +153,7 @@ pub fn now_ms() -> i64 {
 }
 
 /// When a transaction outlives a loss of power.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Synced {
     AtOnce,
     WithNextCheckpoint,

@@ -1,0 +1,231 @@
+//! `make bench`: efficiency in the simulator, overhead of the real pipeline beside a plain Python one, latency of a draw.
+
+mod draw;
+mod free;
+mod machine;
+mod pipeline;
+mod sim;
+mod table;
+
+use draftmill::simulate::Policy;
+use draftmill_actors::metrics;
+use machine::{Failed, Outcome, median};
+use pipeline::Setup;
+use serde_json::{Value, json};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    time::Duration,
+};
+use table::{
+    Table,
+    Target::{AtLeast, Below, None as Reported},
+};
+use tokio::runtime::{Builder, Runtime};
+
+/// Runs of each pipeline, alternating; the median counts.
+const REPETITIONS: usize = 5;
+const DRAWS: usize = 60_000;
+const PACED_DRAWS: usize = 2_000;
+
+/// About 110 000 jobs; the pool is that of the defaults.
+const SETUP: Setup = Setup {
+    samples: 450_000,
+    targets: 5,
+    drafters: 3,
+    accumulation: 4,
+    buckets: 8,
+    job_tokens: 2048,
+    max_batches: 16,
+    min_ready: 4,
+};
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let done = match args[..] {
+        ["--scale", jobs] => jobs.parse().failed("read the number of jobs").and_then(scale_child),
+        ["--pipeline"] => profile(),
+        [] => bench(),
+        _ => Err("give no argument for the whole table, or --pipeline for one run of the pipeline alone".into()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn scale_child(jobs: u32) -> Outcome<()> {
+    println!("{}", serde_json::to_string(&sim::scale(jobs)?).failed("write the figures")?);
+    Ok(())
+}
+
+/// For a profiler.
+fn profile() -> Outcome<()> {
+    install_metrics()?;
+    let measured = pipeline::run::<false>(&two_workers()?, &SETUP, &folder("profile")?)?;
+    println!("{:.0} jobs/s", measured.jobs_per_second());
+    Ok(())
+}
+
+fn bench() -> Outcome<()> {
+    let machine = machine::describe();
+    let mut table = Table::default();
+    let mut details = serde_json::Map::new();
+    // Measured first, while the machine has nothing else to do; the recorder is that of a real run.
+    install_metrics()?;
+    let runtime = two_workers()?;
+    pipelines(&runtime, &mut table, &mut details)?;
+    draws(&runtime, &mut table)?;
+    drop(runtime);
+    simulations(&mut table)?;
+    scales(&mut table, &mut details)?;
+    println!("machine: {machine}\n\n{}", table.text());
+    let path = target().join("bench.json");
+    let text = serde_json::to_string_pretty(&table.json(machine, details.into())).failed("write the figures")?;
+    fs::write(&path, text + "\n").failed("write target/bench.json")
+}
+
+fn pipelines(runtime: &Runtime, table: &mut Table, details: &mut serde_json::Map<String, Value>) -> Outcome<()> {
+    let mut ours = (Vec::new(), Vec::new());
+    let mut theirs = (Vec::new(), Vec::new());
+    for repetition in 0..REPETITIONS {
+        eprintln!("bench: pipelines, repetition {} of {REPETITIONS}", repetition + 1);
+        ours.0.push(pipeline::run::<false>(runtime, &SETUP, &folder("ours")?)?.jobs_per_second());
+        theirs.0.push(python(false)?);
+        ours.1.push(pipeline::run::<true>(runtime, &SETUP, &folder("ours")?)?.jobs_per_second());
+        theirs.1.push(python(true)?);
+    }
+    details.insert("pipeline_jobs_per_second".into(), json!(ours.0));
+    details.insert("python_jobs_per_second".into(), json!(theirs.0));
+    details.insert("pipeline_with_calls_jobs_per_second".into(), json!(ours.1));
+    details.insert("python_with_calls_jobs_per_second".into(), json!(theirs.1));
+    // Of a pair, as both ran on the same machine at about the same time.
+    let ratio = |(a, b): (&[f64], &[f64])| median(a.iter().zip(b).map(|(a, b)| a / b).collect());
+    let ratios = (ratio((&ours.0, &theirs.0)), ratio((&ours.1, &theirs.1)));
+    let of = "median of 5";
+    table.row("pipeline_jobs_per_second", median(ours.0), AtLeast(20_000.0), format!("{of}, engines in place"));
+    table.row("python_jobs_per_second", median(theirs.0), Reported, format!("{of}, the same"));
+    table.row("pipeline_to_python", ratios.0, AtLeast(10.0), "median of the pairs".into());
+    table.row(
+        "pipeline_with_calls_jobs_per_second",
+        median(ours.1),
+        Reported,
+        format!("{of}, a blocking thread per call"),
+    );
+    table.row("python_with_calls_jobs_per_second", median(theirs.1), Reported, format!("{of}, a call into C per call"));
+    table.row("pipeline_to_python_with_calls", ratios.1, Reported, "median of the pairs".into());
+    Ok(())
+}
+
+/// Jobs per second of `pipeline.py`.
+fn python(leave_interpreter: bool) -> Outcome<f64> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/pipeline.py");
+    let folder = folder("python")?;
+    fs::create_dir_all(&folder).failed("make a folder")?;
+    let mut command = Command::new("python3");
+    command.arg(script).arg("--folder").arg(folder);
+    for (name, value) in [
+        ("--samples", SETUP.samples),
+        ("--targets", SETUP.targets),
+        ("--drafters", SETUP.drafters),
+        ("--accumulation", SETUP.accumulation),
+        ("--buckets", SETUP.buckets),
+        ("--job-tokens", SETUP.job_tokens as usize),
+        ("--max-batches", SETUP.max_batches),
+        ("--min-ready", SETUP.min_ready),
+    ] {
+        command.args([name, &value.to_string()]);
+    }
+    if leave_interpreter {
+        command.arg("--leave-interpreter");
+    }
+    let output = command.output().failed("start python3")?;
+    if !output.status.success() {
+        return Err(format!("bench/pipeline.py failed: {}", String::from_utf8_lossy(&output.stderr)));
+    }
+    let report: Value = serde_json::from_slice(&output.stdout).failed("read what bench/pipeline.py printed")?;
+    report["jobs_per_second"].as_f64().ok_or_else(|| "bench/pipeline.py told no jobs_per_second".to_owned())
+}
+
+fn draws(runtime: &Runtime, table: &mut Table) -> Outcome<()> {
+    let busy = draw::run(runtime, DRAWS, None)?;
+    let paced = draw::run(runtime, PACED_DRAWS, Some(Duration::from_millis(1)))?;
+    let worse = |l: &draw::Latencies| draw::p99_us(&l.asked).max(draw::p99_us(&l.filled));
+    table.row("draw_p99_us", worse(&busy), Below(200.0), format!("the worse of the next two, {DRAWS} draws each"));
+    table.row("draw_asked_p99_us", draw::p99_us(&busy.asked), Reported, "a batch is ready, a draw comes".into());
+    table.row("draw_filled_p99_us", draw::p99_us(&busy.filled), Reported, "a draw waits, a batch comes".into());
+    table.row(
+        "draw_paced_p99_us",
+        worse(&paced),
+        Reported,
+        format!("the worse of both, {PACED_DRAWS} draws 1 ms apart"),
+    );
+    Ok(())
+}
+
+fn simulations(table: &mut Table) -> Outcome<()> {
+    let pull = sim::policy(Policy::Pull)?;
+    table.row("sim_pull", pull.efficiency, AtLeast(0.98), "steady run".into());
+    table.row("sim_pull_with_ends", pull.efficiency_with_ends, AtLeast(0.96), "fill and drain included".into());
+    for queue_depth in [1, 4, 20] {
+        let report = sim::policy(Policy::RoundRobin { queue_depth })?;
+        let name = format!("sim_round_robin_depth_{queue_depth}");
+        table.row(&name, report.efficiency, Reported, "steady run".into());
+    }
+    table.row("sim_slow_target", sim::slow_target()?.efficiency, AtLeast(0.97), "one target at half speed".into());
+    Ok(())
+}
+
+fn scales(table: &mut Table, details: &mut serde_json::Map<String, Value>) -> Outcome<()> {
+    let mut runs = Vec::new();
+    for jobs in sim::SIZES {
+        // Wall time is noisy where it is short; memory is not.
+        let mut tries = (0..3).map(|_| sim::scale_in_child(jobs)).collect::<Outcome<Vec<_>>>()?;
+        tries.sort_by(|a, b| a.wall_seconds.total_cmp(&b.wall_seconds));
+        runs.push(tries[1]);
+    }
+    details.insert("sim_scale".into(), json!(runs));
+    let [small, middle, large] = [runs[0], runs[1], runs[2]];
+    let wall = |run: sim::Scale| run.wall_seconds / run.jobs as f64 * 1e6;
+    let memory = |run: sim::Scale| run.rss_peak.saturating_sub(run.rss_before) as f64 / run.jobs as f64;
+    table.row("sim_scale", large.efficiency, AtLeast(0.97), "64 targets, 32 drafters, 200 000 jobs".into());
+    for (name, run) in [("1e3", small), ("1e4", middle), ("2e5", large)] {
+        table.row(&format!("sim_scale_wall_us_per_job_{name}"), wall(run), Reported, "median of 3".into());
+        table.row(&format!("sim_scale_bytes_per_job_{name}"), memory(run), Reported, "peak above the start".into());
+    }
+    let note = || "2e5 jobs to 1e3 jobs; flat is 1".to_owned();
+    table.row("sim_scale_wall_growth", wall(large) / wall(small), Below(1.5), note());
+    table.row("sim_scale_memory_growth", memory(large) / memory(small), Below(1.5), note());
+    Ok(())
+}
+
+fn two_workers() -> Outcome<Runtime> {
+    Builder::new_multi_thread().worker_threads(2).enable_all().build().failed("start the runtime")
+}
+
+/// The recorder of a real run: what it costs is part of the overhead.
+fn install_metrics() -> Outcome<()> {
+    let histograms: Vec<_> =
+        metrics::TABLE.iter().filter(|spec| !spec.buckets.is_empty()).map(|spec| (spec.name, spec.buckets)).collect();
+    draftmill::admin::install_recorder(&histograms).failed("install the metrics recorder").map(drop)
+}
+
+fn target() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("target")
+}
+
+/// An empty place for a ledger.
+fn folder(name: &str) -> Outcome<PathBuf> {
+    let folder = target().join("bench").join(name);
+    match fs::remove_dir_all(&folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).failed("empty a folder of the last run")
+        }
+        _ => Ok(folder),
+    }
+}

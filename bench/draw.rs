@@ -1,0 +1,125 @@
+//! How long a draw takes on the real pool: from the moment at which it could be answered to its answer.
+
+use crate::machine::{Failed, Outcome};
+use draftmill_actors::{
+    fault::Stops,
+    job::{Job, Receipt},
+    pool,
+    pool_state::{Draw, Settings},
+    types::{JobId, JobSpec},
+};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::{sync::Arc, time::Duration};
+use tokio::{runtime::Runtime, sync::mpsc, time::Instant};
+
+const BUCKETS: u16 = 8;
+const BYTES: u64 = 1 << 20;
+/// Batches that wait while draws are measured.
+const MIN_READY: usize = 32;
+
+/// Nanoseconds of each draw, sorted.
+pub struct Latencies {
+    /// A batch is ready, a draw is sent.
+    pub asked: Vec<u64>,
+    /// A draw waits, the batch that it waits for is moved in.
+    pub filled: Vec<u64>,
+}
+
+/// The value that 99 % of the sorted values do not exceed, in microseconds.
+pub fn p99_us(sorted: &[u64]) -> f64 {
+    let at = (sorted.len() * 99).div_ceil(100).saturating_sub(1);
+    sorted.get(at).map_or(f64::NAN, |&ns| ns as f64 / 1000.0)
+}
+
+/// Draws `samples` times in each way. With a `pause` between the draws the workers have gone to sleep each time.
+pub fn run(runtime: &Runtime, samples: usize, pause: Option<Duration>) -> Outcome<Latencies> {
+    runtime.block_on(async {
+        let (mut asked, mut filled) = (Vec::new(), Vec::new());
+        // On a worker, as actors are, and not on this thread.
+        for (waiting, into) in [(false, &mut asked), (true, &mut filled)] {
+            *into = tokio::spawn(measure(samples, pause, waiting)).await.failed("measure draws")??;
+            into.sort_unstable();
+        }
+        Ok(Latencies { asked, filled })
+    })
+}
+
+async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outcome<Vec<u64>> {
+    let settings = Settings {
+        max_bytes: BYTES * 4 * MIN_READY as u64,
+        max_batches: 2 * MIN_READY,
+        min_ready: MIN_READY,
+        draw: Draw::Proportional,
+        replay_window: 1,
+        seed: 1,
+    };
+    let (handle, inbox) = pool::channel::<()>();
+    let (course, seen) = pool::course(&settings);
+    course.epoch(0, vec![100; BUCKETS as usize], Arc::from([])).await;
+    let stops = Stops::default();
+    let pool = tokio::spawn(pool::run(settings, inbox, seen, stops.clone()));
+    let mut filler = Filler { pool: handle.clone(), rng: ChaCha8Rng::seed_from_u64(1), index: 0 };
+    // One batch less than a draw needs, or enough.
+    for _ in 0..MIN_READY - usize::from(waiting) {
+        filler.fill().await?;
+    }
+    let (wanted, mut wants) = mpsc::channel::<()>(1);
+    let (moved_in, mut moves) = mpsc::channel::<Instant>(1);
+    let filling = tokio::spawn(async move {
+        while wants.recv().await.is_some() {
+            moved_in.send(filler.fill().await?).await.failed("tell of a batch")?;
+        }
+        Ok::<_, String>(())
+    });
+    let mut times = Vec::with_capacity(samples);
+    for _ in 0..samples {
+        if let Some(pause) = pause {
+            tokio::time::sleep(pause).await;
+        }
+        let sent = Instant::now();
+        let draw = handle.draw().await.failed("draw")?;
+        if waiting {
+            // The filler asks the pool for room first, so that the pool has the draw when the batch comes.
+            wanted.send(()).await.failed("fill the pool")?;
+        }
+        let loan = draw.await.failed("draw")?.ok_or("the pool gave nothing")?;
+        let answered = Instant::now();
+        drop(loan);
+        if !waiting {
+            wanted.send(()).await.failed("fill the pool")?;
+        }
+        // The next draw finds this batch: the pool takes in what comes before it answers.
+        let moved_in = moves.recv().await.ok_or("the pool is filled no more")?;
+        let ready = if waiting { moved_in } else { sent };
+        times.push(answered.saturating_duration_since(ready).as_nanos() as u64);
+    }
+    drop(wanted);
+    filling.await.failed("fill the pool")??;
+    stops.abort.cancel();
+    // It ends as aborted.
+    let _ = pool.await.failed("end the pool")?;
+    Ok(times)
+}
+
+/// Stands in for a target.
+struct Filler {
+    pool: pool::Handle<()>,
+    rng: ChaCha8Rng,
+    index: u32,
+}
+
+impl Filler {
+    /// Moves a batch of a random bucket in, and tells when.
+    async fn fill(&mut self) -> Outcome<Instant> {
+        let room = self.pool.reserve(BYTES).await.failed("reserve room")?.failed("reserve room")?;
+        let id = JobId { epoch: 0, index: self.index };
+        self.index += 1;
+        let bucket = self.rng.random_range(0..BUCKETS);
+        let spec = JobSpec { id, bucket, samples: vec![id.index], tokens: 1, width: 1 };
+        let job = Job { spec, attempts: 0, receipt: Receipt::detached(id) };
+        let now = Instant::now();
+        room.fill(job, ());
+        Ok(now)
+    }
+}
