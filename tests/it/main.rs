@@ -6,6 +6,7 @@ mod cli;
 mod config;
 mod data;
 mod export;
+mod faults;
 mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
