@@ -52,6 +52,7 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
         min_ready: MIN_READY,
         draw: Draw::Proportional,
         replay_window: 1,
+        start_step: 0,
         seed: 1,
     };
     let (handle, inbox) = pool::channel::<()>();

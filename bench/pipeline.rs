@@ -116,6 +116,7 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Setti
             min_ready: setup.min_ready,
             draw: Draw::Proportional,
             replay_window: 1,
+            start_step: 0,
             seed: 1,
         },
         trainer: trainer::Settings {

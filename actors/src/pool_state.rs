@@ -4,6 +4,7 @@ use crate::{
     invariant,
     invariants::{l1, l2, l3},
     journal::journal,
+    plan::stream_seed,
     pool::RequestId,
     replay::Order,
     types::{BucketId, JobId},
@@ -39,6 +40,8 @@ pub struct Settings {
     pub draw: Draw,
     /// Draw `replay`: jobs among which the order is shuffled, and which may be under way before they are drawn.
     pub replay_window: usize,
+    /// Steps that are in the weights already. Random draws of a run that goes on have a stream of their own.
+    pub start_step: u64,
     pub seed: u64,
 }
 
@@ -189,7 +192,7 @@ impl<B> State<B> {
             order: settings.window().map(|window| Order::new(settings.seed, window)),
             draws_so_far: 0,
             passed: 0,
-            rng: ChaCha8Rng::seed_from_u64(settings.seed),
+            rng: ChaCha8Rng::from_seed(stream_seed(settings.seed, "draws", &[settings.start_step])),
         }
     }
 

@@ -45,6 +45,7 @@ pub(crate) fn mill_settings(
             min_ready: config.pool.min_ready as usize,
             draw: config.pool.draw,
             replay_window: forecast.pool.replay_window.unwrap_or(config.pool.max_batches) as usize,
+            start_step,
             seed: config.run.seed,
         },
         trainer: trainer::Settings {

@@ -43,6 +43,7 @@ fn node(draw: Draw, order: Order) -> World {
             min_ready: 16,
             draw,
             replay_window: 32,
+            start_step: 0,
             seed: 7,
         },
         queue_jobs: 64,

@@ -185,6 +185,7 @@ fn settings() -> impl Strategy<Value = Settings> {
         min_ready,
         draw: if uniform { Draw::Uniform } else { Draw::Proportional },
         replay_window: 1,
+        start_step: 0,
         seed,
     });
     any.prop_filter("refused at load", |s| s.deadlock(59).is_none())
@@ -239,7 +240,7 @@ proptest! {
     /// Reverb's size test ignored the minimum: here no draw is answered below it, and every one at it.
     #[test]
     fn a_draw_is_answered_exactly_at_min_ready(min_ready in 1_usize..10, seed in any::<u64>()) {
-        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw: Draw::Uniform, replay_window: 1, seed };
+        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw: Draw::Uniform, replay_window: 1, start_step: 0, seed };
         let mut m = Model::new(settings);
         m.step(Event::Draw);
         for i in 0..min_ready {
@@ -252,8 +253,15 @@ proptest! {
 }
 
 fn filled(draw: Draw, seed: u64, depth: usize) -> State<u64> {
-    let settings =
-        Settings { max_bytes: u64::MAX, max_batches: usize::MAX, min_ready: 1, draw, replay_window: 1, seed };
+    let settings = Settings {
+        max_bytes: u64::MAX,
+        max_batches: usize::MAX,
+        min_ready: 1,
+        draw,
+        replay_window: 1,
+        start_step: 0,
+        seed,
+    };
     let mut state = State::new(settings);
     state.on_epoch(0, &[60, 30, 10], vec![false; 100].into());
     for i in 0..depth as u64 * 3 {
@@ -304,7 +312,8 @@ fn uniform_draws_choose_every_batch_equally_often() {
 #[test]
 fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
     for draw in [Draw::Uniform, Draw::Proportional] {
-        let settings = Settings { max_bytes: 1000, max_batches: 20, min_ready: 8, draw, replay_window: 1, seed: 1 };
+        let settings =
+            Settings { max_bytes: 1000, max_batches: 20, min_ready: 8, draw, replay_window: 1, start_step: 0, seed: 1 };
         let mut m = Model::new(settings);
         for _ in 0..20 {
             m.step(Event::Reserve(10));
@@ -455,7 +464,7 @@ proptest! {
     ) {
         let max_bytes = window as u64 * LARGEST;
         let settings =
-            Settings { max_bytes, max_batches: window, min_ready: 1, draw: Draw::Replay, replay_window: window, seed };
+            Settings { max_bytes, max_batches: window, min_ready: 1, draw: Draw::Replay, replay_window: window, start_step: 0, seed };
         prop_assert_eq!(settings.deadlock(LARGEST), None);
         let mut state = State::new(settings);
         state.on_epoch(0, &[jobs], vec![false; jobs as usize].into());

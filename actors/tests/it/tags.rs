@@ -133,6 +133,7 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
             min_ready: 4,
             draw: Draw::Uniform,
             replay_window: 8,
+            start_step: 0,
             seed: 1,
         },
         trainer: trainer::Settings {

@@ -118,6 +118,7 @@ impl Default for World {
                 min_ready: 4,
                 draw: pool_state::Draw::Proportional,
                 replay_window: 16,
+                start_step: 0,
                 seed: 7,
             },
             queue_jobs: 8,
@@ -207,7 +208,7 @@ impl World {
                 offer_stragglers: self.offer_stragglers,
                 policy: dispatcher::Policy::Pull,
             },
-            pool: self.pool,
+            pool: pool_state::Settings { start_step, ..self.pool },
             trainer: trainer::Settings {
                 drafters: self.drafters.len(),
                 accumulation: self.accumulation,

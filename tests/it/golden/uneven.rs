@@ -7,7 +7,8 @@ use super::{
 };
 use draftmill::{
     engines::{
-        optimizer::{Saving, TorchOptimizer},
+        optimizer::TorchOptimizer,
+        saving::Saving,
         torch::{TorchDrafter, TorchFeatures},
     },
     model::{
@@ -204,6 +205,7 @@ async fn train(slow: usize) -> Trained {
             min_ready: 1,
             draw: pool_state::Draw::Replay,
             replay_window: 8,
+            start_step: 0,
             seed: 3,
         },
         trainer: trainer::Settings {
