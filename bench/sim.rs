@@ -3,12 +3,12 @@
 use crate::machine::{Failed, Outcome, peak_rss};
 use draftmill::{
     config,
-    simulate::{Policy, Report, Scenario, run},
+    simulate::{Policy, Report, Scenario, Stage, run},
 };
 use serde::{Deserialize, Serialize};
 use std::{path::Path, process::Command};
 
-/// Jobs of the efficiency rows and sizes of the large node's runs.
+/// Jobs of the large node's runs.
 pub const SIZES: [u32; 3] = [1_000, 10_000, 200_000];
 
 fn node() -> Outcome<Scenario> {
@@ -23,6 +23,19 @@ fn report(scenario: &Scenario) -> Outcome<Report> {
 /// The node as it is, under a policy.
 pub fn policy(policy: Policy) -> Outcome<Report> {
     report(&node()?.policy(policy))
+}
+
+/// The node with drafters that are a twentieth faster than its targets, so that a target's pause costs the whole node. `balance`: the
+/// report of the node as it is.
+pub fn targets_bound(balance: &Report, policy: Policy) -> Outcome<Report> {
+    let faster = match balance.slower_stage {
+        Stage::Drafters => 1.05 * (1.0 + balance.imbalance),
+        Stage::Targets => (1.05 / (1.0 + balance.imbalance)).max(1.0),
+    };
+    let mut scenario = node()?.policy(policy);
+    let micro_batch = &mut scenario.loaded.config.simulate.micro_batch;
+    micro_batch.0 = micro_batch.0.div_f64(faster);
+    report(&scenario)
 }
 
 /// The same node with its first target at half speed, against its new bound.

@@ -13,7 +13,7 @@ fn root() -> &'static Path {
 
 fn sources() -> Vec<PathBuf> {
     let mut files = vec![root().join("build.rs")];
-    let mut folders = ["src", "tests", "actors/src", "actors/tests"].map(|f| root().join(f)).to_vec();
+    let mut folders = ["src", "tests", "bench", "actors/src", "actors/tests"].map(|f| root().join(f)).to_vec();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
