@@ -11,11 +11,7 @@ use draftmill_actors::{
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::{sync::Arc, time::Duration};
-use tokio::{
-    runtime::Runtime,
-    sync::{mpsc, watch},
-    time::Instant,
-};
+use tokio::{runtime::Runtime, sync::mpsc, time::Instant};
 
 const BUCKETS: u16 = 8;
 const BYTES: u64 = 1 << 20;
@@ -55,10 +51,13 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
         max_batches: 2 * MIN_READY,
         min_ready: MIN_READY,
         draw: Draw::Proportional,
+        replay_window: 1,
+        start_step: 0,
         seed: 1,
     };
     let (handle, inbox) = pool::channel::<()>();
-    let (_shares, seen) = watch::channel(Arc::from([100; BUCKETS as usize]));
+    let (course, seen) = pool::course(&settings);
+    course.epoch(0, vec![100; BUCKETS as usize], Arc::from([])).await;
     let stops = Stops::default();
     let pool = tokio::spawn(pool::run(settings, inbox, seen, stops.clone()));
     let mut filler = Filler { pool: handle.clone(), rng: ChaCha8Rng::seed_from_u64(1), index: 0 };

@@ -38,7 +38,6 @@ pub struct Setup {
 #[derive(Clone, Copy, Debug)]
 pub struct Measured {
     pub jobs: u64,
-    pub steps: u64,
     pub seconds: f64,
 }
 
@@ -91,7 +90,7 @@ pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> 
     if report.jobs.trained != jobs || trained != jobs {
         return Err(format!("{} jobs were trained and {trained} recorded of {jobs}", report.jobs.trained));
     }
-    Ok(Measured { jobs, steps: report.trainer.step, seconds })
+    Ok(Measured { jobs, seconds })
 }
 
 fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Settings {
@@ -116,6 +115,8 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Setti
             max_batches: setup.max_batches,
             min_ready: setup.min_ready,
             draw: Draw::Proportional,
+            replay_window: 1,
+            start_step: 0,
             seed: 1,
         },
         trainer: trainer::Settings {

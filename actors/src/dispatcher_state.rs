@@ -3,7 +3,9 @@
 use crate::{
     dispatcher::{Failure, LeaseId, Policy, PullId, Return, Settings},
     invariant,
+    invariants::d2,
     job::Job,
+    journal::journal,
     metrics as m,
     pace::Pace,
     types::{JobId, JobSpec, PaddedBatch},
@@ -82,6 +84,7 @@ struct Held {
     started: Option<Instant>,
     /// When it becomes a straggler.
     due: Option<Instant>,
+    straggles: bool,
     /// Its result is the first one.
     claimed: bool,
 }
@@ -140,6 +143,7 @@ impl State {
     pub fn on_job(&mut self, job: Job) -> Vec<Action> {
         self.drained = false;
         let only = self.turn();
+        journal!("queued", job = %job.id());
         self.arrived += 1;
         self.queue.push_back(Entry { job, padding: Padding::Wanted, only, failed: Vec::new() });
         self.decide()
@@ -160,6 +164,7 @@ impl State {
     }
 
     pub fn on_pull(&mut self, id: PullId, target: usize) -> Vec<Action> {
+        journal!("pulls", target_index = target);
         self.pulls.push_back(Pull { id, target });
         self.decide()
     }
@@ -167,7 +172,10 @@ impl State {
     pub fn on_padded(&mut self, job: JobId, result: Result<PaddedBatch, String>) -> Vec<Action> {
         if let Some(at) = self.queue.iter().position(|e| e.job.id() == job) {
             match result {
-                Ok(batch) => self.queue[at].padding = Padding::Ready(Arc::new(batch)),
+                Ok(batch) => {
+                    journal!("padded", job = %job);
+                    self.queue[at].padding = Padding::Ready(Arc::new(batch));
+                }
                 Err(message) => {
                     if let Some(mut entry) = self.queue.remove(at) {
                         entry.padding = Padding::Wanted;
@@ -196,6 +204,7 @@ impl State {
     pub fn on_claim(&mut self, lease: LeaseId, now: Instant) -> Option<Job> {
         let held = self.leases.get_mut(&lease)?;
         let job = self.work.get_mut(&held.job)?.job.take()?;
+        journal!("claimed", job = %held.job, target_index = held.target);
         held.claimed = true;
         held.due = None;
         if let Some(started) = held.started {
@@ -209,6 +218,7 @@ impl State {
         let held = self.leases.remove(&lease);
         invariant!("D1", held.is_some(), "lease {lease} came back, but nobody had it");
         let Some(held) = held else { return self.decide() };
+        journal!("returned", job = %held.job, target_index = held.target);
         match back {
             Return::Done { .. } => drop(self.work.remove(&held.job)),
             Return::Late { .. } if self.stopped => {}
@@ -228,6 +238,7 @@ impl State {
     /// The lease did not reach its target: as if it had never been given.
     pub fn on_undelivered(&mut self, lease: LeaseId) -> Vec<Action> {
         if let Some(held) = self.leases.remove(&lease) {
+            journal!("undelivered", job = %held.job, target_index = held.target);
             self.let_go(&held);
             match self.work.get(&held.job).map(|work| work.leases) {
                 Some(0) => self.requeue(held.job),
@@ -246,7 +257,7 @@ impl State {
     /// Looks for stragglers: each is reported once, and its job offered where that is wanted.
     pub fn on_time(&mut self, now: Instant) -> Vec<Action> {
         for held in self.leases.values_mut().filter(|held| held.due.is_some_and(|due| due <= now)) {
-            held.due = None;
+            (held.due, held.straggles) = (None, true);
             let seconds = held.started.map_or(0.0, |started| now.duration_since(started).as_secs_f64());
             counter!(m::STRAGGLERS).increment(1);
             tracing::warn!(job = %held.job, target_index = held.target, seconds, "a forward takes far longer than its like");
@@ -300,16 +311,19 @@ impl State {
             job.attempts += 1;
             tracing::warn!(job = %held.job, attempts = job.attempts, message, "job failed");
         }
-        if work.leases > 0 {
+        // A second lease that is no straggler goes on with it; a straggler may hang, so nothing is left to it alone.
+        if self.leases.values().any(|other| other.job == held.job && !other.straggles) {
             return;
         }
-        match self.work.get(&held.job).and_then(|work| work.job.as_ref()) {
-            Some(job) if job.attempts >= self.settings.max_attempts => {
-                if let Some(Job { receipt, attempts, .. }) = self.work.remove(&held.job).and_then(|work| work.job) {
-                    receipt.skip(message, attempts);
+        match self.work.get(&held.job) {
+            Some(Work { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
+                if let Some(job) = self.work.remove(&held.job).and_then(|work| work.job) {
+                    give_up(job, message);
                 }
             }
-            _ => self.requeue(held.job),
+            Some(Work { leases: 0, .. }) => self.requeue(held.job),
+            Some(_) if self.settings.offer_stragglers => self.offers.push_back(held.job),
+            _ => {}
         }
     }
 
@@ -317,6 +331,7 @@ impl State {
     fn requeue(&mut self, job: JobId) {
         let Some(Work { job: Some(job), batch, failed, .. }) = self.work.remove(&job) else { return };
         if !self.stopped {
+            journal!("requeued", job = %job.id());
             self.queue.push_front(Entry { job, padding: Padding::Ready(batch), only: None, failed });
         }
     }
@@ -328,7 +343,7 @@ impl State {
         let attempts = entry.job.attempts;
         tracing::warn!(job = %entry.job.id(), attempts, message, "job could not be padded");
         if attempts >= self.settings.max_attempts {
-            entry.job.receipt.skip(message, attempts);
+            give_up(entry.job, message);
         } else {
             self.queue.push_front(entry);
         }
@@ -340,7 +355,7 @@ impl State {
         self.pad(&mut actions);
         invariant!(
             "D2",
-            self.settings.policy != Policy::Pull || self.pulls.is_empty() || self.depth().1 == 0,
+            self.settings.policy != Policy::Pull || d2(self.pulls.len(), self.depth().1),
             "{} targets wait while padded jobs are ready",
             self.pulls.len()
         );
@@ -375,7 +390,11 @@ impl State {
         work.leases += 1;
         self.next_lease += 1;
         let lease = self.next_lease;
-        self.leases.insert(lease, Held { job, target: pull.target, started: None, due: None, claimed: false });
+        journal!("leased", job = %job, target_index = pull.target);
+        self.leases.insert(
+            lease,
+            Held { job, target: pull.target, started: None, due: None, straggles: false, claimed: false },
+        );
         actions.push(Action::Lease { pull: pull.id, lease, job, batch: work.batch.clone() });
     }
 
@@ -412,4 +431,9 @@ impl State {
             actions.push(Action::Pad(entry.job.spec.clone()));
         }
     }
+}
+
+fn give_up(job: Job, reason: String) {
+    journal!("given_up", job = %job.id());
+    job.receipt.skip(reason, job.attempts);
 }

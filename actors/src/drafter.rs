@@ -2,20 +2,25 @@
 //! gradient for the new weights.
 //!
 //! In: loans from the pool, tickets, the trainer's phase. Out: reports and gradients. It draws `prefetch` batches ahead, so
-//! that the next one is there when a ticket is. It ends when the trainer says so, after handing in what it has.
+//! that the next one is there when a ticket is. A batch that it could not train goes back to the pool, and its ticket to the
+//! trainer; after `max_attempts`, or where the features are lost, the job is skipped. It ends when the trainer says so, after
+//! handing in what it has.
 //! Invariants: T1, T2.
 
 use crate::{
     ask::answer,
     engine::{DraftEngine, EngineError, MicroFailure},
     fault::{Fault, Gone, Stops},
+    job::Job,
+    journal::journal,
     meter::{Cause, Meter, Totals},
     metrics as m,
-    pool::{self, Loan},
+    pool::{self, Batch, Loan, Room},
     trainer::{self, Phase, Ticket},
+    types::JobId,
 };
 use metrics::{Counter, counter};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use tokio::sync::{oneshot, watch};
 
 /// What shapes a drafter's work.
@@ -24,7 +29,9 @@ pub struct Settings {
     pub index: usize,
     /// Batches that it holds beside the one in work, at least 1.
     pub prefetch: usize,
-    /// Failures in a row after which the drafter stops the run: its device is broken, not its batches.
+    /// Failures of a job, in targets and drafters together, after which it is skipped.
+    pub max_attempts: u32,
+    /// Different batches that failed in a row after which the drafter stops the run: its device is broken, not its batches.
     pub max_failures_in_a_row: u32,
 }
 
@@ -43,6 +50,7 @@ struct Drafter<E: DraftEngine> {
     engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
+    /// In their order, where they have one.
     in_hand: VecDeque<Loan<E::Features>>,
     draw: Option<oneshot::Receiver<Option<Loan<E::Features>>>>,
     ticket: Option<oneshot::Receiver<Option<Ticket>>>,
@@ -50,7 +58,13 @@ struct Drafter<E: DraftEngine> {
     exhausted: bool,
     /// The trainer needs nothing more from this drafter, and knows that nothing comes.
     finished: bool,
-    failures_in_a_row: u32,
+    /// Where batches have an order: those below this place may be trained now.
+    below: u64,
+    /// A batch went back to the pool. This drafter draws once more than usual: the others may have their hands full of
+    /// batches that come after it in the order, and then nobody else would.
+    owes_draw: bool,
+    /// Jobs that failed since the last success. The same job again says nothing new of this drafter.
+    failed: BTreeSet<JobId>,
     meter: Meter,
     series: Series,
     work: Work,
@@ -92,7 +106,9 @@ pub async fn run<E: DraftEngine>(
         ticket: None,
         exhausted: false,
         finished: false,
-        failures_in_a_row: 0,
+        below: 0,
+        owes_draw: false,
+        failed: BTreeSet::new(),
         meter: Meter::new("drafter", settings.index, &[Cause::Batch, Cause::Step]),
         series: Series::new(settings.index),
         work: Work::default(),
@@ -122,7 +138,8 @@ impl<E: DraftEngine> Drafter<E> {
                     reduced = step;
                     continue;
                 }
-                Phase::Reduce { .. } | Phase::Collect { .. } => {}
+                Phase::Reduce { .. } => {}
+                Phase::Collect { below, .. } => self.below = below,
             }
             self.ask().await?;
             let cause = if self.in_hand.is_empty() && !self.exhausted { Cause::Batch } else { Cause::Step };
@@ -147,7 +164,7 @@ impl<E: DraftEngine> Drafter<E> {
                 Event::Loan(loan) => {
                     self.draw = None;
                     match loan.map_err(|_| self.gone(Gone("pool")))? {
-                        Some(loan) => self.in_hand.push_back(loan),
+                        Some(loan) => self.take(loan),
                         None => self.exhausted = true,
                     }
                 }
@@ -162,9 +179,9 @@ impl<E: DraftEngine> Drafter<E> {
             return Ok(());
         }
         let index = self.settings.index;
-        if !self.in_hand.is_empty() {
+        if self.in_hand.front().is_some_and(|next| next.order.is_none_or(|order| order < self.below)) {
             self.ticket = Some(self.trainer.ticket(index).await.map_err(|g| self.gone(g))?);
-        } else if self.exhausted {
+        } else if self.exhausted && self.in_hand.is_empty() {
             self.trainer.finished(index).await.map_err(|g| self.gone(g))?;
             self.finished = true;
         }
@@ -175,22 +192,27 @@ impl<E: DraftEngine> Drafter<E> {
         if !self.exhausted
             && !self.finished
             && self.draw.is_none()
-            && self.in_hand.len() < self.settings.prefetch.max(1)
+            && (self.in_hand.len() < self.settings.prefetch.max(1) || self.owes_draw)
         {
+            self.owes_draw = false;
             self.draw = Some(self.pool.draw().await.map_err(|g| self.gone(g))?);
         }
         Ok(())
     }
 
+    fn take(&mut self, loan: Loan<E::Features>) {
+        let at = self.in_hand.partition_point(|other| other.order <= loan.order);
+        self.in_hand.insert(at, loan);
+    }
+
     async fn train(&mut self, ticket: Ticket) -> Result<(), Fault> {
-        let Some(Loan { batch, room }) = self.in_hand.pop_front() else {
-            return self.trainer.give_back(ticket).await.map_err(|g| self.gone(g));
+        let Some(Loan { batch, order, room }) = self.in_hand.pop_front() else {
+            return self.trainer.give_back(ticket, false).await.map_err(|g| self.gone(g));
         };
         // The next batch is on its way while this one is in work.
         self.ask_for_batch().await?;
         let job = batch.job;
         let result = self.meter.busy(self.engine.micro_batch(job.id(), batch.features)).await;
-        drop(room);
         match result {
             Ok(report) if !report.loss_numerator.is_finite() => Err(Fault::new(
                 &self.name,
@@ -201,29 +223,56 @@ impl<E: DraftEngine> Drafter<E> {
                 ),
             )),
             Ok(report) => {
-                self.failures_in_a_row = 0;
+                drop(room);
+                self.failed.clear();
                 self.work.micro_batches += 1;
                 self.work.tokens += report.tokens;
                 self.work.anchors += report.anchors;
                 self.series.micro_batches.increment(1);
                 self.series.tokens.increment(report.tokens);
                 self.series.anchors.increment(report.anchors);
-                self.trainer.report(ticket, job, report).await.map_err(|g| self.gone(g))
+                self.trainer.report(ticket, order, job, report).await.map_err(|g| self.gone(g))
             }
-            Err(MicroFailure { error: e, features: _ }) => {
-                self.failures_in_a_row += 1;
-                let lost = matches!(e, EngineError::Lost(_));
-                tracing::warn!(drafter = self.settings.index, job = %job.id(), error = %e, "micro-batch failed");
-                let attempts = job.attempts + 1;
-                job.receipt.skip(format!("the drafter could not train it: {e}"), attempts);
-                if lost || self.failures_in_a_row >= self.settings.max_failures_in_a_row {
-                    let n = self.failures_in_a_row;
-                    return Err(Fault::new(
-                        &self.name,
-                        format!("{n} micro-batches failed in a row, the last one because: {e}"),
-                    ));
-                }
-                self.trainer.give_back(ticket).await.map_err(|g| self.gone(g))
+            Err(failure) => {
+                let skipped = self.on_failure(job, failure, room)?;
+                self.trainer.give_back(ticket, skipped).await.map_err(|g| self.gone(g))
+            }
+        }
+    }
+
+    /// Gives the batch back to the pool, or its job up: then true. `Err` where this drafter must not go on.
+    fn on_failure(
+        &mut self,
+        mut job: Job,
+        failure: MicroFailure<E::Features>,
+        room: Room<E::Features>,
+    ) -> Result<bool, Fault> {
+        let MicroFailure { error, features } = failure;
+        let id = job.id();
+        job.attempts += 1;
+        tracing::warn!(drafter = self.settings.index, job = %id, attempts = job.attempts, %error, "micro-batch failed");
+        counter!(m::JOBS_RETURNED, "cause" => "drafter_failed").increment(1);
+        self.failed.insert(id);
+        let failed = self.failed.len();
+        if matches!(error, EngineError::Lost(_)) || failed >= self.settings.max_failures_in_a_row as usize {
+            // The drafter's fault, not the job's: it stays open.
+            return Err(Fault::new(
+                &self.name,
+                format!("{failed} batches failed in a row, the last one because: {error}"),
+            ));
+        }
+        match features {
+            Some(features) if job.attempts < self.settings.max_attempts => {
+                room.give_back(Batch { job, features });
+                self.owes_draw = true;
+                Ok(false)
+            }
+            features => {
+                let lost = if features.is_none() { ", and its hidden states are lost" } else { "" };
+                let attempts = job.attempts;
+                journal!("given_up", job = %id);
+                job.receipt.skip(format!("the drafter could not train it{lost}: {error}"), attempts);
+                Ok(true)
             }
         }
     }

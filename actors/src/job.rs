@@ -7,7 +7,7 @@ use tokio::sync::mpsc::OwnedPermit;
 #[derive(Debug)]
 pub struct Job {
     pub spec: JobSpec,
-    /// How often a target has already tried it.
+    /// How often it has failed so far, in targets and drafters together.
     pub attempts: u32,
     pub receipt: Receipt,
 }

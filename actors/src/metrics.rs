@@ -56,8 +56,8 @@ table! {
     WAIT_SECONDS = Histogram "draftmill_actor_wait_seconds" ["seconds"] { actor: [], index: [], cause: [] } SECONDS;
     /// Jobs that reached their end, by outcome.
     JOBS = Counter "draftmill_jobs_total" ["jobs"] { outcome: ["trained", "skipped"] };
-    /// Jobs that were given back to the queue, by why.
-    JOBS_RETURNED = Counter "draftmill_jobs_returned_total" ["jobs"] { cause: ["failed", "non_finite", "wrong_shape", "gone"] };
+    /// Jobs that failed and were given back to the queue, or by a drafter to the pool, by why; the last try of a job counts too.
+    JOBS_RETURNED = Counter "draftmill_jobs_returned_total" ["jobs"] { cause: ["failed", "non_finite", "wrong_shape", "gone", "drafter_failed"] };
     /// Forwards that took far longer than their like (dispatch.straggler_factor).
     STRAGGLERS = Counter "draftmill_stragglers_total" ["forwards"] {};
     /// Results of stragglers that came after another target's and were dropped.

@@ -12,7 +12,7 @@ use crate::{
 };
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tokio::{
-    sync::{mpsc, watch},
+    sync::mpsc,
     task::{Id, JoinSet},
     time::Instant,
 };
@@ -85,26 +85,27 @@ where
     S: BatchSource,
     L: Ledger,
 {
+    let max_attempts = settings.dispatcher.max_attempts;
     let Settings { prefetch, max_failures_in_a_row, max_restarts, restart_pause, grace, .. } = settings;
     let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new(), kill: settings.kill };
     let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
 
     let (planner, planner_inbox) = planner::channel();
-    let (trainer, trainer_inbox) = trainer::channel(settings.trainer.start_step);
+    let (trainer, trainer_inbox) = trainer::channel(&settings.trainer);
     let (pool, pool_inbox) = pool::channel();
     let (dispatcher, dispatcher_inbox) = dispatcher::channel();
-    let (shares, shares_seen) = watch::channel(Arc::from([]));
+    let (course, course_seen) = pool::course(&settings.pool);
     let (feed, fed) = mpsc::channel(FEED);
 
     let work = trainer::run(settings.trainer, parts.optimizer, trainer_inbox, planner, parts.records, stops.clone());
     mill.start("trainer".into(), async { work.await.map(Ended::Trainer) });
     for (index, engine) in parts.drafters.into_iter().enumerate() {
-        let settings = drafter::Settings { index, prefetch, max_failures_in_a_row };
+        let settings = drafter::Settings { index, prefetch, max_attempts, max_failures_in_a_row };
         let work = drafter::run(settings, engine, pool.clone(), trainer.clone(), stops.clone());
         mill.start(format!("drafter {index}"), async move { work.await.map(|w| Ended::Drafter(index, w)) });
     }
     drop(trainer);
-    let work = pool::run(settings.pool, pool_inbox, shares_seen, stops.clone());
+    let work = pool::run(settings.pool, pool_inbox, course_seen, stops.clone());
     mill.start("pool".into(), async { work.await.map(Ended::Pool) });
     for (index, engine) in parts.targets.into_iter().enumerate() {
         let settings = target::Settings { index, max_failures_in_a_row, max_restarts, restart_pause };
@@ -114,7 +115,7 @@ where
     drop(dispatcher);
     let work = dispatcher::run(settings.dispatcher, parts.source, dispatcher_inbox, fed, pool, stops.clone());
     mill.start("dispatcher".into(), async { work.await.map(|()| Ended::Dispatcher) });
-    let work = planner::run(settings.planner, parts.ledger, planner_inbox, feed, shares, stops.clone());
+    let work = planner::run(settings.planner, parts.ledger, planner_inbox, feed, course, stops.clone());
     mill.start("planner".into(), async { work.await.map(|(counts, ledger)| Ended::Planner(counts, ledger)) });
 
     let mut report = Report {

@@ -172,7 +172,7 @@ pub fn shuffle<T>(items: &mut [T], rng: &mut impl Rng) {
 }
 
 /// A uniform number in `0..limit`; `limit` is at least 1 (Lemire 2019: multiply, and reject the few uneven values).
-fn below(limit: u64, rng: &mut impl Rng) -> u64 {
+pub(crate) fn below(limit: u64, rng: &mut impl Rng) -> u64 {
     let uneven = limit.wrapping_neg() % limit;
     loop {
         let product = u128::from(rng.next_u64()) * u128::from(limit);

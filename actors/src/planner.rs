@@ -11,20 +11,25 @@ use crate::{
     fault::{Fault, Gone, Stops},
     invariant,
     job::{Job, Receipt, Settled},
+    journal::journal,
     ledger::Ledger,
     metrics as m,
-    plan::{Plan, PlanError, PlanSettings, plan_epoch},
+    plan::{PlanError, PlanSettings, plan_epoch},
+    planner_state::{Next, State},
+    pool::Course,
     types::{JobId, JobSpec, Outcome},
 };
 use metrics::{Counter, counter, gauge};
-use std::{collections::VecDeque, future::pending, sync::Arc};
+use std::{future::pending, sync::Arc};
 use tokio::{
     sync::{
         mpsc::{self, OwnedPermit},
-        oneshot, watch,
+        oneshot,
     },
     task::{JoinError, JoinHandle, spawn_blocking},
 };
+
+pub use crate::planner_state::Counts;
 
 /// Requests wait here: the trainer's, one a step.
 const INBOX: usize = 16;
@@ -75,135 +80,6 @@ impl Handle {
     }
 }
 
-/// What the planner did.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Jobs that this run handed out.
-    pub planned: u64,
-    pub trained: u64,
-    pub skipped: u64,
-    /// Jobs that came back without an outcome; they stay open.
-    pub unfinished: u64,
-    pub real_tokens: u64,
-    pub padded_tokens: u64,
-    /// Every job of every epoch was handed out; false where a stop came first.
-    pub plan_ended: bool,
-}
-
-/// What to do next, decided by `State`.
-#[derive(Debug, PartialEq)]
-pub enum Next {
-    /// Plan this epoch and give the plan to `State::begin`.
-    Plan(u32),
-    /// Hand this job out.
-    Job(JobSpec),
-    /// Wait until everything that was handed out has left the pool.
-    Barrier,
-    /// Nothing is left to hand out.
-    Ended,
-}
-
-/// Every decision of the planner, without waiting for anything.
-#[derive(Debug)]
-pub struct State {
-    epochs: u32,
-    barrier: bool,
-    max_skip_fraction: f64,
-    epoch: u32,
-    open: Option<VecDeque<JobSpec>>,
-    barrier_due: bool,
-    jobs_in_epoch: u64,
-    skipped_in_epoch: u64,
-    stopped: bool,
-    counts: Counts,
-}
-
-impl State {
-    pub fn new(epochs: u32, barrier: bool, max_skip_fraction: f64) -> Self {
-        Self {
-            epochs,
-            barrier,
-            max_skip_fraction,
-            epoch: 0,
-            open: None,
-            barrier_due: false,
-            jobs_in_epoch: 0,
-            skipped_in_epoch: 0,
-            stopped: false,
-            counts: Counts::default(),
-        }
-    }
-
-    /// What comes next; a job is taken out by this call.
-    pub fn take_next(&mut self) -> Next {
-        if self.stopped || self.epoch >= self.epochs {
-            self.counts.plan_ended = !self.stopped;
-            return Next::Ended;
-        }
-        let Some(open) = &mut self.open else {
-            if std::mem::take(&mut self.barrier_due) {
-                return Next::Barrier;
-            }
-            return Next::Plan(self.epoch);
-        };
-        match open.pop_front() {
-            Some(job) => Next::Job(job),
-            None => {
-                self.open = None;
-                self.epoch += 1;
-                self.barrier_due = self.barrier;
-                self.take_next()
-            }
-        }
-    }
-
-    /// Starts the epoch that `Next::Plan` named. `ended[i]` says whether job `i` already has an outcome.
-    pub fn begin(&mut self, plan: Plan, ended: &[bool]) {
-        self.jobs_in_epoch = plan.jobs.len() as u64;
-        self.skipped_in_epoch = 0;
-        let jobs = plan.jobs.into_iter().zip(ended).filter(|(_, ended)| !**ended).map(|(job, _)| job);
-        self.open = Some(jobs.collect());
-    }
-
-    /// Counts a job that leaves.
-    pub fn on_handed_out(&mut self, job: &JobSpec) {
-        self.counts.planned += 1;
-        self.counts.real_tokens += u64::from(job.tokens);
-        self.counts.padded_tokens += job.padded_tokens();
-    }
-
-    /// Counts what became of a job. `Err` when too many were skipped.
-    pub fn on_outcome(&mut self, job: JobId, outcome: &Outcome) -> Result<(), String> {
-        let Outcome::Skipped { reason, .. } = outcome else {
-            self.counts.trained += 1;
-            return Ok(());
-        };
-        self.counts.skipped += 1;
-        self.skipped_in_epoch += 1;
-        let share = self.skipped_in_epoch as f64 / self.jobs_in_epoch.max(1) as f64;
-        if share <= self.max_skip_fraction {
-            return Ok(());
-        }
-        Err(format!(
-            "{} of the {} jobs of epoch {} were skipped, more than dispatch.max_skip_fraction = {} allows; the last one, {job}: {reason}",
-            self.skipped_in_epoch, self.jobs_in_epoch, job.epoch, self.max_skip_fraction
-        ))
-    }
-
-    pub fn on_unfinished(&mut self) {
-        self.counts.unfinished += 1;
-    }
-
-    /// Hands out nothing more.
-    pub fn stop(&mut self) {
-        self.stopped = true;
-    }
-
-    pub fn counts(&self) -> &Counts {
-        &self.counts
-    }
-}
-
 // === the loop ===
 
 /// What waits for room in the dispatcher's queue.
@@ -234,23 +110,23 @@ struct Planner<L> {
     state: State,
     /// Away while a blocking thread uses it.
     ledger: Option<L>,
+    course: Course,
     recording: Option<JoinHandle<Recorded<L>>>,
     /// What the next transaction will record.
     outcomes: Vec<(JobId, Outcome)>,
-    shares: watch::Sender<Arc<[u64]>>,
     trained: Counter,
     skipped: Counter,
 }
 
 /// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
 ///
-/// `shares` tells the pool how many jobs of each bucket the running epoch has.
+/// `course` tells the pool what is to come, and says how far ahead of the draws jobs may leave.
 pub async fn run<L: Ledger>(
     settings: Settings,
     ledger: L,
     mut inbox: Inbox,
     feed: mpsc::Sender<Feed>,
-    shares: watch::Sender<Arc<[u64]>>,
+    course: Course,
     stops: Stops,
 ) -> Result<(Counts, L), Fault> {
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
@@ -258,9 +134,9 @@ pub async fn run<L: Ledger>(
         settings,
         state,
         ledger: Some(ledger),
+        course,
         recording: None,
         outcomes: Vec::new(),
-        shares,
         trained: counter!(m::JOBS, "outcome" => "trained"),
         skipped: counter!(m::JOBS, "outcome" => "skipped"),
     };
@@ -288,7 +164,8 @@ pub async fn run<L: Ledger>(
         }
         // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
         // from recording: the trainer may be what the dispatcher's queue waits for.
-        if let (None, Some(receipts), Some(Outgoing::Job(_))) = (&slot, &inbox.receipts, &next) {
+        let early = matches!(next, Some(Outgoing::Job(_))) && !planner.course.may_leave(planner.state.counts().planned);
+        if let (None, false, Some(receipts), Some(Outgoing::Job(_))) = (&slot, early, &inbox.receipts, &next) {
             slot = receipts.clone().try_reserve_owned().ok();
         }
         let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
@@ -308,7 +185,7 @@ pub async fn run<L: Ledger>(
             }
             recorded = recorded(&mut planner.recording), if planner.recording.is_some() => {
                 planner.recording = None;
-                planner.on_recorded(recorded.map_err(fault)?)?;
+                planner.on_recorded(recorded.map_err(fault)?).await?;
             }
             n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking && listening => {
                 asking = n > 0;
@@ -323,11 +200,13 @@ pub async fn run<L: Ledger>(
                 returning = n > 0;
                 planner.on_settled(&mut settled);
             }
+            () = planner.course.moved(), if early => {}
             permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
                 match (next.take(), slot.take()) {
                     (Some(Outgoing::Job(spec)), Some(slot)) => {
                         planner.state.on_handed_out(&spec);
+                        journal!("handed_out", job = %spec.id);
                         let receipt = Receipt::new(spec.id, slot);
                         permit.send(Feed::Job(Job { spec, attempts: 0, receipt }));
                     }
@@ -345,7 +224,7 @@ pub async fn run<L: Ledger>(
                 barrier = None;
             }
         }
-        planner.record()?;
+        planner.record().await?;
     }
     let counts = planner.state.counts().clone();
     let ledger = planner.ledger.ok_or_else(|| fault("the ledger was lost"))?;
@@ -362,12 +241,15 @@ impl<L: Ledger> Planner<L> {
         });
         let (plan, broken) = planned.await.map_err(fault)?.map_err(fault)?;
         invariant!("P1", broken.is_none(), "epoch {epoch}: {}", broken.unwrap_or_default());
-        let jobs_of_bucket = plan.jobs_per_bucket().into_iter().map(u64::from).collect();
         let (ended, plan) = self.with_ledger(move |ledger| Ok((ledger.begin_epoch(&plan)?, plan))).await?;
         gauge!(m::EPOCH).set(f64::from(epoch));
         tracing::info!(epoch, jobs = plan.jobs.len(), open = ended.iter().filter(|e| !**e).count(), "epoch planned");
-        self.shares.send_replace(jobs_of_bucket);
+        let mut open_of_bucket = vec![0; plan.bounds.len()];
+        for (job, _) in plan.jobs.iter().zip(&ended).filter(|(_, ended)| !**ended) {
+            open_of_bucket[usize::from(job.bucket)] += 1;
+        }
         self.state.begin(plan, &ended);
+        self.course.epoch(epoch, open_of_bucket, ended.into()).await;
         Ok(())
     }
 
@@ -390,7 +272,10 @@ impl<L: Ledger> Planner<L> {
     fn on_settled(&mut self, settled: &mut Vec<Settled>) {
         for s in settled.drain(..) {
             match s {
-                Settled::Unfinished { .. } => self.state.on_unfinished(),
+                Settled::Unfinished { job } => {
+                    journal!("unfinished", job = %job);
+                    self.state.on_unfinished();
+                }
                 Settled::Skipped { job, reason, attempts } => {
                     tracing::warn!(%job, reason, attempts, "job skipped");
                     self.outcomes.push((job, Outcome::Skipped { reason, attempts }));
@@ -400,7 +285,7 @@ impl<L: Ledger> Planner<L> {
     }
 
     /// Begins to record what waits, unless a transaction is under way: then what comes meanwhile goes with the next.
-    fn record(&mut self) -> Result<(), Fault> {
+    async fn record(&mut self) -> Result<(), Fault> {
         if self.outcomes.is_empty() || self.recording.is_some() {
             return Ok(());
         }
@@ -411,30 +296,39 @@ impl<L: Ledger> Planner<L> {
             (ledger, result)
         };
         if !L::BLOCKING {
-            return self.on_recorded(work());
+            return self.on_recorded(work()).await;
         }
         self.recording = Some(spawn_blocking(work));
         Ok(())
     }
 
-    fn on_recorded(&mut self, (ledger, result): Recorded<L>) -> Result<(), Fault> {
+    async fn on_recorded(&mut self, (ledger, result): Recorded<L>) -> Result<(), Fault> {
         self.ledger = Some(ledger);
         for (job, outcome) in &result.map_err(fault)? {
             match outcome {
-                Outcome::Trained { .. } => self.trained.increment(1),
-                Outcome::Skipped { .. } => self.skipped.increment(1),
+                Outcome::Trained { step } => {
+                    journal!("trained", job = %job, step);
+                    self.trained.increment(1);
+                }
+                Outcome::Skipped { .. } => {
+                    journal!("skipped", job = %job);
+                    self.skipped.increment(1);
+                }
             }
             self.state.on_outcome(*job, outcome).map_err(fault)?;
+            if matches!(outcome, Outcome::Skipped { .. }) {
+                self.course.skipped(*job).await;
+            }
         }
         Ok(())
     }
 
     /// Waits until every outcome that came so far is recorded.
     async fn flush(&mut self) -> Result<(), Fault> {
-        self.record()?;
+        self.record().await?;
         while let Some(recording) = self.recording.take() {
-            self.on_recorded(recording.await.map_err(fault)?)?;
-            self.record()?;
+            self.on_recorded(recording.await.map_err(fault)?).await?;
+            self.record().await?;
         }
         Ok(())
     }

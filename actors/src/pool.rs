@@ -2,17 +2,20 @@
 //!
 //! In: reservations (before a forward), features (moved), draws. Out: grants and loans. A reservation waits while there is
 //! no room; a draw waits until `min_ready` batches are ready, or the pool is draining. A batch's bytes count from its
-//! reservation until its drafter is done with it. At a stop it answers every draw with "no more".
+//! reservation until its drafter is done with it; a drafter that fails gives its batch back, so "no more" is said only when
+//! nothing is on loan. At a stop it answers every draw with "no more".
 //! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
 
 use crate::{
     fault::{Fault, Gone, Stops},
     job::Job,
     metrics as m,
-    pool_state::{Action, Settings, State},
+    pool_figures::{Depths, Series},
+    pool_state::{Action, Entry, Settings, State},
+    types::JobId,
 };
-use metrics::{Counter, Gauge, counter, gauge};
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use metrics::gauge;
+use std::{collections::BTreeMap, sync::Arc};
 use thiserror::Error;
 use tokio::{
     sync::{
@@ -26,6 +29,8 @@ use tokio::{
 const INBOX: usize = 256;
 /// One slot for each reservation and each loan; what really bounds these is `max_batches` and the drafters' prefetch.
 const RETURNS: usize = 1 << 16;
+/// What the planner tells waits here: one message an epoch, and one for each skipped job.
+const COURSE: usize = 64;
 
 /// Names a waiting reservation or draw.
 pub type RequestId = u64;
@@ -50,6 +55,8 @@ enum Return<F> {
     Cancelled { bytes: u64 },
     /// A drafter is done with a batch.
     Done { bytes: u64 },
+    /// A drafter could not train a batch.
+    GivenBack(Entry<Batch<F>>),
 }
 
 /// The batch can never fit.
@@ -88,6 +95,8 @@ impl<F> Drop for Reservation<F> {
 #[derive(Debug)]
 pub struct Loan<F> {
     pub batch: Batch<F>,
+    /// Draw `replay`: its place in the order of all draws. Decides to which step it belongs.
+    pub order: Option<u64>,
     pub room: Room<F>,
 }
 
@@ -95,7 +104,22 @@ pub struct Loan<F> {
 #[derive(Debug)]
 pub struct Room<F> {
     bytes: u64,
+    order: Option<u64>,
     slot: Option<OwnedPermit<Return<F>>>,
+}
+
+impl<F> Room<F> {
+    /// Moves the batch of this room back into the pool, for another draw.
+    pub fn give_back(mut self, batch: Batch<F>) {
+        if let Some(slot) = self.slot.take() {
+            slot.send(Return::GivenBack(self.entry(batch, true)));
+        }
+    }
+
+    fn entry(&self, batch: Batch<F>, returned: bool) -> Entry<Batch<F>> {
+        let (job, bucket) = (batch.job.id(), batch.job.spec.bucket);
+        Entry { job, bucket, bytes: self.bytes, order: self.order, returned, batch }
+    }
 }
 
 impl<F> Drop for Room<F> {
@@ -151,6 +175,58 @@ pub struct Peaks {
     pub ready_p95: usize,
 }
 
+enum Told {
+    Epoch { epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]> },
+    Skipped(JobId),
+}
+
+/// The planner's line to the pool: what is to come, and in return how far the draws have got.
+pub struct Course {
+    tell: mpsc::Sender<Told>,
+    passed: watch::Receiver<u64>,
+    window: Option<u64>,
+}
+
+impl Course {
+    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    pub async fn epoch(&self, epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]>) {
+        // A pool that is gone needs nothing any more; whoever ended it is heard of elsewhere.
+        let _ = self.tell.send(Told::Epoch { epoch, open_of_bucket, ended }).await;
+    }
+
+    /// This job was given up.
+    pub async fn skipped(&self, job: JobId) {
+        let _ = self.tell.send(Told::Skipped(job)).await;
+    }
+
+    /// Whether a job may leave after `handed_out` others did. Draw `replay` lets no more than its window be under way, so
+    /// that the job it waits for always finds a target and room.
+    pub fn may_leave(&self, handed_out: u64) -> bool {
+        self.window.is_none_or(|window| handed_out < *self.passed.borrow() + window)
+    }
+
+    /// Waits until `may_leave` may have another answer.
+    pub async fn moved(&mut self) {
+        if self.passed.changed().await.is_err() {
+            std::future::pending().await
+        }
+    }
+}
+
+/// The pool's end of the line.
+pub struct CourseInbox {
+    told: mpsc::Receiver<Told>,
+    passed: watch::Sender<u64>,
+}
+
+/// Starts the line from the planner to the pool.
+pub fn course(settings: &Settings) -> (Course, CourseInbox) {
+    let (tell, told) = mpsc::channel(COURSE);
+    let (passed, seen) = watch::channel(0);
+    let window = settings.window().map(|window| window as u64);
+    (Course { tell, passed: seen, window }, CourseInbox { told, passed })
+}
+
 /// Starts the pool's channels. `run` with the second value.
 pub fn channel<F>() -> (Handle<F>, Inbox<F>) {
     let (tx, inbox) = mpsc::channel(INBOX);
@@ -176,11 +252,11 @@ struct Pool<F> {
     series: Series,
 }
 
-/// Runs until nobody can ask any more. `shares` is how many jobs of each bucket the running epoch has.
+/// Runs until nobody can ask any more.
 pub async fn run<F: Send + 'static>(
     settings: Settings,
     mut inbox: Inbox<F>,
-    shares: watch::Receiver<Arc<[u64]>>,
+    mut course: CourseInbox,
     stops: Stops,
 ) -> Result<Peaks, Fault> {
     gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
@@ -197,15 +273,18 @@ pub async fn run<F: Send + 'static>(
     let mut requests: RequestId = 0;
     let mut stopping = false;
     loop {
-        pool.state.set_shares(&shares.borrow());
         let actions = tokio::select! {
-            // Returns come first: room that is free serves the oldest request.
+            // What is to come, and returns, come first: room that is free serves the oldest request.
             biased;
             () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
             () = stops.stop.cancelled(), if !stopping => {
                 stopping = true;
                 pool.state.on_stop()
             }
+            Some(told) = course.told.recv() => match told {
+                Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
+                Told::Skipped(job) => pool.state.on_skipped(job),
+            },
             Some(back) = inbox.returns.recv() => pool.on_return(back),
             msg = inbox.inbox.recv() => {
                 requests += 1;
@@ -234,6 +313,8 @@ pub async fn run<F: Send + 'static>(
         };
         pool.apply(actions)?;
         pool.observe();
+        let passed = pool.state.passed();
+        course.passed.send_if_modified(|seen| std::mem::replace(seen, passed) != passed);
     }
     let Pool { peaks, depths, .. } = pool;
     Ok(Peaks { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..peaks })
@@ -243,11 +324,12 @@ impl<F> Pool<F> {
     fn on_return(&mut self, back: Return<F>) -> Vec<Action<Batch<F>>> {
         match back {
             Return::Filled { bytes, batch } => {
-                let bucket = batch.job.spec.bucket;
-                self.state.on_filled(bucket, bytes, batch)
+                let (job, bucket) = (batch.job.id(), batch.job.spec.bucket);
+                self.state.on_filled(job, bucket, bytes, batch)
             }
             Return::Cancelled { bytes } => self.state.on_cancelled(bytes),
             Return::Done { bytes } => self.state.on_done(bytes),
+            Return::GivenBack(entry) => self.state.on_given_back(entry),
         }
     }
 
@@ -267,8 +349,9 @@ impl<F> Pool<F> {
                         let _ = reply.send(Err(TooLarge { bytes, max_bytes }));
                     }
                 }
-                Action::Give { request, bucket, bytes, batch } => {
-                    let loan = Loan { batch, room: Room { bytes, slot: Some(self.slot()?) } };
+                Action::Give { request, entry } => {
+                    let Entry { bucket, bytes, order, returned, batch, .. } = entry;
+                    let loan = Loan { batch, order, room: Room { bytes, order, slot: Some(self.slot()?) } };
                     let undelivered = match self.drawing.remove(&request) {
                         Some(reply) => reply.send(Some(loan)).err().flatten(),
                         None => Some(loan),
@@ -278,9 +361,9 @@ impl<F> Pool<F> {
                             self.series.bucket(usize::from(bucket)).draws.increment(1);
                             actions.extend(self.state.on_delivered());
                         }
-                        Some(Loan { batch, mut room }) => {
+                        Some(Loan { batch, mut room, .. }) => {
                             room.slot = None;
-                            actions.extend(self.state.on_undelivered(bucket, bytes, batch));
+                            actions.extend(self.state.on_undelivered(room.entry(batch, returned)));
                         }
                     }
                 }
@@ -321,113 +404,5 @@ impl<F> Pool<F> {
         self.peaks.bytes = self.peaks.bytes.max(held.bytes());
         self.peaks.batches = self.peaks.batches.max(held.batches());
         self.depths.observe(Instant::now(), held.ready_batches);
-    }
-}
-
-/// The pool's own series, looked up once.
-struct Series {
-    batches: Gauge,
-    bytes: Gauge,
-    reserved_bytes: Gauge,
-    loaned_bytes: Gauge,
-    draining: Gauge,
-    buckets: Vec<BucketSeries>,
-}
-
-struct BucketSeries {
-    batches: Gauge,
-    draws: Counter,
-}
-
-impl Series {
-    fn new() -> Self {
-        Self {
-            batches: gauge!(m::POOL_BATCHES),
-            bytes: gauge!(m::POOL_BYTES),
-            reserved_bytes: gauge!(m::POOL_RESERVED_BYTES),
-            loaned_bytes: gauge!(m::POOL_LOANED_BYTES),
-            draining: gauge!(m::POOL_DRAINING),
-            buckets: Vec::new(),
-        }
-    }
-
-    fn bucket(&mut self, bucket: usize) -> &BucketSeries {
-        while self.buckets.len() <= bucket {
-            let label = self.buckets.len().to_string();
-            self.buckets.push(BucketSeries {
-                batches: gauge!(m::POOL_BUCKET_BATCHES, "bucket" => label.clone()),
-                draws: counter!(m::POOL_DRAWS, "bucket" => label),
-            });
-        }
-        &self.buckets[bucket]
-    }
-}
-
-/// How long how many batches were ready.
-struct Depths {
-    /// Time at each number of ready batches, up to the last change that a batch took part in.
-    at: Vec<Duration>,
-    since: Instant,
-    depth: usize,
-    /// Whether a batch was ever ready: what comes before the first one is not the pool at work.
-    begun: bool,
-    /// Time without a batch that counts only if another one follows.
-    empty: Duration,
-}
-
-impl Depths {
-    fn new(now: Instant) -> Self {
-        Self { at: Vec::new(), since: now, depth: 0, begun: false, empty: Duration::ZERO }
-    }
-
-    fn observe(&mut self, now: Instant, depth: usize) {
-        let passed = now - self.since;
-        if self.depth > 0 {
-            self.add(self.depth, passed);
-        } else if self.begun {
-            self.empty += passed;
-        }
-        if depth > 0 {
-            self.begun = true;
-            let empty = std::mem::take(&mut self.empty);
-            self.add(0, empty);
-        }
-        (self.since, self.depth) = (now, depth);
-    }
-
-    fn add(&mut self, depth: usize, time: Duration) {
-        if self.at.len() <= depth {
-            self.at.resize(depth + 1, Duration::ZERO);
-        }
-        self.at[depth] += time;
-    }
-
-    /// The least depth that was not exceeded for this percentage of the time.
-    fn percentile(&self, percent: u32) -> usize {
-        let all: Duration = self.at.iter().sum();
-        let mut below = Duration::ZERO;
-        let reached = self.at.iter().position(|&time| {
-            below += time;
-            below * 100 >= all * percent
-        });
-        reached.unwrap_or(0)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn depths_are_weighed_by_time_from_the_first_batch_to_the_last() {
-        let mut depths = Depths::new(Instant::now());
-        for (seconds, depth) in [(50, 1), (10, 4), (60, 2), (10, 0), (10, 3), (10, 0), (900, 0)] {
-            tokio::time::advance(Duration::from_secs(seconds)).await;
-            depths.observe(Instant::now(), depth);
-        }
-        // One batch 10 s, four 60 s, two 10 s, none 10 s, three 10 s; neither the 50 s before nor the 900 s after count.
-        assert_eq!(depths.at.iter().map(Duration::as_secs).collect::<Vec<_>>(), [10, 10, 10, 10, 60]);
-        assert_eq!([20, 30, 40, 50, 95].map(|p| depths.percentile(p)), [1, 2, 3, 4, 4]);
-        assert_eq!(Depths::new(Instant::now()).percentile(50), 0);
     }
 }

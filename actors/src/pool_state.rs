@@ -1,10 +1,18 @@
 //! Every decision of the pool, without waiting for anything: who gets room, who gets which batch, and when it drains.
 
-use crate::{invariant, pool::RequestId, types::BucketId};
+use crate::{
+    invariant,
+    invariants::{l1, l2, l3},
+    journal::journal,
+    plan::stream_seed,
+    pool::RequestId,
+    replay::Order,
+    types::{BucketId, JobId},
+};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
 /// Which batch answers a draw.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -15,6 +23,9 @@ pub enum Draw {
     /// The bucket whose share of what was drawn lags its share of the plan most; a random batch of it.
     #[default]
     Proportional,
+    /// The next batch of an order that the plan fixes ([`crate::replay`]): the same batches make the same steps whatever
+    /// the timing and the number of targets. Waits for that one batch, whatever else is ready: `min_ready` has no part in it.
+    Replay,
 }
 
 /// What shapes the pool.
@@ -27,6 +38,10 @@ pub struct Settings {
     /// No draw is answered while fewer batches are ready, unless draining.
     pub min_ready: usize,
     pub draw: Draw,
+    /// Draw `replay`: jobs among which the order is shuffled, and which may be under way before they are drawn.
+    pub replay_window: usize,
+    /// Steps that are in the weights already. Random draws of a run that goes on have a stream of their own.
+    pub start_step: u64,
     pub seed: u64,
 }
 
@@ -34,22 +49,49 @@ impl Settings {
     /// Why these settings could wait for ever when the largest batch has `largest` bytes, with the arithmetic.
     ///
     /// While fewer than `min_ready` batches are ready nothing leaves, so all of them must fit at once, whatever their size.
+    /// In draw `replay` nothing leaves until the wanted batch is there, which may be the last of the window.
     pub fn deadlock(&self, largest: u64) -> Option<String> {
-        let Self { max_bytes, max_batches, min_ready, .. } = *self;
-        let least = min_ready.max(1);
-        let needed = (least as u64).saturating_mul(largest);
-        if max_batches < least {
+        let Self { max_bytes, max_batches, .. } = *self;
+        let (name, least) = match self.window() {
+            Some(window) => ("pool.replay_window", window),
+            None => ("pool.min_ready", self.min_ready),
+        };
+        let needed = (least.max(1) as u64).saturating_mul(largest);
+        if largest > max_bytes {
             return Some(format!(
-                "pool.max_batches = {max_batches} can never hold pool.min_ready = {min_ready} batches; raise the one or lower the other"
+                "one job of {largest} bytes cannot fit into pool.max_bytes = {max_bytes}; raise it, or lower plan.job_tokens"
+            ));
+        }
+        if max_batches < least.max(1) {
+            return Some(format!(
+                "pool.max_batches = {max_batches} can never hold {name} = {least} batches; raise the one or lower the other"
             ));
         }
         (needed > max_bytes).then(|| {
             format!(
-                "pool.min_ready = {min_ready} batches of up to {largest} bytes need {needed} bytes, but pool.max_bytes is {max_bytes}; \
-                 raise pool.max_bytes, or lower pool.min_ready or plan.job_tokens"
+                "{name} = {least} batches of up to {largest} bytes need {needed} bytes, but pool.max_bytes is {max_bytes}; \
+                 raise pool.max_bytes, or lower {name} or plan.job_tokens"
             )
         })
     }
+
+    /// Jobs that may be under way before they are drawn, where that is limited.
+    pub fn window(&self) -> Option<usize> {
+        (self.draw == Draw::Replay).then_some(self.replay_window.max(1))
+    }
+}
+
+/// A batch in the pool or on loan, and what the pool has to know of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry<B> {
+    pub job: JobId,
+    pub bucket: BucketId,
+    pub bytes: u64,
+    /// Draw `replay`: its place in the order of all draws, once it was drawn for the first time.
+    pub order: Option<u64>,
+    /// A drafter gave it back.
+    pub returned: bool,
+    pub batch: B,
 }
 
 /// What the loop must do.
@@ -67,9 +109,7 @@ pub enum Action<B> {
     /// Call `State::on_delivered` or `State::on_undelivered` next.
     Give {
         request: RequestId,
-        bucket: BucketId,
-        bytes: u64,
-        batch: B,
+        entry: Entry<B>,
     },
     NoMore {
         request: RequestId,
@@ -88,6 +128,10 @@ pub struct Held {
     pub ready_batches: usize,
     /// Given out, but not yet known to have arrived.
     pub leaving_batches: usize,
+    pub loaned_batches: usize,
+    /// Ready batches that a drafter gave back. Their bytes were counted all along, and they leave with the next draws, so
+    /// they wait on top of `max_batches`.
+    pub returned_batches: usize,
 }
 
 impl Held {
@@ -98,7 +142,7 @@ impl Held {
 
     /// All batches that count against the limit.
     pub fn batches(&self) -> usize {
-        self.reserved_batches + self.ready_batches + self.leaving_batches
+        self.reserved_batches + self.ready_batches + self.leaving_batches - self.returned_batches
     }
 }
 
@@ -116,15 +160,20 @@ enum Phase {
 #[derive(Debug)]
 pub struct State<B> {
     settings: Settings,
-    /// Ready batches with their bytes, by bucket.
-    ready: Vec<Vec<(u64, B)>>,
+    /// Ready batches, by bucket.
+    ready: Vec<Vec<Entry<B>>>,
     held: Held,
     reserves: VecDeque<(RequestId, u64)>,
     draws: VecDeque<RequestId>,
     phase: Phase,
     announced: bool,
+    /// Jobs of each bucket that the plans hold, and batches of it that were drawn.
     shares: Vec<u64>,
     drawn: Vec<u64>,
+    /// Draw `replay`: which job comes next.
+    order: Option<Order>,
+    draws_so_far: u64,
+    passed: u64,
     rng: ChaCha8Rng,
 }
 
@@ -140,17 +189,34 @@ impl<B> State<B> {
             announced: true,
             shares: Vec::new(),
             drawn: Vec::new(),
-            rng: ChaCha8Rng::seed_from_u64(settings.seed),
+            order: settings.window().map(|window| Order::new(settings.seed, window)),
+            draws_so_far: 0,
+            passed: 0,
+            rng: ChaCha8Rng::from_seed(stream_seed(settings.seed, "draws", &[settings.start_step])),
         }
     }
 
-    /// How many jobs of each bucket the plan has; starts the count of draws anew when it changes.
-    pub fn set_shares(&mut self, jobs_of_bucket: &[u64]) {
-        if self.shares != jobs_of_bucket {
-            self.shares = jobs_of_bucket.to_vec();
-            self.drawn.clear();
-            self.at_least(jobs_of_bucket.len());
+    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    ///
+    /// Shares and draws are counted over all epochs, because epochs overlap: while the draws are still at the jobs of one,
+    /// those of the next are handed out, and what lags at that moment must not be forgotten.
+    pub fn on_epoch(&mut self, epoch: u32, open_of_bucket: &[u64], ended: Arc<[bool]>) -> Vec<Action<B>> {
+        self.at_least(open_of_bucket.len());
+        for (share, jobs) in self.shares.iter_mut().zip(open_of_bucket) {
+            *share += jobs;
         }
+        if let Some(order) = &mut self.order {
+            order.begin(epoch, ended);
+        }
+        self.decide()
+    }
+
+    /// This job will not come, or not come back: the order goes on without it.
+    pub fn on_skipped(&mut self, job: JobId) -> Vec<Action<B>> {
+        if self.order.as_mut().is_some_and(|order| order.on_skipped(job)) {
+            self.passed += 1;
+        }
+        self.decide()
     }
 
     /// A target asks for room.
@@ -158,19 +224,22 @@ impl<B> State<B> {
         if self.phase == Phase::Draining {
             self.phase = Phase::Filling;
         }
+        journal!("wants_room", bytes);
         self.reserves.push_back((request, bytes));
         self.decide()
     }
 
     /// A reservation became a batch.
-    pub fn on_filled(&mut self, bucket: BucketId, bytes: u64, batch: B) -> Vec<Action<B>> {
+    pub fn on_filled(&mut self, job: JobId, bucket: BucketId, bytes: u64, batch: B) -> Vec<Action<B>> {
+        journal!("filled", job = %job, bytes);
         self.unreserve(bytes);
-        self.put(bucket, bytes, batch);
+        self.put(Entry { job, bucket, bytes, order: None, returned: false, batch });
         self.decide()
     }
 
     /// A reservation was given up.
     pub fn on_cancelled(&mut self, bytes: u64) -> Vec<Action<B>> {
+        journal!("cancelled", bytes);
         self.unreserve(bytes);
         self.decide()
     }
@@ -183,13 +252,17 @@ impl<B> State<B> {
 
     /// A drafter is done with a batch.
     pub fn on_done(&mut self, bytes: u64) -> Vec<Action<B>> {
-        invariant!(
-            "L1",
-            bytes <= self.held.loaned_bytes,
-            "{bytes} bytes came back of {} on loan",
-            self.held.loaned_bytes
-        );
-        self.held.loaned_bytes = self.held.loaned_bytes.saturating_sub(bytes);
+        journal!("done", bytes);
+        self.unloan(bytes);
+        self.decide()
+    }
+
+    /// A drafter could not train a batch: another draw gets it.
+    pub fn on_given_back(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        journal!("given_back", job = %entry.job, bytes = entry.bytes);
+        self.unloan(entry.bytes);
+        self.undraw(entry.bucket);
+        self.put(Entry { returned: true, ..entry });
         self.decide()
     }
 
@@ -200,13 +273,12 @@ impl<B> State<B> {
     }
 
     /// A batch that was given did not reach its drafter: as if it had never been drawn.
-    pub fn on_undelivered(&mut self, bucket: BucketId, bytes: u64, batch: B) -> Vec<Action<B>> {
+    pub fn on_undelivered(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        journal!("undrawn", job = %entry.job, bytes = entry.bytes);
         self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
-        self.held.loaned_bytes = self.held.loaned_bytes.saturating_sub(bytes);
-        let drawn = &mut self.drawn[usize::from(bucket)];
-        *drawn = drawn.saturating_sub(1);
-        self.put(bucket, bytes, batch);
-        self.announced = false;
+        self.unloan(entry.bytes);
+        self.undraw(entry.bucket);
+        self.put(entry);
         self.decide()
     }
 
@@ -217,7 +289,8 @@ impl<B> State<B> {
             return self.decide();
         }
         let waits = self.held.reserved_batches + self.reserves.len();
-        invariant!("L3", waits <= late, "told to drain while {waits} reservations are out, {late} of them late");
+        journal!("drains", late, last);
+        invariant!("L3", l3(waits, late), "told to drain while {waits} reservations are out, {late} of them late");
         self.phase = if last { Phase::Last } else { Phase::Draining };
         self.announced = false;
         self.decide()
@@ -227,7 +300,7 @@ impl<B> State<B> {
     pub fn on_stop(&mut self) -> Vec<Action<B>> {
         self.phase = Phase::Stopped;
         self.ready.iter_mut().for_each(Vec::clear);
-        (self.held.ready_bytes, self.held.ready_batches) = (0, 0);
+        (self.held.ready_bytes, self.held.ready_batches, self.held.returned_batches) = (0, 0, 0);
         self.decide()
     }
 
@@ -239,6 +312,12 @@ impl<B> State<B> {
         matches!(self.phase, Phase::Draining | Phase::Last)
     }
 
+    /// Jobs of the order that were drawn for the first time or will never be: whoever hands jobs out for draw `replay` keeps
+    /// within the window of it.
+    pub fn passed(&self) -> u64 {
+        self.passed
+    }
+
     /// Ready batches of each bucket.
     pub fn depths(&self) -> impl Iterator<Item = usize> {
         self.ready.iter().map(Vec::len)
@@ -248,16 +327,36 @@ impl<B> State<B> {
         let buckets = buckets.max(self.ready.len());
         self.ready.resize_with(buckets, Vec::new);
         self.drawn.resize(buckets, 0);
+        self.shares.resize(buckets, 0);
     }
 
-    fn put(&mut self, bucket: BucketId, bytes: u64, batch: B) {
+    fn put(&mut self, entry: Entry<B>) {
         if self.phase == Phase::Stopped {
             return;
         }
-        self.at_least(usize::from(bucket) + 1);
-        self.ready[usize::from(bucket)].push((bytes, batch));
-        self.held.ready_bytes += bytes;
+        let bucket = usize::from(entry.bucket);
+        self.at_least(bucket + 1);
+        self.held.ready_bytes += entry.bytes;
         self.held.ready_batches += 1;
+        self.held.returned_batches += usize::from(entry.returned);
+        self.ready[bucket].push(entry);
+    }
+
+    fn unloan(&mut self, bytes: u64) {
+        invariant!(
+            "L1",
+            bytes <= self.held.loaned_bytes && self.held.loaned_batches > 0,
+            "{bytes} bytes came back of {} on loan",
+            self.held.loaned_bytes
+        );
+        self.held.loaned_bytes = self.held.loaned_bytes.saturating_sub(bytes);
+        self.held.loaned_batches = self.held.loaned_batches.saturating_sub(1);
+    }
+
+    fn undraw(&mut self, bucket: BucketId) {
+        if let Some(drawn) = self.drawn.get_mut(usize::from(bucket)) {
+            *drawn = drawn.saturating_sub(1);
+        }
     }
 
     fn unreserve(&mut self, bytes: u64) {
@@ -275,7 +374,8 @@ impl<B> State<B> {
         let mut actions = Vec::new();
         self.grant(&mut actions);
         self.give(&mut actions);
-        let over = self.held.ready_batches + self.held.leaving_batches == 0;
+        // What is on loan may come back: until it is done with, nobody is told that there is no more.
+        let over = self.held.ready_batches + self.held.leaving_batches + self.held.loaned_batches == 0;
         if self.is_draining() && over && !std::mem::replace(&mut self.announced, true) {
             actions.push(Action::Drained);
         }
@@ -295,10 +395,11 @@ impl<B> State<B> {
                 self.reserves.pop_front();
                 self.held.reserved_bytes += bytes;
                 self.held.reserved_batches += 1;
+                journal!("granted", bytes);
                 actions.push(Action::Grant { request, bytes });
                 invariant!(
                     "L1",
-                    self.held.bytes() <= max_bytes && self.held.batches() <= max_batches,
+                    l1(self.held.bytes(), max_bytes, self.held.batches(), max_batches),
                     "{:?} exceeds {max_bytes} bytes or {max_batches} batches",
                     self.held
                 );
@@ -309,39 +410,45 @@ impl<B> State<B> {
     }
 
     fn give(&mut self, actions: &mut Vec<Action<B>>) {
-        let least = if self.is_draining() { 1 } else { self.settings.min_ready.max(1) };
-        while self.held.ready_batches >= least {
+        while !self.draws.is_empty() {
+            let Some((bucket, at)) = self.choose() else { break };
             let Some(request) = self.draws.pop_front() else { break };
-            let Some(bucket) = self.choose() else { break };
             invariant!(
                 "L2",
-                self.is_draining() || self.held.ready_batches >= self.settings.min_ready,
+                l2(self.held.ready_batches, self.settings.min_ready, self.is_draining(), self.order.is_some()),
                 "a draw was answered with {} batches ready",
                 self.held.ready_batches
             );
-            let at = self.rng.random_range(0..self.ready[bucket].len());
-            let (bytes, batch) = self.ready[bucket].swap_remove(at);
+            let mut entry = self.ready[bucket].swap_remove(at);
+            journal!("drawn", job = %entry.job, bytes = entry.bytes);
             self.held.ready_batches -= 1;
+            self.held.returned_batches -= usize::from(entry.returned);
             self.held.leaving_batches += 1;
-            self.held.ready_bytes -= bytes;
-            self.held.loaned_bytes += bytes;
+            self.held.loaned_batches += 1;
+            self.held.ready_bytes -= entry.bytes;
+            self.held.loaned_bytes += entry.bytes;
             self.drawn[bucket] += 1;
-            actions.push(Action::Give { request, bucket: bucket as BucketId, bytes, batch });
+            if let (Some(order), None) = (&mut self.order, entry.order) {
+                order.on_drawn();
+                entry.order = Some(self.draws_so_far);
+                self.draws_so_far += 1;
+                self.passed += 1;
+            }
+            actions.push(Action::Give { request, entry });
         }
     }
 
-    /// The bucket to draw from: one that has a batch.
-    fn choose(&mut self) -> Option<usize> {
-        let lag = |bucket: usize| {
-            let plan: u64 = self.shares.iter().sum();
-            let drawn: u64 = self.drawn.iter().sum();
-            let share = self.shares.get(bucket).copied().unwrap_or(0);
-            // share / plan - drawn_b / (drawn + 1), brought to one denominator, so that it is exact.
-            i128::from(share) * i128::from(drawn + 1) - i128::from(self.drawn[bucket]) * i128::from(plan)
-        };
+    /// The bucket to draw from and the place in it; `None` while no draw may be answered.
+    fn choose(&mut self) -> Option<(usize, usize)> {
+        if let Some(order) = &self.order {
+            return self.next_in_order(order.wanted());
+        }
+        let least = if self.is_draining() { 1 } else { self.settings.min_ready.max(1) };
+        if self.held.ready_batches < least {
+            return None;
+        }
         let some = (0..self.ready.len()).filter(|&b| !self.ready[b].is_empty());
-        match self.settings.draw {
-            Draw::Proportional => some.max_by_key(|&b| (lag(b), std::cmp::Reverse(b))),
+        let bucket = match self.settings.draw {
             Draw::Uniform => {
                 let mut left = self.rng.random_range(0..self.held.ready_batches.max(1));
                 some.into_iter().find(|&b| {
@@ -350,6 +457,25 @@ impl<B> State<B> {
                     here
                 })
             }
-        }
+            Draw::Proportional | Draw::Replay => some.max_by_key(|&b| (self.lag(b), std::cmp::Reverse(b))),
+        }?;
+        Some((bucket, self.rng.random_range(0..self.ready[bucket].len())))
+    }
+
+    /// How far the bucket's share of what was drawn lags behind its share of the plan: share / plan - drawn_b / (drawn + 1),
+    /// brought to one denominator, so that it is exact.
+    fn lag(&self, bucket: usize) -> i128 {
+        let plan: u64 = self.shares.iter().sum();
+        let drawn: u64 = self.drawn.iter().sum();
+        i128::from(self.shares[bucket]) * i128::from(drawn + 1) - i128::from(self.drawn[bucket]) * i128::from(plan)
+    }
+
+    /// What was drawn before and came back goes first, in its old order; then the wanted job, if it is here.
+    fn next_in_order(&self, wanted: Option<JobId>) -> Option<(usize, usize)> {
+        let all =
+            self.ready.iter().enumerate().flat_map(|(b, here)| here.iter().enumerate().map(move |(i, e)| (b, i, e)));
+        let next = all.filter(|(_, _, e)| e.order.is_some() || Some(e.job) == wanted);
+        let next = next.min_by_key(|(_, _, e)| e.order.unwrap_or(u64::MAX));
+        next.map(|(bucket, at, _)| (bucket, at))
     }
 }

@@ -316,3 +316,43 @@ impl Optimizer for SimOptimizer {
         Ok(Box::pin(async move { Ok(format!("step-{step}")) }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::time::Instant;
+
+    /// How long each target in turn takes for the same batch, and whether it fails.
+    async fn tries(targets: &mut [SimTarget], order: &[usize]) -> Vec<(Duration, bool)> {
+        let batch = Arc::new(PaddedBatch { rows: 1, width: 1000, lengths: vec![900], ..PaddedBatch::default() });
+        let mut seen = Vec::new();
+        for &index in order {
+            let start = Instant::now();
+            let failed = targets[index].extract(batch.clone()).await.is_err();
+            seen.push((start.elapsed(), failed));
+        }
+        seen
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn every_try_has_a_luck_of_its_own_whichever_target_makes_it() {
+        let costs = CostModel { seconds_per_token: 0.1, jitter: 0.1, job_failures: 0.5, ..CostModel::default() };
+        let alone = tries(&mut targets(costs, &[1.0]), &[0; 8]).await;
+        let seconds: Vec<i64> = alone.iter().map(|(took, _)| took.as_millis() as i64).collect();
+        assert!(seconds.windows(2).all(|pair| pair[0] != pair[1]), "{alone:?}");
+        assert!(alone.iter().any(|(_, failed)| *failed) && alone.iter().any(|(_, failed)| !failed), "{alone:?}");
+        let together = tries(&mut targets(costs, &[1.0, 1.0]), &[0, 1, 1, 0, 0, 1, 0, 1]).await;
+        let failures = |seen: &[(Duration, bool)]| seen.iter().map(|(_, failed)| *failed).collect::<Vec<_>>();
+        assert_eq!(failures(&alone), failures(&together));
+        // Each target rounds for itself, by less than a tick.
+        let close = |(a, b): (&(Duration, bool), &(Duration, bool))| a.0.abs_diff(b.0) <= Duration::from_millis(1);
+        assert!(alone.iter().zip(&together).all(close), "{alone:?} {together:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn half_the_speed_is_twice_the_time() {
+        let costs = CostModel { seconds_per_token: 0.1, ..CostModel::default() };
+        let seen = tries(&mut targets(costs, &[1.0, 0.5]), &[0, 1]).await;
+        assert_eq!(seen, [(Duration::from_secs(100), false), (Duration::from_secs(200), false)]);
+    }
+}

@@ -9,6 +9,7 @@ use crate::{
     engine::{MicroReport, Optimizer, StepRequest},
     fault::{Fault, Gone, Stops},
     job::{Job, Receipt},
+    journal::journal,
     meter::{Cause, Meter, Totals},
     metrics as m, planner,
     saver::Saver,
@@ -60,12 +61,14 @@ pub(crate) enum Msg<G, W> {
     },
     Report {
         ticket: Ticket,
+        order: Option<u64>,
         job: Job,
         report: MicroReport,
     },
     /// The ticket could not be used; another batch will use it.
     GiveBack {
         ticket: Ticket,
+        skipped: bool,
     },
     /// The drafter's part of the step, for its weights in return.
     Gradient {
@@ -83,8 +86,8 @@ pub(crate) enum Msg<G, W> {
 /// What the trainer tells all drafters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Tickets of this step are out.
-    Collect { step: u64 },
+    /// Tickets of this step are out. Where batches have an order, those at places below `below` may ask for one.
+    Collect { step: u64, below: u64 },
     /// Every micro-batch of this step is in: hand in the gradients.
     Reduce { step: u64 },
     /// There will be no further step.
@@ -111,14 +114,14 @@ impl<G, W> Handle<G, W> {
         Ok(ticket)
     }
 
-    /// Reports a trained micro-batch.
-    pub async fn report(&self, ticket: Ticket, job: Job, report: MicroReport) -> Result<(), Gone> {
-        self.send(Msg::Report { ticket, job, report }).await
+    /// Reports a trained micro-batch. `order` is its place in the order of all draws, where there is one.
+    pub async fn report(&self, ticket: Ticket, order: Option<u64>, job: Job, report: MicroReport) -> Result<(), Gone> {
+        self.send(Msg::Report { ticket, order, job, report }).await
     }
 
-    /// Gives a ticket back unused.
-    pub async fn give_back(&self, ticket: Ticket) -> Result<(), Gone> {
-        self.send(Msg::GiveBack { ticket }).await
+    /// Gives a ticket back unused. `skipped` says that its batch was given up for good.
+    pub async fn give_back(&self, ticket: Ticket, skipped: bool) -> Result<(), Gone> {
+        self.send(Msg::GiveBack { ticket, skipped }).await
     }
 
     /// Hands in the gradient of a step and waits for the new weights.
@@ -184,9 +187,10 @@ pub struct Inbox<G, W> {
 }
 
 /// Starts the trainer's channels. `run` with the second value.
-pub fn channel<G, W>(start_step: u64) -> (Handle<G, W>, Inbox<G, W>) {
+pub fn channel<G, W>(settings: &Settings) -> (Handle<G, W>, Inbox<G, W>) {
     let (tx, inbox) = mpsc::channel(INBOX);
-    let (phase, watching) = watch::channel(Phase::Collect { step: start_step + 1 });
+    let below = (settings.drafters * settings.accumulation) as u64;
+    let (phase, watching) = watch::channel(Phase::Collect { step: settings.start_step + 1, below });
     (Handle { inbox: tx, phase: watching }, Inbox { inbox, phase })
 }
 
@@ -292,12 +296,13 @@ impl<O: Optimizer> Trainer<O> {
                 self.tickets.insert(drafter, reply);
                 self.state.on_ticket(drafter)
             }
-            Msg::Report { ticket, job, report } => {
+            Msg::Report { ticket, order, job, report } => {
                 let bucket = job.spec.bucket;
+                journal!("reported", job = %job.id(), step = ticket.step);
                 self.receipts.push(job.receipt);
-                self.state.on_report(&ticket, bucket, &report)
+                self.state.on_report(&ticket, order, bucket, &report)
             }
-            Msg::GiveBack { ticket } => self.state.on_give_back(&ticket),
+            Msg::GiveBack { ticket, skipped } => self.state.on_give_back(&ticket, skipped),
             Msg::Gradient { drafter, step, gradient, reply } => {
                 self.gradients.insert(drafter, (gradient, reply));
                 self.state.on_gradient(drafter, step)
@@ -317,7 +322,7 @@ impl<O: Optimizer> Trainer<O> {
                         None => Some(Ticket { step, drafter }),
                     };
                     if let Some(ticket) = undelivered {
-                        actions.extend(self.state.on_give_back(&ticket));
+                        actions.extend(self.state.on_give_back(&ticket, false));
                     }
                 }
                 Action::Refuse { drafter } => {
@@ -326,6 +331,7 @@ impl<O: Optimizer> Trainer<O> {
                         let _ = reply.send(None);
                     }
                 }
+                Action::Collect { step, below } => drop(self.phase.send_replace(Phase::Collect { step, below })),
                 Action::Reduce { step } => drop(self.phase.send_replace(Phase::Reduce { step })),
                 Action::Step => actions.extend(self.step().await?),
                 Action::End => {
@@ -381,11 +387,7 @@ impl<O: Optimizer> Trainer<O> {
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
             self.save().await;
         }
-        let actions = self.state.on_stepped();
-        if !self.state.is_over() {
-            self.phase.send_replace(Phase::Collect { step: step + 1 });
-        }
-        Ok(actions)
+        Ok(self.state.on_stepped())
     }
 
     async fn end(&mut self) -> Result<(), Fault> {

@@ -1,7 +1,10 @@
 //! Every decision of the trainer, without waiting for anything: who gets a ticket, when a step is complete, when it is over.
 
-use crate::{engine::MicroReport, invariant, trainer::Ticket, types::BucketId};
-use std::collections::{BTreeSet, VecDeque};
+use crate::{engine::MicroReport, invariant, invariants::t1, journal::journal, trainer::Ticket, types::BucketId};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    ops::Range,
+};
 
 /// What the loop must do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,6 +16,11 @@ pub enum Action {
     /// No step will need this drafter's batch.
     Refuse {
         drafter: usize,
+    },
+    /// Batches below this place in the order belong to this step, those of earlier steps aside.
+    Collect {
+        step: u64,
+        below: u64,
     },
     /// Every micro-batch is in: ask for the gradients.
     Reduce {
@@ -43,6 +51,8 @@ pub struct State {
     reported: u64,
     sum: MicroReport,
     buckets: BTreeSet<BucketId>,
+    /// Where batches have an order: the places of this step's, with those that were given up and replaced by the next.
+    places: Range<u64>,
     waiting: VecDeque<usize>,
     finished: BTreeSet<usize>,
     phase: Phase,
@@ -61,6 +71,7 @@ impl State {
             reported: 0,
             sum: MicroReport::default(),
             buckets: BTreeSet::new(),
+            places: 0..(drafters * accumulation) as u64,
             waiting: VecDeque::new(),
             finished: BTreeSet::new(),
             phase: Phase::Collect,
@@ -78,18 +89,39 @@ impl State {
         self.decide()
     }
 
-    pub fn on_report(&mut self, ticket: &Ticket, bucket: BucketId, report: &MicroReport) -> Vec<Action> {
+    /// `order` is the batch's place in the order of all draws, where there is one.
+    pub fn on_report(
+        &mut self,
+        ticket: &Ticket,
+        order: Option<u64>,
+        bucket: BucketId,
+        report: &MicroReport,
+    ) -> Vec<Action> {
         invariant!("T1", ticket.step == self.step, "a report of step {} came in step {}", ticket.step, self.step);
+        invariant!(
+            "T1",
+            order.is_none_or(|order| self.places.contains(&order)),
+            "the batch at {order:?} was trained in step {} of {:?}",
+            self.step,
+            self.places
+        );
         self.reported += 1;
         self.sum.add(report);
         self.buckets.insert(bucket);
         self.decide()
     }
 
-    pub fn on_give_back(&mut self, ticket: &Ticket) -> Vec<Action> {
+    /// The ticket was not used. When its batch was given up (`skipped`), the next one in the order takes its place.
+    pub fn on_give_back(&mut self, ticket: &Ticket, skipped: bool) -> Vec<Action> {
         invariant!("T1", ticket.step == self.step && self.issued > self.reported, "a ticket came back that is not out");
         self.issued = self.issued.saturating_sub(1);
-        self.decide()
+        let mut actions = Vec::new();
+        if skipped {
+            self.places.end += 1;
+            actions.push(Action::Collect { step: self.step, below: self.places.end });
+        }
+        actions.extend(self.decide());
+        actions
     }
 
     pub fn on_gradient(&mut self, drafter: usize, step: u64) -> Vec<Action> {
@@ -115,7 +147,10 @@ impl State {
         self.sum = MicroReport::default();
         self.buckets.clear();
         self.step += 1;
-        self.decide()
+        self.places = self.places.end..self.places.end + self.micro_batches_per_step;
+        let mut actions = vec![Action::Collect { step: self.step, below: self.places.end }];
+        actions.extend(self.decide());
+        actions
     }
 
     /// Begins no further step and finishes none that lacks micro-batches.
@@ -170,11 +205,12 @@ impl State {
         if self.reported == self.micro_batches_per_step || (wanted && all_finished && self.reported > 0) {
             invariant!(
                 "T1",
-                self.reported == self.micro_batches_per_step || all_finished,
+                t1(self.reported, self.micro_batches_per_step, all_finished),
                 "step {} has {} micro-batches",
                 self.step,
                 self.reported
             );
+            journal!("reduced", step = self.step, micro_batches = self.reported);
             self.phase = Phase::Reduce((0..self.drafters).collect());
             actions.push(Action::Reduce { step: self.step });
         } else if !wanted || all_finished {

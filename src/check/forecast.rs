@@ -1,12 +1,13 @@
 //! What a run would do, computed from lengths, settings and shapes: counts, bytes, memory, disk. Runs nothing.
 
 use crate::{
-    config::{Config, Device, ROW_BYTES, feature_bytes_per_token},
+    config::{Config, Device, ROW_BYTES, feature_bytes_per_token, replay_window},
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use draftmill_actors::{
     buckets::optimal_bounds,
     plan::{Plan, PlanError, PlanSettings, plan_epoch},
+    pool_state::Draw,
     types::JobSpec,
 };
 use serde::Serialize;
@@ -54,6 +55,8 @@ pub struct PoolForecast {
     pub min_ready_bytes: u64,
     /// Jobs of mean size that fit, bounded by `max_batches`.
     pub typical_batches: u64,
+    /// Draw `replay`: jobs among which the order is shuffled.
+    pub replay_window: Option<u32>,
 }
 
 /// Weights and buffers of the models on one device. Working memory of forward and backward comes on top.
@@ -133,6 +136,7 @@ pub fn forecast(
             max_bytes: config.pool.max_bytes.0,
             min_ready_bytes: largest_job_bytes.saturating_mul(config.pool.min_ready.into()),
             typical_batches: (config.pool.max_bytes.0 / mean_job_bytes.max(1)).min(config.pool.max_batches.into()),
+            replay_window: (config.pool.draw == Draw::Replay).then(|| replay_window(&config.pool, largest_job_bytes)),
         },
         drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),
         devices: models.map_or_else(Vec::new, |(target, drafter)| devices(config, target, drafter, largest_job_bytes)),

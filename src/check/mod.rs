@@ -16,7 +16,7 @@ use crate::{
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
-        pool_problem,
+        pool_problem, step_problem,
     },
     exit::Exit,
     hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
@@ -66,7 +66,11 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
         let models = models.as_ref().map(|(target, drafter)| (target, drafter));
         match forecast(config, &samples.lengths, models) {
             Ok(forecast) => {
-                if let Some(problem) = pool_problem(config, written, forecast.largest_job_bytes) {
+                let refused = [
+                    pool_problem(config, written, forecast.largest_job_bytes),
+                    step_problem(config, written, forecast.jobs_per_epoch),
+                ];
+                for problem in refused.into_iter().flatten() {
                     report.fail(Exit::Config, problem);
                 }
                 let host = forecast.devices.iter().find(|memory| memory.device == Device::Cpu.to_string());

@@ -6,12 +6,13 @@ use clap::{
     ArgAction, Args, Parser, Subcommand,
     builder::{PossibleValuesParser, TypedValueParser},
 };
+use draftmill_actors::types::JobId;
 use std::{path::PathBuf, str::FromStr};
 
 /// Trains the draft model of a speculative decoder while the frozen target model produces its training signal.
 ///
 /// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `prepare` the data, `check` the
-/// configuration, `train`, `export`.
+/// configuration, `train`, `export`; `runs` and `ledger` look at runs.
 #[derive(Debug, Parser)]
 #[command(version, after_help = exit::help(), disable_help_subcommand = true)]
 pub struct Cli {
@@ -28,6 +29,8 @@ pub enum Command {
     Check(CheckArgs),
     Simulate(SimulateArgs),
     Train(TrainArgs),
+    Runs(RunsArgs),
+    Ledger(LedgerArgs),
     Export(ExportArgs),
 }
 
@@ -173,6 +176,54 @@ pub struct TrainArgs {
     pub json: bool,
 }
 
+/// Lists runs: where each stands, and how its last start ended
+#[derive(Args, Debug)]
+#[command(after_help = "\
+A run is running, finished, at its step-limit, stopped (by a signal), failed, or killed (it ended without a word). Reading \
+never disturbs a run.
+
+Examples:
+  draftmill runs runs
+  draftmill runs runs/demo --json")]
+pub struct RunsArgs {
+    /// A run folder, or a folder of run folders
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Write the list to stdout as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Tells what became of a run's jobs, or of one of them, or whether nothing was lost
+#[derive(Args, Debug)]
+#[command(after_help = "\
+It reads state.db as it is at this moment, also while the run goes on, and never disturbs it.
+
+Examples:
+  draftmill ledger runs/demo
+  draftmill ledger runs/demo --job 0/17      # plan, samples, and every outcome of job 17 of epoch 0
+  draftmill ledger runs/demo --verify        # every sample in one job, every job one outcome, no step lost")]
+pub struct LedgerArgs {
+    /// Folder of the run (run.dir)
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// The history of one job, the first of the first epoch being 0/0
+    #[arg(long, value_name = "EPOCH/INDEX", value_parser = job_id, conflicts_with = "verify")]
+    pub job: Option<JobId>,
+    /// Hold the whole file to the invariants P1, D1, T1 and R1; ends with 6 where one is broken
+    #[arg(long)]
+    pub verify: bool,
+    /// Write the answer to stdout as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn job_id(text: &str) -> Result<JobId, String> {
+    let parts = text.split_once('/').and_then(|(epoch, index)| Some((epoch.parse().ok()?, index.parse().ok()?)));
+    let (epoch, index) = parts.ok_or("write epoch and place, for example 0/17")?;
+    Ok(JobId { epoch, index })
+}
+
 /// Writes a trained drafter as a model folder that inference engines load, or checks such a folder
 #[derive(Args, Debug)]
 #[command(after_help = "\
@@ -186,7 +237,7 @@ pub struct ExportArgs {
     /// Folder of the run (run.dir)
     #[arg(long, value_name = "DIR", required_unless_present = "check", requires = "out")]
     pub run: Option<PathBuf>,
-    /// Checkpoint to export: "latest" or an optimizer step
+    /// Checkpoint to export: "latest", "best" (by measured acceptance), or an optimizer step
     #[arg(long, value_name = "STEP", default_value = "latest", conflicts_with = "check")]
     pub checkpoint: WhichCheckpoint,
     /// The folder to write
@@ -211,6 +262,7 @@ pub struct ExportArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WhichCheckpoint {
     Latest,
+    Best,
     Step(u64),
 }
 
@@ -220,10 +272,11 @@ impl FromStr for WhichCheckpoint {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "latest" => Ok(WhichCheckpoint::Latest),
+            "best" => Ok(WhichCheckpoint::Best),
             _ => text
                 .parse()
                 .map(WhichCheckpoint::Step)
-                .map_err(|_| "write \"latest\" or a step, for example 500".into()),
+                .map_err(|_| "write \"latest\", \"best\" or a step, for example 500".into()),
         }
     }
 }
@@ -254,6 +307,9 @@ mod tests {
             "draftmill export --run a --out b --checkpoint newest",
             "draftmill export --run a --out b --dtype f8",
             "draftmill train --force",
+            "draftmill runs",
+            "draftmill ledger runs/a --job 5",
+            "draftmill ledger runs/a --job 0/5 --verify",
             "draftmill import --gguf a --out b --dtype f16",
             "draftmill check -v --log-level debug",
         ] {

@@ -3,6 +3,7 @@
 use super::{ExportArgs, WhichCheckpoint, output};
 use crate::{
     checkpoint,
+    config::Engine,
     exit::{Exit, Failure},
     export::{self, Severity},
     hf::Dtype,
@@ -50,19 +51,39 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         };
         return Err(Failure::new(Exit::Model, format!("{} {why}", run.display())));
     }
+    if args.checkpoint == WhichCheckpoint::Best {
+        return Err(Failure::new(
+            Exit::Model,
+            format!(
+                "no acceptance was measured of any checkpoint of {} yet, so none is the best; use --checkpoint latest, or a \
+                 step",
+                run.display()
+            ),
+        ));
+    }
+    let config = crate::config::load(Some(&folder.config()), &[]).map(|loaded| loaded.config).ok();
+    if config.as_ref().is_some_and(|config| config.run.engine == Engine::Simulated) {
+        let run = run.display();
+        return Err(Failure::new(
+            Exit::Model,
+            format!("{run} is a simulated run, which trains no drafter; give a run of run.engine = \"torch\""),
+        ));
+    }
     let step = match args.checkpoint {
-        WhichCheckpoint::Latest => steps.last().copied(),
+        WhichCheckpoint::Latest | WhichCheckpoint::Best => steps.last().copied(),
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
     };
     let step = step.ok_or_else(|| {
         let asked = match args.checkpoint {
-            WhichCheckpoint::Latest => "latest".into(),
             WhichCheckpoint::Step(step) => step.to_string(),
+            WhichCheckpoint::Latest | WhichCheckpoint::Best => "latest".into(),
         };
         let run = run.display();
         Failure::new(Exit::Model, format!("{run} has no checkpoint {asked}; it has those of the steps {steps:?}"))
     })?;
-    let dtype = args.dtype.map_or_else(|| stated_dtype(&folder), Dtype::from);
+    // What run.toml says, or bf16.
+    let stated = config.map_or(Dtype::Bf16, |config| config.checkpoint.export_dtype.into());
+    let dtype = args.dtype.map_or(stated, Dtype::from);
     let checkpoint = folder.checkpoints().join(checkpoint::name_of(step));
     let report = export::export_checkpoint(&checkpoint, out, dtype, args.force).map_err(Failure::of(Exit::Model))?;
     if args.json {
@@ -77,9 +98,4 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         report.bytes >> 20,
         report.dtype
     ))
-}
-
-/// What run.toml says, or bf16.
-fn stated_dtype(folder: &RunFolder) -> Dtype {
-    crate::config::load(Some(&folder.config()), &[]).map_or(Dtype::Bf16, |l| l.config.checkpoint.export_dtype.into())
 }

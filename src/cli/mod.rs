@@ -4,15 +4,17 @@ mod args;
 mod check;
 mod export;
 mod import;
+mod ledger;
 mod logging;
 mod output;
 mod prepare;
+mod runs;
 mod simulate;
 mod train;
 
 pub use self::args::{
-    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LogArgs, PrepareArgs, SimulateArgs, TrainArgs,
-    WhichCheckpoint,
+    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs, PrepareArgs, RunsArgs,
+    SimulateArgs, TrainArgs, WhichCheckpoint,
 };
 
 use crate::{
@@ -66,6 +68,14 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         Command::Train(args) => {
             open_libtorch()?;
             train::run(args, started(&cli.log, &args.config)?)
+        }
+        Command::Runs(args) => {
+            logging::start(&cli.log, &Log::default())?;
+            runs::run(args)
+        }
+        Command::Ledger(args) => {
+            logging::start(&cli.log, &Log::default())?;
+            ledger::run(args)
         }
         Command::Export(args) => {
             logging::start(&cli.log, &Log::default())?;

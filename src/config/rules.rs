@@ -39,7 +39,7 @@ impl Audit<'_> {
     /// Rules that look at one number alone.
     fn ranges(&mut self) {
         let w = &self.written.wire;
-        let positive: [(&str, u64); 25] = [
+        let positive: [(&str, u64); 26] = [
             ("run.epochs", w.run.epochs.into()),
             ("run.threads", w.run.threads.or(|| 1).into()),
             ("data.max_length", w.data.max_length.into()),
@@ -52,6 +52,7 @@ impl Audit<'_> {
             ("pool.max_bytes", w.pool.max_bytes.0),
             ("pool.max_batches", w.pool.max_batches.into()),
             ("pool.min_ready", w.pool.min_ready.into()),
+            ("pool.replay_window", w.pool.replay_window.or(|| 1).into()),
             ("drafter.layers", w.drafter.layers.into()),
             ("drafter.anchors", w.drafter.anchors.into()),
             ("drafter.heads", w.drafter.heads.or(|| 1).into()),
@@ -164,6 +165,16 @@ impl Audit<'_> {
                  pool.max_batches = {most}"
             ),
             format!("lower it to at most {most}, or raise pool.max_batches to at least {ready}"),
+        );
+        let window = pool.replay_window.or(|| most);
+        self.require(
+            window <= most,
+            "pool.replay_window",
+            format!(
+                "the run would stop for good: the batch that is next may be the last of {window} to arrive, and the pool \
+                 never holds more than pool.max_batches = {most}"
+            ),
+            format!("lower it to at most {most}, or raise pool.max_batches to at least {window}"),
         );
     }
 
@@ -346,6 +357,8 @@ mod tests {
             ("dispatch", "straggler_factor = inf"),
             ("dispatch", "max_skip_fraction = -0.1"),
             ("pool", "min_ready = 17"),
+            ("pool", "replay_window = 17"),
+            ("pool", "replay_window = 0"),
             ("pool", "max_bytes = \"0 B\""),
             ("drafter", "devices = []"),
             ("drafter", "block_size = 1"),

@@ -1,7 +1,7 @@
 //! What the configuration leaves to the target: the drafter's shape, the tapped layers, and bytes per token.
 
 use super::{
-    Config,
+    ByteSize, Config, Pool,
     load::Written,
     problem::{Problem, Problems},
 };
@@ -9,7 +9,7 @@ use crate::hf::{
     config::TargetConfig,
     draft::{DraftConfig, default_target_layer_ids},
 };
-use draftmill_actors::engine::FeatureDtype;
+use draftmill_actors::{engine::FeatureDtype, pool_state::Draw};
 
 /// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
 const TOKEN_BYTES: u64 = 5;
@@ -89,27 +89,73 @@ fn layer_problem(config: &Config, written: &Written, shape: &DraftConfig) -> Opt
     ))
 }
 
-/// The rule that keeps the pool from stopping for good, for the largest job of a plan.
+/// The rules that keep the pool from stopping for good, for the largest job of a plan.
 ///
 /// A reservation may wait while `min_ready - 1` batches are ready; if it then still finds no room, no draw ever makes
-/// any. So `min_ready` of the largest job have to fit.
+/// any. So `min_ready` of the largest job have to fit. In draw `replay` the batch that is next may be the last of its window
+/// to arrive, so it is the window that has to fit.
 pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) -> Option<Problem> {
-    let (ready, most) = (config.pool.min_ready, config.pool.max_bytes);
-    let needed = u128::from(ready) * u128::from(largest_job_bytes);
+    let most = config.pool.max_bytes;
+    let job = ByteSize(largest_job_bytes);
+    if largest_job_bytes > most.0 {
+        return Some(written.problem(
+            "pool.max_bytes",
+            format!("one job of up to {job} can never enter a pool of {most}"),
+            format!(
+                "raise it to at least {}, or lower plan.job_tokens or target.feature_dtype",
+                mebibytes(job.0.into())
+            ),
+        ));
+    }
+    let (name, why, batches) = match (config.pool.draw, replay_window(&config.pool, largest_job_bytes)) {
+        (Draw::Replay, window) => ("pool.replay_window", "the batch that is next may be the last to arrive of", window),
+        _ => ("pool.min_ready", "draws wait for", config.pool.min_ready),
+    };
+    let needed = u128::from(batches) * u128::from(largest_job_bytes);
     if needed <= u128::from(most.0) {
         return None;
     }
-    // Rounded up, so that the remedy suffices.
-    let needed = format!("{} MiB", needed.div_ceil(1 << 20));
-    let job = super::ByteSize(largest_job_bytes);
+    let needed = mebibytes(needed);
     Some(written.problem(
         "pool.max_bytes",
         format!(
-            "the run could stop for good: draws wait for pool.min_ready = {ready} batches, the largest takes {job}, and \
-             {ready} x {job} = {needed} is more than {most}"
+            "the run could stop for good: {why} {name} = {batches} batches, the largest takes {job}, and \
+             {batches} x {job} = {needed} is more than {most}"
         ),
-        format!("raise it to at least {needed}, or lower pool.min_ready, plan.job_tokens or target.feature_dtype"),
+        format!("raise it to at least {needed}, or lower {name}, plan.job_tokens or target.feature_dtype"),
     ))
+}
+
+/// Rounded up, so that a remedy suffices.
+fn mebibytes(bytes: u128) -> String {
+    format!("{} MiB", bytes.div_ceil(1 << 20))
+}
+
+/// Jobs among which draw `replay` shuffles: as configured, or as many of the largest job as the pool surely holds.
+pub fn replay_window(pool: &Pool, largest_job_bytes: u64) -> u32 {
+    let fit = pool.max_bytes.0 / largest_job_bytes.max(1);
+    let most = u32::try_from(fit).unwrap_or(u32::MAX).min(pool.max_batches);
+    pool.replay_window.or(|| most.max(1))
+}
+
+/// The rule that a step can fill at all: a run has to hold as many jobs as one step has micro-batches.
+pub fn step_problem(config: &Config, written: &Written, jobs_per_epoch: usize) -> Option<Problem> {
+    let (accumulation, drafters) = (u64::from(config.optimizer.accumulation), config.drafter.devices.len() as u64);
+    let epochs = u64::from(config.run.epochs);
+    let (step, jobs) = (accumulation * drafters, epochs * jobs_per_epoch as u64);
+    (step > jobs && jobs > 0).then(|| {
+        written.problem(
+            "optimizer.accumulation",
+            format!(
+                "no step could ever fill: {accumulation} x {drafters} drafters = {step} micro-batches, and the whole run has \
+                 {epochs} epochs x {jobs_per_epoch} jobs = {jobs}"
+            ),
+            match jobs / drafters {
+                0 => format!("use at most {jobs} drafters, lower plan.job_tokens so that there are more jobs, or prepare more data"),
+                most => format!("lower it to at most {most}, or lower plan.job_tokens so that there are more jobs"),
+            },
+        )
+    })
 }
 
 #[cfg(test)]
@@ -178,5 +224,44 @@ mod tests {
             problem.contains("4 x 805306369 B = 3073 MiB is more than 3 GiB; raise it to at least 3073 MiB"),
             "{problem}"
         );
+    }
+
+    #[test]
+    fn a_job_larger_than_the_pool_has_a_sentence_of_its_own() {
+        let loaded = load_text("[pool]\nmax_bytes = \"1 GiB\"\nmin_ready = 1", "x.toml", &[]).unwrap();
+        assert_eq!(pool_problem(&loaded.config, &loaded.written, 1 << 30), None);
+        let problem = pool_problem(&loaded.config, &loaded.written, (1 << 30) + 1).unwrap().to_string();
+        assert!(problem.contains("one job of up to 1073741825 B can never enter a pool of 1 GiB"), "{problem}");
+        assert!(problem.contains("raise it to at least 1025 MiB"), "{problem}");
+    }
+
+    #[test]
+    fn a_replay_window_that_the_pool_cannot_hold_is_refused_with_the_arithmetic() {
+        let replay = |window: &str| {
+            let text = format!("[pool]\nmax_bytes = \"2 GiB\"\ndraw = \"replay\"\nmin_ready = 16\n{window}");
+            load_text(&text, "x.toml", &[]).unwrap()
+        };
+        let loaded = replay("replay_window = 8");
+        // min_ready has no part in it.
+        assert_eq!(pool_problem(&loaded.config, &loaded.written, 1 << 28), None);
+        let problem = pool_problem(&loaded.config, &loaded.written, (1 << 28) + 1).unwrap().to_string();
+        assert!(problem.contains("8 x 268435457 B = 2049 MiB is more than 2 GiB"), "{problem}");
+        assert!(problem.contains("or lower pool.replay_window"), "{problem}");
+        let auto = replay("");
+        for (largest, window) in [(1, 16), (1 << 28, 8), (1 << 30, 2), (1 << 31, 1)] {
+            assert_eq!(replay_window(&auto.config.pool, largest), window, "{largest}");
+            assert_eq!(pool_problem(&auto.config, &auto.written, largest), None);
+        }
+    }
+
+    #[test]
+    fn a_step_that_can_never_fill_is_refused_with_the_arithmetic() {
+        let text = "[run]\nepochs = 3\n[drafter]\ndevices = [\"cpu\", \"cpu\"]\n[optimizer]\naccumulation = 8";
+        let loaded = load_text(text, "x.toml", &[]).unwrap();
+        assert_eq!(step_problem(&loaded.config, &loaded.written, 6), None);
+        let problem = step_problem(&loaded.config, &loaded.written, 5).unwrap().to_string();
+        assert!(problem.starts_with("x.toml:6: optimizer.accumulation = 8"), "{problem}");
+        let arithmetic = "8 x 2 drafters = 16 micro-batches, and the whole run has 3 epochs x 5 jobs = 15";
+        assert!(problem.contains(arithmetic) && problem.contains("lower it to at most 7"), "{problem}");
     }
 }

@@ -168,8 +168,13 @@ sections! {
         Restart max_batches: u32 = 16;
         /// Draws wait until this many batches are ready, so that the micro-batches of a step differ in length.
         Restart min_ready: u32 = 4;
-        /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch.
+        /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch; "replay" = an order
+        /// that plan and seed fix, so that two runs train the same steps whatever the timing: it waits for the one batch
+        /// that is next, whatever min_ready says.
         Restart draw: Draw = Draw::Proportional;
+        /// For draw = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
+        /// holds.
+        Restart replay_window: Auto<u32> = Auto::Auto;
     }
 
     /// The drafter (DFlash). Everything that is "auto" follows the target.

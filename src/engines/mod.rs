@@ -1,7 +1,9 @@
-//! The engines behind the actors' seam: libtorch's state, driven one unit of blocking work at a time.
+//! The engines behind the actors' seam: libtorch's state, driven one unit of blocking work at a time, and the simulated ones.
 
 #[cfg(feature = "torch")]
 pub mod optimizer;
+pub mod saving;
+pub mod simulated;
 #[cfg(feature = "torch")]
 pub mod torch;
 #[cfg(feature = "torch")]

@@ -1,9 +1,8 @@
 //! The optimizer behind the actors' seam: fp32 masters and moments on one device, a copy of the weights for each drafter.
 
-use super::worker::Worker;
+use super::{saving::Saving, worker::Worker};
 use crate::{
-    checkpoint::{self, CheckpointError, NamedTensor, State, Verified},
-    hf::draft::DraftConfig,
+    checkpoint::{self, CheckpointError, NamedTensor, Verified},
     model::{
         ModelError,
         adamw::{AdamW, Hyper},
@@ -12,20 +11,7 @@ use crate::{
     },
 };
 use draftmill_actors::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
-use std::path::PathBuf;
 use tch::{Device, Kind};
-
-/// Where and how checkpoints are written.
-#[derive(Clone, Debug)]
-pub struct Saving {
-    /// The run's `checkpoints` folder.
-    pub folder: PathBuf,
-    pub keep_last: usize,
-    pub seed: u64,
-    /// The resolved configuration, kept with each checkpoint.
-    pub config: String,
-    pub draft: DraftConfig,
-}
 
 /// AdamW on one device; each call is one unit of blocking work.
 pub struct TorchOptimizer {
@@ -107,11 +93,7 @@ impl Optimizer for TorchOptimizer {
     }
 
     async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
-        let copy = self.inner.run(move |inner| inner.copy(step)).await?;
-        Ok(Box::pin(async move {
-            let written = tokio::task::spawn_blocking(move || copy.write()).await;
-            written.map_err(|e| EngineError::Failed(e.to_string()))?.map_err(|e| EngineError::Failed(e.to_string()))
-        }))
+        self.inner.run(move |inner| inner.save(step)).await
     }
 }
 
@@ -135,35 +117,9 @@ impl Inner {
         Ok(StepReport { grad_norm })
     }
 
-    fn copy(&mut self, step: u64) -> Result<Copy, ModelError> {
-        Ok(Copy {
-            step,
-            saving: self.saving.clone(),
-            tensors: [
-                (checkpoint::WEIGHTS, named(&self.adamw.masters)?),
-                (checkpoint::FIRST_MOMENTS, named(&self.adamw.exp_avg)?),
-                (checkpoint::SECOND_MOMENTS, named(&self.adamw.exp_avg_sq)?),
-            ],
-        })
-    }
-}
-
-/// What a checkpoint holds, apart from the optimizer, which goes on.
-struct Copy {
-    step: u64,
-    saving: Saving,
-    tensors: [(&'static str, Vec<NamedTensor>); 3],
-}
-
-impl Copy {
-    fn write(self) -> Result<String, CheckpointError> {
-        let Saving { folder, keep_last, seed, config, draft } = self.saving;
-        let name = checkpoint::write(&folder, &State::new(self.step, seed, config), &draft, &self.tensors)?;
-        // One more than is kept stays until the new one exists in state.db.
-        if let Err(error) = checkpoint::retain(&folder, keep_last + 1) {
-            tracing::warn!(%error, folder = %folder.display(), "old checkpoints could not be deleted");
-        }
-        Ok(name)
+    fn save(&mut self, step: u64) -> Result<Writing, ModelError> {
+        let AdamW { masters, exp_avg, exp_avg_sq, .. } = &self.adamw;
+        Ok(self.saving.writing(step, [named(masters)?, named(exp_avg)?, named(exp_avg_sq)?]))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::ModelError;
 use super::batch::Packed;
-use draftmill_actors::types::JobId;
+use draftmill_actors::{plan::stream_seed, types::JobId};
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -25,9 +25,7 @@ pub struct Slots {
 
 /// The stream of random numbers that belongs to one job of a run, whoever trains it and when.
 pub fn job_rng(seed: u64, job: JobId) -> ChaCha8Rng {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    rng.set_stream(u64::from(job.epoch) << 32 | u64::from(job.index));
-    rng
+    ChaCha8Rng::from_seed(stream_seed(seed, "anchors", &[job.epoch.into(), job.index.into()]))
 }
 
 /// Positions of one row where a block may start: the token and the one after it are supervised. Whether the whole block

@@ -4,6 +4,7 @@ use super::{ModelError, load::weight};
 use crate::hf::HfError;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
+use draftmill_actors::plan::stream_seed;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -86,8 +87,7 @@ pub fn init_params(config: &DraftConfig, seed: u64) -> Result<ParamSet, ModelErr
         let values = if shape.len() == 1 {
             vec![1.0; shape[0]]
         } else {
-            let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            rng.set_stream(stream as u64);
+            let mut rng = ChaCha8Rng::from_seed(stream_seed(seed, "weights", &[stream as u64]));
             normal(&mut rng, shape.iter().product(), 0.02)
         };
         pairs.push((name, Tensor::f_from_slice(&values)?.f_reshape(sizes)?));

@@ -1,13 +1,14 @@
 //! The run folder: who may use it, whether it belongs to these settings, and where a run in it goes on.
 
 use crate::{
-    checkpoint,
-    config::{Engine, Loaded, annotated},
+    checkpoint::{self, CheckpointError, Verified},
+    config::{self, Loaded, annotated},
     exit::{Exit, Failure},
-    state::{Checkpoint, Identity, RunLock, StateDb},
+    state::{Begun, Checkpoint, ConfigChange, Identity, NewRun, RunEnd, RunLock, StateDb},
 };
+use sha2::{Digest, Sha256};
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -24,8 +25,22 @@ pub struct Opened {
     pub state: StateDb,
     /// The checkpoint to go on from; `None` at the beginning.
     pub from: Option<Checkpoint>,
-    /// Jobs that were trained after that checkpoint and are open again.
-    pub reopened: usize,
+    /// Its folder, every byte of it as it was written.
+    pub verified: Option<Verified>,
+    /// This start, and how many jobs that ended after that checkpoint are open again.
+    pub begun: Begun,
+}
+
+/// What a start must know of its run.
+#[derive(Clone, Debug)]
+pub struct About {
+    /// What must not change between starts, by name.
+    pub identity: Identity,
+    /// Samples of an epoch.
+    pub samples: u64,
+    /// Throw an old run away, which needs `force`.
+    pub fresh: bool,
+    pub force: bool,
 }
 
 impl RunFolder {
@@ -53,10 +68,10 @@ impl RunFolder {
         self.root.join("run.toml")
     }
 
-    /// Takes the folder for this process and finds where its run stands. `identity` is what must not change between
-    /// starts. `fresh` throws an old run away, which needs `force`.
-    pub fn open(&self, loaded: &Loaded, identity: &Identity, fresh: bool, force: bool) -> Result<Opened, Failure> {
-        if fresh && self.holds_a_run() {
+    /// Takes the folder for this process and finds where its run stands.
+    pub fn open(&self, loaded: &Loaded, about: &About) -> Result<Opened, Failure> {
+        let About { identity, samples, fresh, force } = about;
+        if *fresh && self.holds_a_run() {
             if !force {
                 return Err(Failure::new(
                     Exit::Config,
@@ -103,12 +118,39 @@ impl RunFolder {
             ));
         }
         state.set_identity(identity).map_err(Failure::of(Exit::Run))?;
-        let from = self.resume_point(&state, loaded.config.run.engine)?;
-        let step = from.as_ref().map_or(0, |c| c.step);
-        let reopened = state.reopen_after(step).map_err(Failure::of(Exit::Run))?;
+        let (from, verified) = self.resume_point(&mut state)?.unzip();
+        let step = from.as_ref().map_or(0, |checkpoint| checkpoint.step);
         let text = annotated(&loaded.written.wire);
+        let config = &loaded.config;
+        let new = NewRun {
+            from: step,
+            settings: Sha256::digest(&text).iter().map(|byte| format!("{byte:02x}")).collect(),
+            epochs: config.run.epochs,
+            samples: *samples,
+            micro_batches: u64::from(config.optimizer.accumulation) * config.drafter.devices.len() as u64,
+        };
+        let begun = state.begin_run(&new).map_err(Failure::of(Exit::Run))?;
+        self.clean(step)?;
+        let changes = self.changed_settings(loaded);
+        if !changes.is_empty() {
+            let list = changes.iter().map(|c| format!("{}: {} -> {}", c.key, c.old, c.new)).collect::<Vec<_>>();
+            tracing::info!("settings that changed since the last start: {}", list.join("; "));
+            state.config_changed(step, &changes).map_err(Failure::of(Exit::Run))?;
+        }
         write_whole(&self.config(), &text).map_err(|e| self.cannot_write(&self.config(), &e))?;
-        Ok(Opened { folder: self.clone(), state, from, reopened })
+        Ok(Opened { folder: self.clone(), state, from, verified, begun })
+    }
+
+    /// Notes that a start failed, where its state was lost with what failed. Best effort: the failure itself is told anyway.
+    pub fn note_failure(&self, run: u64, failure: &Failure) {
+        let end = match failure.exit {
+            Exit::Interrupted => RunEnd::Stopped,
+            _ => RunEnd::Failed(failure.message.clone()),
+        };
+        let noted = StateDb::open_or_create(&self.root).and_then(|mut state| state.end_run(run, &end, None));
+        if let Err(error) = noted {
+            tracing::debug!(%error, "how the run ended could not be noted");
+        }
     }
 
     fn holds_a_run(&self) -> bool {
@@ -119,30 +161,99 @@ impl RunFolder {
         checkpoint::steps(&self.checkpoints()).is_ok_and(|steps| !steps.is_empty())
     }
 
-    /// The newest checkpoint whose folder is there. The simulated engine has none on disk.
-    fn resume_point(&self, state: &StateDb, engine: Engine) -> Result<Option<Checkpoint>, Failure> {
+    /// The newest checkpoint that is as it was written. Damaged ones are told, and put aside for a person to look at.
+    fn resume_point(&self, state: &mut StateDb) -> Result<Option<(Checkpoint, Verified)>, Failure> {
         let known = state.checkpoints().map_err(Failure::of(Exit::Run))?;
-        let there = |c: &&Checkpoint| engine == Engine::Simulated || self.checkpoints().join(&c.name).exists();
-        let found = known.iter().find(there).cloned();
-        match (&found, known.first()) {
-            (None, Some(newest)) => Err(Failure::new(
-                Exit::Model,
-                format!(
-                    "{} is gone, and so is every checkpoint before it. Restore one from a copy, choose another run.dir, or \
-                     begin anew with --fresh --force",
-                    self.checkpoints().join(&newest.name).display()
-                ),
-            )),
-            (Some(found), Some(newest)) if found.step < newest.step => {
-                tracing::warn!(
-                    gone = newest.name,
-                    instead = found.name,
-                    "the newest checkpoint is gone; going on before it"
-                );
-                Ok(Some(found.clone()))
-            }
-            _ => Ok(found),
+        let mut unusable = Vec::new();
+        for checkpoint in &known {
+            let dir = self.checkpoints().join(&checkpoint.name);
+            let why = match Verified::open(&dir) {
+                Ok(verified) => {
+                    self.give_up(state, &unusable, &checkpoint.name)?;
+                    return Ok(Some((checkpoint.clone(), verified)));
+                }
+                Err(error @ CheckpointError::Newer { .. }) => return Err(Failure::new(Exit::Model, error)),
+                Err(CheckpointError::Damaged { file, reason, .. }) if dir.exists() => {
+                    let file = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                    format!("{} is damaged: {file}: {reason}", checkpoint.name)
+                }
+                Err(CheckpointError::Damaged { .. }) => format!("{} is gone", checkpoint.name),
+                Err(error @ CheckpointError::Io { .. }) => format!("{}: {error}", checkpoint.name),
+            };
+            unusable.push((dir, why));
         }
+        if unusable.is_empty() {
+            return Ok(None);
+        }
+        // Older ones than are kept are gone by right; of those that are not there the newest one is told.
+        let mut told: Vec<_> = unusable.iter().filter(|(dir, _)| dir.exists()).map(|(_, why)| why.as_str()).collect();
+        if told.is_empty() {
+            told.push(&unusable[0].1);
+        }
+        Err(Failure::new(
+            Exit::Model,
+            format!(
+                "no checkpoint in {} can be gone on from: {}; and there is no other. Restore one from a copy, choose another \
+                 run.dir, or begin anew with --fresh --force",
+                self.checkpoints().display(),
+                told.join("; ")
+            ),
+        ))
+    }
+
+    /// Tells that checkpoints cannot be used and puts what is left of them aside, before the ledger forgets them.
+    fn give_up(&self, state: &mut StateDb, unusable: &[(PathBuf, String)], instead: &str) -> Result<(), Failure> {
+        for (dir, why) in unusable {
+            let aside = dir.with_extension("damaged");
+            let kept = if dir.exists() {
+                remove_dir(&aside).and_then(|()| fs::rename(dir, &aside)).map_err(|e| self.cannot_write(&aside, &e))?;
+                format!(" (kept as {})", aside.display())
+            } else {
+                String::new()
+            };
+            let text = format!("checkpoint {why}{kept}; going on from {instead}, the newest that is whole");
+            tracing::warn!("{text}");
+            state.event("checkpoint-unusable", &text).map_err(Failure::of(Exit::Run))?;
+        }
+        Ok(())
+    }
+
+    /// Removes what a killed process left beyond the checkpoint of `newest`.
+    fn clean(&self, newest: u64) -> Result<(), Failure> {
+        let folder = self.checkpoints();
+        let removed = checkpoint::clean(&folder, newest).map_err(|e| self.cannot_write(&folder, &e))?;
+        if removed > 0 {
+            tracing::info!(removed, "checkpoints that a killed process left unfinished were removed");
+        }
+        Ok(())
+    }
+
+    /// The settings in which this start differs from what run.toml says of the one before.
+    fn changed_settings(&self, loaded: &Loaded) -> Vec<ConfigChange> {
+        let path = self.config();
+        if !path.exists() {
+            return Vec::new();
+        }
+        let old = match config::load(Some(&path), &[]) {
+            Ok(old) => old.written.wire,
+            Err(problems) => {
+                let path = path.display();
+                tracing::warn!("{path} cannot be read, so nothing tells which settings changed: {problems}");
+                return Vec::new();
+            }
+        };
+        let new = &loaded.written.wire;
+        let value = |wire: &config::Wire, field: &config::Field| {
+            let table = toml::Table::try_from(wire).unwrap_or_default();
+            let value = table.get(field.section).and_then(|keys| keys.get(field.key));
+            value.map_or_else(|| "nothing".into(), ToString::to_string)
+        };
+        let changed = config::differences(&old, new).into_iter().map(|field| ConfigChange {
+            key: format!("{}.{}", field.section, field.key),
+            old: value(&old, field),
+            new: value(new, field),
+        });
+        changed.collect()
     }
 
     /// Deletes what a run wrote, and nothing else. The prepared store, where it lies in this folder, stays.
@@ -171,6 +282,13 @@ impl RunFolder {
                 path.display()
             ),
         )
+    }
+}
+
+fn remove_dir(path: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
     }
 }
 

@@ -8,6 +8,7 @@ mod folder;
 mod models;
 mod progress;
 mod schedule;
+mod settings;
 mod signals;
 mod steps;
 mod summary;
@@ -16,33 +17,36 @@ mod torch;
 
 pub use folder::RunFolder;
 pub use schedule::Schedule;
+pub(crate) use settings::mill_settings;
 pub use steps::{StepLog, Window};
 pub use summary::{ActorShares, Summary};
 
 use crate::{
     admin,
-    check::{Machine, Samples, Stored, examine},
-    checkpoint::Verified,
-    config::{Config, Engine, Loaded},
+    check::{Forecast, Machine, Samples, Stored, examine},
+    config::{Config, Engine, Loaded, annotated},
     data::{Split, Store, StoreSource},
+    engines::{
+        saving::Saving,
+        simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
+    },
     exit::{Exit, Failure},
     simulate,
-    state::{Checkpoint, Identity, StateDb},
+    state::{Checkpoint, Identity, RunEnd, StateDb},
 };
 use draftmill_actors::{
-    dispatcher,
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
     mill::{self, Parts, Report},
     plan::PlanSettings,
-    planner, pool_state,
     sim::{self, SimOptimizer},
-    trainer::{self, StepRecord},
+    trainer::StepRecord,
 };
-use folder::Opened;
+use folder::{About, Opened};
 use models::Models;
 use progress::Progress;
+use settings::plan_settings;
 use std::{fmt::Display, path::Path, sync::Arc};
 use tokio::{net::TcpListener, sync::mpsc, time::Instant};
 
@@ -73,7 +77,7 @@ pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
 async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summary, Failure> {
     // Reads and compares gigabytes; a signal need not wait for that.
     let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, start));
-    let prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
+    let mut prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
         return Ok(summary);
@@ -82,7 +86,12 @@ async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summ
         Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
         None => None,
     };
-    prepared.run(listener, stops).await
+    let (folder, run) = (prepared.opened.folder.clone(), prepared.opened.begun.run);
+    let ended = prepared.run(listener, stops).await;
+    if let Err(failure) = &ended {
+        folder.note_failure(run, failure);
+    }
+    ended
 }
 
 /// What comes out of `work`, or the end of a run that was stopped before it began.
@@ -97,10 +106,8 @@ struct Prepared {
     models: Option<Models>,
     source: StoreSource,
     lengths: Arc<[u32]>,
-    plan: PlanSettings,
-    total_steps: u64,
+    forecast: Forecast,
     opened: Opened,
-    from: Option<Verified>,
 }
 
 impl Prepared {
@@ -114,27 +121,25 @@ impl Prepared {
         let forecast =
             report.plan.ok_or_else(|| Failure::new(Exit::Internal, "there is no forecast of a sound run"))?;
         let models = report.models.map(|(target, draft)| Models { target, draft });
-        let bounds = forecast.buckets.iter().map(|bucket| bucket.bound).collect();
-        let plan = PlanSettings {
-            seed: config.run.seed,
-            job_tokens: config.plan.job_tokens,
-            order: config.plan.order,
-            bounds,
-        };
+        let plan = plan_settings(config, &forecast);
         let source = StoreSource::new(store.clone(), Split::Train);
-        let identity = identity(config, &plan, &store, models.as_ref())?;
+        let mut identity = identity(config, &plan, &store, models.as_ref())?;
+        if let Some(window) = forecast.pool.replay_window {
+            // The order of the rest of an epoch follows from it.
+            identity.insert("pool.replay_window".into(), window.to_string());
+        }
         let folder = RunFolder::new(&config.run.dir);
-        let opened = folder.open(&loaded, &identity, start.fresh, start.force)?;
-        let from = resume_point(config.run.engine, &opened)?;
-        Ok(Prepared { loaded, models, source, lengths, plan, total_steps: forecast.steps, opened, from })
+        let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
+        let opened = folder.open(&loaded, &about)?;
+        Ok(Prepared { loaded, models, source, lengths, forecast, opened })
     }
 
     fn start_step(&self) -> u64 {
-        self.opened.from.as_ref().map_or(0, |c| c.step)
+        self.opened.from.as_ref().map_or(0, |checkpoint| checkpoint.step)
     }
 
     /// The summary of a run that has nothing left to do.
-    fn finished(&self) -> Result<Option<Summary>, Failure> {
+    fn finished(&mut self) -> Result<Option<Summary>, Failure> {
         let path = self.opened.folder.summary();
         let Config { run, .. } = &self.loaded.config;
         let counts = self.opened.state.counts().failed(Exit::Run)?;
@@ -148,7 +153,14 @@ impl Prepared {
         let of_this_end = |s: &Summary| {
             s.finished && s.steps == self.start_step() && s.export_dir.as_ref().is_none_or(|dir| dir.exists())
         };
-        Ok(serde_json::from_str::<Summary>(&text).ok().filter(of_this_end))
+        let summary = serde_json::from_str::<Summary>(&text).ok().filter(of_this_end);
+        if summary.is_some() {
+            let end = if planned { RunEnd::Finished } else { RunEnd::StepLimit };
+            let step = self.start_step();
+            let Opened { state, begun, .. } = &mut self.opened;
+            state.end_run(begun.run, &end, Some(step)).failed(Exit::Run)?;
+        }
+        Ok(summary)
     }
 
     async fn run(mut self, listener: Option<TcpListener>, stops: &Stops) -> Result<Summary, Failure> {
@@ -157,17 +169,31 @@ impl Prepared {
             Engine::Simulated => {
                 let config = &self.loaded.config;
                 let costs = simulate::costs(config);
+                let checkpoints = self.opened.folder.checkpoints();
+                let trained = match &self.opened.from {
+                    Some(from) => trained_jobs(&checkpoints.join(&from.name)).failed(Exit::Model)?,
+                    None => Vec::new(),
+                };
+                let saving = Saving {
+                    folder: checkpoints,
+                    keep_last: config.checkpoint.keep_last as usize,
+                    seed: config.run.seed,
+                    config: annotated(&self.loaded.written.wire),
+                    draft: simulated::stand_in(),
+                };
+                let optimizer = SimOptimizer::new(costs, 0.01 * self.start_step() as f64);
+                let drafters = sim::drafters(costs, &simulate::drafter_speeds(config));
                 let engines = Engines {
                     targets: sim::targets(costs, &simulate::target_speeds(config)),
-                    drafters: sim::drafters(costs, &simulate::drafter_speeds(config)),
-                    optimizer: SimOptimizer::new(costs, 0.01 * self.start_step() as f64),
+                    drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
+                    optimizer: RememberingOptimizer::new(optimizer, trained, saving),
                 };
                 self.drive(engines, listener, stops.clone()).await
             }
             Engine::Torch => {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
-                let (folder, from) = (self.opened.folder.clone(), self.from.take());
+                let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
                 let engines = unless_stopped(stops, torch::load(&self.loaded, models, folder, from)).await??;
                 self.drive(engines, listener, stops.clone()).await
             }
@@ -187,12 +213,30 @@ impl Prepared {
             samples = self.lengths.len(),
             targets,
             drafters,
-            steps = self.total_steps,
+            steps = self.forecast.steps,
             metrics = port,
             "training"
         );
-        if let Some(from) = &self.opened.from {
-            tracing::info!(checkpoint = from.name, reopened_jobs = self.opened.reopened, "going on from a checkpoint");
+        if let Some(sentence) = self.resumed() {
+            tracing::info!("{sentence}");
+        }
+    }
+
+    /// Where this start goes on; `None` at the beginning of a run.
+    fn resumed(&self) -> Option<String> {
+        let Opened { folder, state, from, begun, .. } = &self.opened;
+        let reopened = match begun.reopened {
+            1 => "1 job that ended after it is open again".to_owned(),
+            n => format!("{n} jobs that ended after it are open again"),
+        };
+        if let Some(from) = from {
+            let trained: u64 = state.counts().map_or(0, |counts| counts.iter().map(|c| c.trained).sum());
+            let folder = folder.root().display();
+            Some(format!("going on from checkpoint {} of {folder}, which holds {trained} jobs; {reopened}", from.name))
+        } else if begun.run > 1 {
+            Some(format!("no checkpoint was written yet, so the run begins again at its start; {reopened}"))
+        } else {
+            None
         }
     }
 
@@ -208,13 +252,13 @@ impl Prepared {
         O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
     {
         let start_step = self.start_step();
-        let settings = self.settings();
-        let Prepared { loaded, source, plan, total_steps, opened, .. } = self;
-        let Opened { folder, state, from, .. } = opened;
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, plan.bounds.len(), &stops)).transpose()?;
+        let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
+        let Prepared { loaded, source, forecast, opened, .. } = self;
+        let Opened { folder, state, from, begun, .. } = opened;
+        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, forecast.buckets.len(), &stops)).transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
-        let progress = Progress::new(total_steps, start_step, loaded.config.log.progress_every.0);
+        let progress = Progress::new(forecast.steps, start_step, loaded.config.log.progress_every.0);
         let (records, recorded) = mpsc::channel(RECORDS);
         let recording = tokio::spawn(record(recorded, log, progress, stops.clone()));
 
@@ -228,62 +272,9 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let summary = close(&loaded, &folder, report, &log, seconds, from)?;
+        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from)?;
         drop(metrics);
         Ok(summary)
-    }
-
-    fn settings(&self) -> mill::Settings {
-        Self::settings_of(&self.loaded.config, &self.plan, &self.lengths, self.total_steps, self.start_step())
-    }
-
-    fn settings_of(
-        config: &Config,
-        plan: &PlanSettings,
-        lengths: &Arc<[u32]>,
-        total_steps: u64,
-        start_step: u64,
-    ) -> mill::Settings {
-        let schedule = Schedule::new(&config.optimizer, total_steps);
-        mill::Settings {
-            planner: planner::Settings {
-                plan: plan.clone(),
-                lengths: lengths.clone(),
-                epochs: config.run.epochs,
-                epoch_barrier: config.plan.epoch_barrier,
-                max_skip_fraction: config.dispatch.max_skip_fraction,
-            },
-            dispatcher: dispatcher::Settings {
-                queue_jobs: config.dispatch.queue_jobs as usize,
-                pad_ahead: config.dispatch.pad_ahead as usize,
-                max_attempts: config.dispatch.max_attempts,
-                straggler_factor: config.dispatch.straggler_factor,
-                offer_stragglers: config.dispatch.offer_stragglers,
-                policy: dispatcher::Policy::Pull,
-            },
-            pool: pool_state::Settings {
-                max_bytes: config.pool.max_bytes.0,
-                max_batches: config.pool.max_batches as usize,
-                min_ready: config.pool.min_ready as usize,
-                draw: config.pool.draw,
-                seed: config.run.seed,
-            },
-            trainer: trainer::Settings {
-                drafters: config.drafter.devices.len(),
-                accumulation: config.optimizer.accumulation as usize,
-                learning_rate: Arc::new(move |step| schedule.at(step)),
-                max_grad_norm: config.optimizer.max_grad_norm,
-                start_step,
-                max_steps: config.run.max_steps.unwrap_or(0),
-                checkpoint_every: config.checkpoint.every_steps,
-            },
-            prefetch: config.drafter.prefetch as usize,
-            max_failures_in_a_row: MAX_FAILURES_IN_A_ROW,
-            max_restarts: config.dispatch.max_restarts,
-            restart_pause: config.dispatch.restart_pause.0,
-            kill: None,
-            grace: config.shutdown.grace.0,
-        }
     }
 }
 
@@ -291,16 +282,6 @@ struct Engines<T, D, O> {
     targets: Vec<T>,
     drafters: Vec<D>,
     optimizer: O,
-}
-
-/// What the actors of a run are told, also of a simulated one.
-pub(crate) fn mill_settings(
-    config: &Config,
-    plan: &PlanSettings,
-    lengths: &Arc<[u32]>,
-    total_steps: u64,
-) -> mill::Settings {
-    Prepared::settings_of(config, plan, lengths, total_steps, 0)
 }
 
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
@@ -316,9 +297,13 @@ impl<T, E: Display> Failed<T> for Result<T, E> {
 
 /// What must not change while a run goes on, by the name that a person knows it by.
 fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
+    let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
     let mut identity = Identity::new();
     for (name, value) in [
         ("data", data_name(store)),
+        ("data.max_length", made_with("max_length")),
+        ("tokenizer", made_with("tokenizer_sha256")),
+        ("template", made_with("template_sha256")),
         ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
         ("run.seed", config.run.seed.to_string()),
         ("plan.job_tokens", plan.job_tokens.to_string()),
@@ -339,22 +324,6 @@ fn data_name(store: &Store) -> String {
     let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();
     let names: Vec<_> = names.filter_map(|input| input["name"].as_str()).collect();
     format!("{} ({})", store.fingerprint(), names.join(", "))
-}
-
-/// The checkpoint that the run goes on from, verified. The simulated engine has none on disk.
-fn resume_point(engine: Engine, opened: &Opened) -> Result<Option<Verified>, Failure> {
-    let folder = opened.folder.checkpoints();
-    let newest = opened.from.as_ref().map_or(0, |from| from.step);
-    let removed = crate::checkpoint::clean(&folder, newest).map_err(|e| opened.folder.cannot_write(&folder, &e))?;
-    if removed > 0 {
-        tracing::info!(removed, "checkpoints that a killed process left unfinished were removed");
-    }
-    match &opened.from {
-        Some(from) if engine == Engine::Torch => {
-            Ok(Some(Verified::open(&folder.join(&from.name)).failed(Exit::Model)?))
-        }
-        _ => Ok(None),
-    }
 }
 
 fn serve_metrics(
@@ -404,7 +373,8 @@ async fn record(
 fn close(
     loaded: &Loaded,
     folder: &RunFolder,
-    report: Report<StateDb>,
+    run: u64,
+    mut report: Report<StateDb>,
     log: &StepLog,
     seconds: f64,
     before: Option<Checkpoint>,
@@ -416,7 +386,12 @@ fn close(
     summary.target_dir = config.target.dir.clone();
     summary.pool_max_bytes = config.pool.max_bytes.0;
     let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
-    summary.finished = at_limit || (report.jobs.plan_ended && report.jobs.unfinished == 0);
+    let end = match report.jobs.plan_ended && report.jobs.unfinished == 0 {
+        true => RunEnd::Finished,
+        false if at_limit => RunEnd::StepLimit,
+        false => RunEnd::Stopped,
+    };
+    summary.finished = end != RunEnd::Stopped;
     summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
     summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
     let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
@@ -425,13 +400,17 @@ fn close(
     {
         tracing::warn!(%error, "old checkpoints could not be deleted");
     }
-    if let Some(checkpoint) = checkpoint.filter(|dir| summary.finished && dir.exists()) {
+    let exports = summary.finished && config.run.engine == Engine::Torch;
+    if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
         let export = folder.export();
         crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)
             .failed(Exit::Run)?;
         summary.export_dir = Some(export);
     }
     write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
+    if let Some(state) = &mut report.ledger {
+        state.end_run(run, &end, Some(report.trainer.step)).failed(Exit::Run)?;
+    }
     Ok(summary)
 }
 

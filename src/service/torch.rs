@@ -5,7 +5,8 @@ use crate::{
     checkpoint::Verified,
     config::{self, Config, Loaded},
     engines::{
-        optimizer::{Saving, TorchOptimizer},
+        optimizer::TorchOptimizer,
+        saving::Saving,
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
     },
     exit::{Exit, Failure},

@@ -3,7 +3,7 @@
 use super::{Policy, Report, Scenario, costs, drafter_speeds, figures::Seen, target_speeds};
 use crate::{
     check::forecast,
-    config::{Problems, pool_problem},
+    config::{Problems, pool_problem, step_problem},
     exit::{Exit, Failure},
     service,
 };
@@ -13,7 +13,6 @@ use draftmill_actors::{
     fault::Stops,
     ledger::MemoryLedger,
     mill::{self, Parts},
-    plan::PlanSettings,
     sim::{self, SimFeatures, SimOptimizer, SimSource, SimTarget},
     trainer::StepRecord,
     types::PaddedBatch,
@@ -34,16 +33,15 @@ const RECORDS: usize = 64;
 pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, Failure> {
     let (config, written) = (&scenario.loaded.config, &scenario.loaded.written);
     let forecast = forecast(config, lengths, None).map_err(Failure::of(Exit::Data))?;
-    if let Some(problem) = pool_problem(config, written, forecast.largest_job_bytes) {
-        return Err(Problems(vec![problem]).into());
+    let refused = [
+        pool_problem(config, written, forecast.largest_job_bytes),
+        step_problem(config, written, forecast.jobs_per_epoch),
+    ];
+    let refused: Vec<_> = refused.into_iter().flatten().collect();
+    if !refused.is_empty() {
+        return Err(Problems(refused).into());
     }
-    let plan = PlanSettings {
-        seed: config.run.seed,
-        job_tokens: config.plan.job_tokens,
-        order: config.plan.order,
-        bounds: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
-    };
-    let mut settings = service::mill_settings(config, &plan, lengths, forecast.steps);
+    let mut settings = service::mill_settings(config, &forecast, lengths, 0);
     settings.trainer.checkpoint_every = 0;
     settings.dispatcher.policy = match scenario.policy {
         Policy::Pull => dispatcher::Policy::Pull,

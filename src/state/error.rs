@@ -36,6 +36,15 @@ pub enum Problem {
          draftmill that wrote it"
     )]
     Newer { found: u32 },
+    #[error(
+        "the file has schema version {found}, of an older draftmill; start `draftmill train` in this folder once, which \
+         brings it to version {SCHEMA_VERSION}, or read it with the draftmill that wrote it"
+    )]
+    Older { found: u32 },
+    #[error("no run began here; give the run.dir of a run")]
+    NoRun,
+    #[error("no start of a run was noted in it; this is a defect of draftmill")]
+    NotBegun,
     #[error("the disk is full; free some space and resume the run: nothing of this write was kept")]
     Full,
     #[error("the file or its folder is read-only; make both writable for this user")]

@@ -1,6 +1,6 @@
 //! The ledger on disk: the plan before its first job leaves, every job's one outcome, and the moment a checkpoint exists.
 
-use super::{Problem, StateDb, StateError, Synced, now_ms, resume::newest_checkpoint, unsigned::Unsigned};
+use super::{Problem, StateDb, StateError, StateReader, Synced, now_ms, resume::newest_checkpoint, unsigned::Unsigned};
 use draftmill_actors::{
     ledger::Ledger,
     plan::Plan,
@@ -27,7 +27,7 @@ impl Ledger for StateDb {
     }
 }
 
-impl StateDb {
+impl StateReader {
     /// The plan of an epoch as it was written, or `None` if that epoch has none yet.
     pub fn plan(&self, epoch: u32) -> Result<Option<Plan>, StateError> {
         self.read("read a plan from", |connection| {
@@ -119,7 +119,7 @@ fn checkpoint(tx: &Transaction<'_>, step: u64, name: &str) -> Result<(), Problem
 }
 
 /// Number of jobs and bounds (JSON) of a plan on disk.
-fn planned(connection: &Connection, epoch: u32) -> Result<Option<(u64, String)>, rusqlite::Error> {
+pub(super) fn planned(connection: &Connection, epoch: u32) -> Result<Option<(u64, String)>, rusqlite::Error> {
     connection
         .prepare_cached("SELECT jobs, bounds FROM plans WHERE epoch = ?1")?
         .query_row([epoch], |row| Ok((row.get::<_, Unsigned>(0)?.0, row.get(1)?)))
@@ -174,7 +174,7 @@ fn ended(connection: &Connection, plan: &Plan) -> Result<Vec<bool>, Problem> {
     Ok(ended)
 }
 
-fn outcome(connection: &Connection, job: JobId) -> Result<Option<Outcome>, rusqlite::Error> {
+pub(super) fn outcome(connection: &Connection, job: JobId) -> Result<Option<Outcome>, rusqlite::Error> {
     let read = |row: &Row<'_>| match row.get(0)? {
         Some(Unsigned(step)) => Ok(Outcome::Trained { step }),
         None => Ok(Outcome::Skipped { reason: row.get(1)?, attempts: row.get(2)? }),
@@ -186,35 +186,44 @@ fn outcome(connection: &Connection, job: JobId) -> Result<Option<Outcome>, rusql
 }
 
 /// A row of `jobs`, its samples still in JSON.
-struct StoredJob {
-    index: u32,
-    bucket: u16,
-    tokens: u32,
-    width: u32,
-    samples: String,
+pub(super) struct StoredJob {
+    pub index: u32,
+    pub bucket: u16,
+    pub tokens: u32,
+    pub width: u32,
+    pub samples: String,
 }
 
 /// Calls `each` for every job of an epoch's plan on disk, in order.
-fn stored_jobs(
+pub(super) fn stored_jobs(
     connection: &Connection,
     epoch: u32,
     mut each: impl FnMut(StoredJob) -> Result<(), Problem>,
 ) -> Result<(), Problem> {
     let mut statement = connection
         .prepare_cached("SELECT idx, bucket, tokens, width, samples FROM jobs WHERE epoch = ?1 ORDER BY idx")?;
-    let rows = statement.query_map([epoch], |row| {
-        Ok(StoredJob {
-            index: row.get(0)?,
-            bucket: row.get(1)?,
-            tokens: row.get(2)?,
-            width: row.get(3)?,
-            samples: row.get(4)?,
-        })
-    })?;
-    for job in rows {
+    for job in statement.query_map([epoch], stored)? {
         each(job?)?;
     }
     Ok(())
+}
+
+/// One job of a plan on disk.
+pub(super) fn stored_job(connection: &Connection, job: JobId) -> Result<Option<StoredJob>, rusqlite::Error> {
+    connection
+        .prepare_cached("SELECT idx, bucket, tokens, width, samples FROM jobs WHERE epoch = ?1 AND idx = ?2")?
+        .query_row([job.epoch, job.index], stored)
+        .optional()
+}
+
+fn stored(row: &Row<'_>) -> Result<StoredJob, rusqlite::Error> {
+    Ok(StoredJob {
+        index: row.get(0)?,
+        bucket: row.get(1)?,
+        tokens: row.get(2)?,
+        width: row.get(3)?,
+        samples: row.get(4)?,
+    })
 }
 
 fn json(numbers: &[u32]) -> String {
@@ -222,7 +231,7 @@ fn json(numbers: &[u32]) -> String {
     format!("[{}]", numbers.join(","))
 }
 
-fn parse(text: &str) -> Result<Vec<u32>, Problem> {
+pub(super) fn parse(text: &str) -> Result<Vec<u32>, Problem> {
     serde_json::from_str(text).map_err(|error| Problem::Damaged(format!("a list of numbers: {error}")))
 }
 

@@ -2,8 +2,8 @@
 
 use super::error::{Problem, StateError};
 use std::{
-    fs::{File, OpenOptions, TryLockError},
-    io::{Read, Write},
+    fs::{self, File, OpenOptions, TryLockError},
+    io::{ErrorKind, Read, Write},
     path::Path,
 };
 
@@ -19,6 +19,18 @@ impl RunLock {
     pub fn acquire(run: &Path) -> Result<RunLock, StateError> {
         let path = run.join("lock");
         lock(&path).map(|file| RunLock { _file: file }).map_err(|problem| StateError { action: "lock", path, problem })
+    }
+}
+
+/// The process that works in a run folder, found without touching the lock; `None` where none does.
+pub fn holder(run: &Path) -> Option<String> {
+    let path = fs::canonicalize(run.join("lock")).ok()?;
+    let pid = fs::read_to_string(&path).ok()?.trim().parse::<u32>().ok()?.to_string();
+    // The number in a stale file may by now be another process's, so the process must have the file open.
+    match fs::read_dir(format!("/proc/{pid}/fd")) {
+        Ok(open) => open.flatten().any(|fd| fs::read_link(fd.path()).is_ok_and(|file| file == path)).then_some(pid),
+        // Another user's process may not be looked into.
+        Err(error) => (error.kind() == ErrorKind::PermissionDenied).then_some(pid),
     }
 }
 

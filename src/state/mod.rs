@@ -2,43 +2,93 @@
 //!
 //! What is durable when. Every write is one transaction in SQLite's write-ahead log, so the death of the process at any
 //! moment loses nothing that was committed and leaves nothing half-written. Against loss of power, plans, checkpoints, the
-//! identity and reopening are synced before they return (`synchronous = FULL`). Outcomes and events are not synced one
-//! by one: the log is sequential, so the commit of a checkpoint also syncs every outcome before it, and those after it
-//! would be reopened at resume anyway.
+//! identity and the start of a run, which reopens jobs, are synced before they return (`synchronous = FULL`), and moved from
+//! the log to the file itself, so that they outlive the log. Outcomes and events are not synced one by one: the log is
+//! sequential, so the commit of a checkpoint also syncs every outcome before it, and those after it would be reopened
+//! at resume anyway.
 
 mod error;
 mod ledger;
 mod lock;
+mod report;
 mod resume;
+mod runs;
 mod unsigned;
+mod verify;
 
 pub use error::{Problem, StateError};
-pub use lock::RunLock;
+pub use lock::{RunLock, holder};
+pub use report::{BucketCounts, JobHistory, Skipped, Undone};
 pub use resume::{Checkpoint, EpochCounts, Identity, IdentityDifference};
+pub use runs::{Begun, ConfigChange, NewRun, RunEnd, RunRow};
+pub use verify::Violation;
 
 use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior, params};
 use std::{
     fs::{self, File},
     io,
+    ops::Deref,
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// Version of `schema.sql`. A file with a higher one is refused.
-pub const SCHEMA_VERSION: u32 = 1;
+/// What makes an empty file version 1, version 1 version 2, and so on. Files were made by these texts: none ever changes.
+const SCHEMA: [&str; 2] = [include_str!("schema/1.sql"), include_str!("schema/2.sql")];
+
+/// Version of the schema. A file with a higher one is refused, one with a lower one is brought up to it.
+pub const SCHEMA_VERSION: u32 = SCHEMA.len() as u32;
+
+/// Key of `meta` in a file that an older draftmill made: its version then.
+const MIGRATED_FROM: &str = "migrated_from";
 
 /// How long a write waits for another program, such as an sqlite3 shell, to finish its own.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The state of one run, open for the one process that may write it.
+/// The state of one run, open for the one process that may write it. It reads as a [`StateReader`] does.
 #[derive(Debug)]
 pub struct StateDb {
-    connection: Connection,
+    reader: StateReader,
     /// What the connection's `synchronous` was last set to; `None` before.
     level: Option<Synced>,
-    path: PathBuf,
     // After the connection, so that the folder is free only when the database is closed.
     _lock: RunLock,
+}
+
+/// The state of one run, open for reading.
+#[derive(Debug)]
+pub struct StateReader {
+    connection: Connection,
+    path: PathBuf,
+}
+
+impl Deref for StateDb {
+    type Target = StateReader;
+
+    fn deref(&self) -> &StateReader {
+        &self.reader
+    }
+}
+
+impl StateReader {
+    /// Opens the state of the run folder `run` as it is now, also while a process works in the folder: it takes no lock on
+    /// the folder, changes nothing, and sees one moment of the run, however long the reading takes.
+    ///
+    /// SQLite may leave its two (empty) files `state.db-wal` and `state.db-shm` behind; the next `train` removes them.
+    pub fn open(run: &Path) -> Result<StateReader, StateError> {
+        let path = run.join("state.db");
+        match open_to_read(&path) {
+            Ok(connection) => Ok(StateReader { connection, path }),
+            Err(problem) => Err(StateError { action: "open", path, problem }),
+        }
+    }
+
+    fn read<T>(
+        &self,
+        action: &'static str,
+        work: impl FnOnce(&Connection) -> Result<T, Problem>,
+    ) -> Result<T, StateError> {
+        work(&self.connection).map_err(|problem| StateError { action, path: self.path.clone(), problem })
+    }
 }
 
 impl StateDb {
@@ -53,7 +103,7 @@ impl StateDb {
         let lock = RunLock::acquire(run)?;
         let path = run.join("state.db");
         match open(run, &path) {
-            Ok(connection) => Ok(StateDb { connection, level: None, path, _lock: lock }),
+            Ok(connection) => Ok(StateDb { reader: StateReader { connection, path }, level: None, _lock: lock }),
             Err(problem) => Err(StateError { action: "open", path, problem }),
         }
     }
@@ -77,7 +127,7 @@ impl StateDb {
         synced: Synced,
         work: impl FnOnce(&Transaction<'_>) -> Result<T, Problem>,
     ) -> Result<T, StateError> {
-        let Self { connection, level, .. } = self;
+        let Self { reader: StateReader { connection, path }, level, .. } = self;
         let run = || {
             if *level != Some(synced) {
                 *level = None;
@@ -87,17 +137,12 @@ impl StateDb {
             let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let value = work(&tx)?;
             tx.commit()?;
+            if let Synced::AtOnce = synced {
+                move_log(connection)?;
+            }
             Ok(value)
         };
-        run().map_err(|problem| StateError { action, path: self.path.clone(), problem })
-    }
-
-    fn read<T>(
-        &self,
-        action: &'static str,
-        work: impl FnOnce(&Connection) -> Result<T, Problem>,
-    ) -> Result<T, StateError> {
-        work(&self.connection).map_err(|problem| StateError { action, path: self.path.clone(), problem })
+        run().map_err(|problem| StateError { action, path: path.clone(), problem })
     }
 }
 
@@ -123,16 +168,51 @@ impl Synced {
     }
 }
 
+/// Moves the write-ahead log into the file itself, so that whoever loses or deletes the log loses nothing that was promised
+/// to be safe. Readers may keep a part of it back; it then moves the next time.
+fn move_log(connection: &Connection) -> Result<(), Problem> {
+    Ok(connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()))?)
+}
+
+fn open_to_read(path: &Path) -> Result<Connection, Problem> {
+    if !path.exists() {
+        return Err(Problem::NoRun);
+    }
+    let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX | OpenFlags::SQLITE_OPEN_URI;
+    let normal = Connection::open_with_flags(path, flags)?;
+    normal.busy_timeout(BUSY_TIMEOUT)?;
+    let connection = match schema_version(&normal) {
+        // In a folder where nothing may be written SQLite cannot make the log's index. Without a log none is needed.
+        Err(Problem::CannotOpen | Problem::ReadOnly) if !has_log(path) => {
+            let name: String = path.to_string_lossy().replace('%', "%25").replace('?', "%3f").replace('#', "%23");
+            Connection::open_with_flags(format!("file:{name}?immutable=1"), flags)?
+        }
+        _ => normal,
+    };
+    match schema_version(&connection)? {
+        Some(SCHEMA_VERSION) => {}
+        None => return Err(Problem::NoRun),
+        Some(found) if found > SCHEMA_VERSION => return Err(Problem::Newer { found }),
+        Some(found) => return Err(Problem::Older { found }),
+    }
+    // Held until the connection closes: every reading is of this moment.
+    connection.execute_batch("BEGIN; SELECT count(*) FROM meta;")?;
+    Ok(connection)
+}
+
+fn has_log(path: &Path) -> bool {
+    fs::metadata(path.with_extension("db-wal")).is_ok_and(|log| log.len() > 0)
+}
+
 fn open(run: &Path, path: &Path) -> Result<Connection, Problem> {
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let mut connection = Connection::open_with_flags(path, flags)?;
     connection.busy_timeout(BUSY_TIMEOUT)?;
     // Nothing is written before the file is known to be ours, or empty.
-    let fresh = match schema_version(&connection)? {
-        None => true,
-        Some(SCHEMA_VERSION) => false,
+    let version = match schema_version(&connection)? {
         Some(found) if found > SCHEMA_VERSION => return Err(Problem::Newer { found }),
-        Some(_) => return Err(Problem::Foreign),
+        Some(0) => return Err(Problem::Foreign),
+        found => found.unwrap_or(0),
     };
     let mode: String = connection.pragma_update_and_check(None, "journal_mode", "WAL", |row| row.get(0))?;
     if mode != "wal" {
@@ -140,14 +220,15 @@ fn open(run: &Path, path: &Path) -> Result<Connection, Problem> {
     }
     connection.pragma_update(None, "foreign_keys", true)?;
     connection.pragma_update(None, "synchronous", Synced::AtOnce.level())?;
-    if fresh {
-        create(&mut connection)?;
-        sync_folder(run)?;
-    } else {
+    if version > 0 {
         let verdict: String = connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0))?;
         if verdict != "ok" {
             return Err(Problem::Damaged(verdict));
         }
+    }
+    if version < SCHEMA_VERSION {
+        bring_up(&mut connection, version)?;
+        sync_folder(run)?;
     }
     Ok(connection)
 }
@@ -172,11 +253,19 @@ fn schema_version(connection: &Connection) -> Result<Option<u32>, Problem> {
     value.and_then(|text| text.parse().ok()).map(Some).ok_or(Problem::Foreign)
 }
 
-fn create(connection: &mut Connection) -> Result<(), Problem> {
+/// Makes a file of schema `version` (0: an empty one) one of the newest: all of it, or nothing.
+fn bring_up(connection: &mut Connection, version: u32) -> Result<(), Problem> {
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-    tx.execute_batch(include_str!("schema.sql"))?;
-    tx.execute("INSERT INTO meta (key, value) VALUES ('schema_version', ?1)", [SCHEMA_VERSION.to_string()])?;
-    Ok(tx.commit()?)
+    for step in &SCHEMA[version as usize..] {
+        tx.execute_batch(step)?;
+    }
+    let set = "INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)";
+    tx.execute(set, ["schema_version", &SCHEMA_VERSION.to_string()])?;
+    if version > 0 {
+        tx.execute(set, [MIGRATED_FROM, &version.to_string()])?;
+    }
+    tx.commit()?;
+    move_log(connection)
 }
 
 /// SQLite syncs what is in the file; that the file has its name, and the folder its own, is for us to sync.

@@ -1,7 +1,8 @@
 //! What a resumed run asks of its state: is this the same run, where are its weights, and which jobs are open again.
 
-use super::{Problem, StateDb, StateError, Synced, unsigned::Unsigned};
+use super::{MIGRATED_FROM, Problem, StateDb, StateError, StateReader, Synced, unsigned::Unsigned};
 use rusqlite::Connection;
+use serde::Serialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
@@ -27,14 +28,14 @@ impl fmt::Display for IdentityDifference {
 }
 
 /// A checkpoint that exists: its folder was complete and synced before it was named here.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Checkpoint {
     pub step: u64,
     pub name: String,
 }
 
 /// What became of an epoch's jobs so far.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct EpochCounts {
     pub epoch: u32,
     pub jobs: u64,
@@ -50,31 +51,33 @@ impl EpochCounts {
 }
 
 impl StateDb {
-    /// The identity that the run began with; empty before it was set.
-    pub fn identity(&self) -> Result<Identity, StateError> {
-        self.read("read the identity from", identity)
-    }
-
     /// Writes the identity at the run's first start. Later it only compares: the same identity is fine, another one is
     /// an error that names every difference.
     pub fn set_identity(&mut self, new: &Identity) -> Result<(), StateError> {
         self.write("write the identity to", Synced::AtOnce, |tx| {
-            let old = identity(tx)?;
-            if !old.is_empty() {
-                let differences = differences(&old, new);
-                return if differences.is_empty() { Ok(()) } else { Err(Problem::IdentityDiffers { differences }) };
+            let differences = changed(tx, new)?;
+            if !differences.is_empty() {
+                return Err(Problem::IdentityDiffers { differences });
             }
-            let mut insert = tx.prepare_cached("INSERT INTO meta (key, value) VALUES ('identity.' || ?1, ?2)")?;
+            let mut insert =
+                tx.prepare_cached("INSERT OR IGNORE INTO meta (key, value) VALUES ('identity.' || ?1, ?2)")?;
             for (name, value) in new {
                 insert.execute([name, value])?;
             }
             Ok(())
         })
     }
+}
+
+impl StateReader {
+    /// The identity that the run began with; empty before it was set.
+    pub fn identity(&self) -> Result<Identity, StateError> {
+        self.read("read the identity from", identity)
+    }
 
     /// How `new` differs from the identity that the run began with, by name.
     pub fn compare_identity(&self, new: &Identity) -> Result<Vec<IdentityDifference>, StateError> {
-        Ok(differences(&self.identity()?, new))
+        self.read("compare the identity with", |connection| changed(connection, new))
     }
 
     /// The newest checkpoint that exists; `None` before the first.
@@ -89,25 +92,6 @@ impl StateDb {
             let read =
                 |row: &rusqlite::Row<'_>| Ok(Checkpoint { step: row.get::<_, Unsigned>(0)?.0, name: row.get(1)? });
             Ok(statement.query_map([], read)?.collect::<Result<_, _>>()?)
-        })
-    }
-
-    /// Takes the ledger back to the checkpoint of `step` (0: to the start of the run), and returns how many jobs are open
-    /// again: those trained at a later step, whose gradients the surviving weights do not hold, and those skipped since.
-    ///
-    /// Why skipped jobs too: the history that survives ends at the checkpoint, where these jobs were still open. What
-    /// made them fail may have been the fault that ended the run, and an uninterrupted run would have tried them. Jobs
-    /// skipped before the checkpoint stay skipped. Later checkpoints are forgotten, as they belong to the lost history.
-    pub fn reopen_after(&mut self, step: u64) -> Result<usize, StateError> {
-        self.write("reopen jobs in", Synced::AtOnce, |tx| {
-            let at = Unsigned(step);
-            let exists: bool =
-                tx.query_row("SELECT EXISTS (SELECT 1 FROM checkpoints WHERE step = ?1)", [at], |row| row.get(0))?;
-            if step > 0 && !exists {
-                return Err(Problem::NoCheckpoint { step });
-            }
-            tx.execute("DELETE FROM checkpoints WHERE step > ?1", [at])?;
-            Ok(tx.execute("DELETE FROM outcomes WHERE step > ?1 OR (reason IS NOT NULL AND checkpoint >= ?1)", [at])?)
         })
     }
 
@@ -145,6 +129,20 @@ fn identity(connection: &Connection) -> Result<Identity, Problem> {
         connection.prepare_cached("SELECT substr(key, 10), value FROM meta WHERE key LIKE 'identity.%'")?;
     let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
+}
+
+/// The differences that count. A run that has no identity yet differs in nothing, and one that an older draftmill began does
+/// not know the parts that were added to the identity since.
+fn changed(connection: &Connection, new: &Identity) -> Result<Vec<IdentityDifference>, Problem> {
+    let old = identity(connection)?;
+    if old.is_empty() {
+        return Ok(Vec::new());
+    }
+    let since: bool =
+        connection.query_row("SELECT EXISTS (SELECT 1 FROM meta WHERE key = ?1)", [MIGRATED_FROM], |row| row.get(0))?;
+    let mut differences = differences(&old, new);
+    differences.retain(|difference| !since || difference.old.is_some());
+    Ok(differences)
 }
 
 fn differences(old: &Identity, new: &Identity) -> Vec<IdentityDifference> {

@@ -10,3 +10,4 @@ mod ladder;
 mod plain;
 mod random;
 mod target;
+mod uneven;

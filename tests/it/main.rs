@@ -7,12 +7,15 @@ mod cli;
 mod config;
 mod data;
 mod export;
+mod faults;
 mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
 mod import;
+mod ledger;
 mod recovery;
 mod simulate;
 mod templates;
 mod tidy;
+mod torture;
 mod train;

@@ -1,7 +1,13 @@
 //! What a run makes of damage: files that are gone, cut short or of another time, and signals at awkward moments.
 
 use crate::train::{Run, SLOW, interrupt, text};
-use std::{fs, process::Stdio};
+use rusqlite::Connection;
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::Stdio,
+};
 
 fn kill_at(run: &Run, steps: usize) {
     let mut child = run.train_until(steps);
@@ -17,7 +23,6 @@ fn assert_whole(run: &Run) {
     assert_eq!(run.summary()["finished"], true);
 }
 
-#[cfg(feature = "torch")]
 /// As if the process had been killed between its last step and its export.
 #[cfg(feature = "torch")]
 fn undo_the_end(run: &Run) {
@@ -47,34 +52,160 @@ fn a_kill_before_the_export_is_made_good() {
     assert_whole(&run);
 }
 
-#[cfg(feature = "torch")]
+/// A flipped bit in each file of a checkpoint, a file that is gone, a file cut short.
 #[test]
-fn a_damaged_checkpoint_is_refused_and_its_remedy_works() {
-    let run = Run::new(&["run.epochs=1", "checkpoint.every_steps=2", "checkpoint.keep_last=2"]);
-    assert!(run.train(&[]).status.success());
-    let last = run.steps().len();
-    let newest = run.dir().join(format!("checkpoints/step-{last}"));
-    let weights = newest.join("weights.safetensors");
-    let whole = fs::read(&weights).unwrap();
-    fs::write(&weights, &whole[..whole.len() / 2]).unwrap();
-    undo_the_end(&run);
-    let refused = run.train(&[]);
-    assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
-    assert!(text(&refused).contains(&format!("delete the folder {}", newest.display())), "{}", text(&refused));
-
-    fs::remove_dir_all(&newest).unwrap();
+fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
+    let run = Run::new(SLOW);
+    kill_at(&run, 14);
+    let checkpoints = run.dir().join("checkpoints");
+    let newest = || *draftmill::checkpoint::steps(&checkpoints).unwrap().last().unwrap();
+    let names = ["weights.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json", "manifest.json"];
+    let saved = tempfile::tempdir().unwrap();
+    copy(&run.dir(), saved.path());
+    for (at, name) in names.into_iter().enumerate() {
+        let step = newest();
+        let path = checkpoints.join(format!("step-{step}/{name}"));
+        let mut bytes = fs::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1 << (at % 8);
+        match at {
+            2 => fs::remove_file(&path).unwrap(),
+            3 => fs::write(&path, &bytes[..middle]).unwrap(),
+            _ => fs::write(&path, bytes).unwrap(),
+        }
+        let told = interrupted(&run);
+        for part in [&format!("checkpoint step-{step} is damaged: {name}"), "going on from step-", "open again"] {
+            assert!(told.contains(part), "{name}: {part}: {told}");
+        }
+        assert!(checkpoints.join(format!("step-{step}.damaged")).is_dir());
+        fs::remove_dir_all(run.dir()).unwrap();
+        copy(saved.path(), &run.dir());
+    }
+    fs::remove_dir_all(checkpoints.join(format!("step-{}", newest()))).unwrap();
     let again = run.train(&[]);
     assert_eq!(again.status.code(), Some(0), "{}", text(&again));
-    assert!(newest.is_dir());
-    assert_eq!(draftmill::export::check(&run.dir().join("export")), []);
+    assert!(text(&again).contains("is gone; going on from step-"), "{}", text(&again));
     assert_whole(&run);
+    let verified = run.plain(&["ledger", run.dir().to_str().unwrap(), "--verify"]);
+    assert!(verified.status.success(), "{}", text(&verified));
+}
 
-    fs::remove_dir_all(run.dir().join("checkpoints")).unwrap();
-    let refused = run.train(&[]);
-    assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
-    assert!(text(&refused).contains("--fresh --force"), "{}", text(&refused));
+#[test]
+fn where_every_checkpoint_is_damaged_nothing_is_begun() {
+    let run = Run::new(SLOW);
+    kill_at(&run, 14);
+    let checkpoints = run.dir().join("checkpoints");
+    let steps = draftmill::checkpoint::steps(&checkpoints).unwrap();
+    for step in &steps {
+        fs::write(checkpoints.join(format!("step-{step}/state.json")), "{}").unwrap();
+    }
+    for gone in [false, true] {
+        if gone {
+            fs::remove_dir_all(&checkpoints).unwrap();
+        }
+        let refused = run.train(&[]);
+        assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
+        assert!(text(&refused).contains("--fresh --force"), "{}", text(&refused));
+        let last = if gone { "is gone" } else { "state.json" };
+        assert!(text(&refused).contains(last), "{}", text(&refused));
+        assert!(gone || draftmill::checkpoint::steps(&checkpoints).unwrap() == steps, "nothing is touched");
+    }
     assert!(run.train(&["--fresh", "--force"]).status.success());
     assert_whole(&run);
+}
+
+/// Starts the run and interrupts it after a step of its own; gives what it told.
+fn interrupted(run: &Run) -> String {
+    let mut train = run.draftmill("train", &[]);
+    let mut child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut told = String::new();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    for line in lines.by_ref() {
+        told += &line;
+        if line.contains("epoch planned") {
+            interrupt(&child);
+            break;
+        }
+    }
+    told.extend(lines);
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{told}");
+    told
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        match entry.path().is_dir() {
+            true => copy(&entry.path(), &to.join(entry.file_name())),
+            false => drop(fs::copy(entry.path(), to.join(entry.file_name())).unwrap()),
+        }
+    }
+}
+
+/// What was promised at the last checkpoint is in state.db itself; only what a kill undoes anyway was in the log alone.
+#[test]
+fn a_deleted_log_of_a_killed_run_costs_nothing() {
+    let run = Run::new(SLOW);
+    kill_at(&run, 14);
+    for name in ["state.db-wal", "state.db-shm"] {
+        fs::remove_file(run.dir().join(name)).unwrap();
+    }
+    let end = run.train(&[]);
+    assert_eq!(end.status.code(), Some(0), "{}", text(&end));
+    assert!(text(&end).contains("going on from checkpoint step-12"), "{}", text(&end));
+    assert_whole(&run);
+    let verified = run.plain(&["ledger", run.dir().to_str().unwrap(), "--verify"]);
+    assert!(verified.status.success(), "{}", text(&verified));
+}
+
+/// SpecForge#678: a start after the end hung. Here it says so, ends with 0, and changes no weight and no outcome.
+#[test]
+fn specforge_678_a_start_after_the_end_does_nothing() {
+    let run = Run::new(SLOW);
+    assert!(run.train(&[]).status.success());
+    let (ledger, steps, summary) = (run.ledger(), run.steps(), run.summary());
+    let again = run.train(&[]);
+    assert!(again.status.success() && text(&again).contains("finished already"), "{}", text(&again));
+    assert_eq!((run.ledger(), run.steps(), run.summary()), (ledger, steps, summary));
+}
+
+/// Automodel#2478, #3396: shapes match, so nothing but a comparison notices other data.
+#[test]
+fn automodel_3396_other_data_or_another_way_to_prepare_it_is_refused_by_name() {
+    let run = Run::new(SLOW);
+    kill_at(&run, 6);
+    let inputs = run.dir().join("other.jsonl");
+    let rows = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/smoke.jsonl")).unwrap();
+    fs::write(&inputs, rows.lines().skip(1).map(|line| format!("{line}\n")).collect::<String>()).unwrap();
+    let inputs = format!("data.inputs={}", inputs.display());
+    for (set, name) in
+        [(inputs.as_str(), "data: "), ("data.max_length=60", "data.max_length: the run has 64, now it is 60")]
+    {
+        assert!(run.draftmill("prepare", &["--set", set]).output().unwrap().status.success());
+        let refused = run.train(&["--set", set]);
+        assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
+        assert!(text(&refused).contains(name), "{name} is not named: {}", text(&refused));
+    }
+    assert!(run.draftmill("prepare", &[]).output().unwrap().status.success());
+    assert!(run.train(&[]).status.success());
+    assert_whole(&run);
+}
+
+#[test]
+fn settings_that_may_change_are_listed_and_noted() {
+    let run = Run::new(SLOW);
+    kill_at(&run, 6);
+    let told = text(&run.train(&["--set", "optimizer.learning_rate=0.5", "--set", "optimizer.accumulation=2"]));
+    for part in ["settings that changed", "optimizer.learning_rate: 0.01 -> 0.5", "optimizer.accumulation: 1 -> 2"] {
+        assert!(told.contains(part), "{part}: {told}");
+    }
+    assert!(!told.contains("run.dir"), "{told}");
+    let noted = Connection::open(run.dir().join("state.db")).unwrap();
+    let noted: u32 =
+        noted.query_row("SELECT count(*) FROM config_changes WHERE run = 2", [], |row| row.get(0)).unwrap();
+    assert_eq!(noted, 2);
+    let verified = run.plain(&["ledger", run.dir().to_str().unwrap(), "--verify"]);
+    assert!(verified.status.success(), "steps before and after are of other sizes: {}", text(&verified));
 }
 
 #[cfg(feature = "torch")]

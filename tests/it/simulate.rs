@@ -81,6 +81,20 @@ fn a_report_is_a_function_of_the_seed_alone() {
     assert_ne!(figures(&scenario), figures(&other));
     let rotation = node(300, &trouble).policy(Policy::RoundRobin { queue_depth: 4 });
     assert_eq!(figures(&rotation), figures(&rotation));
+    // In another process as well.
+    let sets = trouble.iter().flat_map(|set| ["--set", set]);
+    let arguments: Vec<_> = ["--config", NODE, "--jobs", "300", "--json"].into_iter().chain(sets).collect();
+    let mut json: Value = serde_json::from_str(&draftmill(&arguments).1).unwrap();
+    json["wall_seconds"] = 0.0.into();
+    assert_eq!(json, serde_json::from_str::<Value>(&figures(&scenario)).unwrap());
+}
+
+#[test]
+fn the_steady_run_ends_before_targets_run_dry() {
+    // The last job of a very slow target keeps everybody waiting at the end, and at the end only.
+    let report = report(&node(400, &["simulate.target_speeds=[0.02]"]));
+    assert!((0.97..=1.02).contains(&report.efficiency), "{report}");
+    assert!(report.efficiency_with_ends < 0.9, "{report}");
 }
 
 /// Drafters hear of a phase in an order that tokio chooses by chance: it must not matter.
@@ -155,9 +169,12 @@ fn jitter_and_failures_do_what_they_say() {
     let lost = 1.0 - failing.efficiency / plain.efficiency;
     assert!((0.05..0.15).contains(&lost), "{failing}");
     assert!(failing.jobs.trained + failing.jobs.skipped == failing.jobs.planned, "{:?}", failing.jobs);
-    // The same jobs fail whoever computes them.
-    let alone = report(&node(600, &["simulate.jitter=0.0", "simulate.job_failures=0.1"]).targets(2));
-    assert_eq!(alone.jobs, failing.jobs);
+    // The same jobs fail whoever computes them, and a second try is another one.
+    let sets = ["simulate.job_failures=0.2", "dispatch.max_attempts=2", "dispatch.max_skip_fraction=1.0"];
+    let (five, two) = (report(&node(600, &sets)), report(&node(600, &sets).targets(2)));
+    assert_eq!(five.jobs, two.jobs);
+    // 0.2 of 0.2.
+    assert!((12..=36).contains(&five.jobs.skipped), "{:?}", five.jobs);
 }
 
 #[test]
@@ -210,6 +227,9 @@ fn a_draw_can_be_chosen() {
         uniform.steps
     );
     assert!(proportional.steps.length_correlation <= 0.1, "{:?}", proportional.steps);
+    let (_, json, errors) = draftmill(&["--config", NODE, "--jobs", "400", "--draw", "replay", "--json"]);
+    let json: Value = serde_json::from_str(&json).unwrap_or_else(|_| panic!("{errors}"));
+    assert!(json["draw"] == "replay" && json["jobs"]["trained"] == json["jobs"]["planned"], "{json}");
 }
 
 #[test]
@@ -285,6 +305,7 @@ fn what_cannot_work_is_refused_with_a_sentence() {
         (&["--draw", "best"], Exit::Config, "pool.draw"),
         (&["--set", "pool.max_bytes=10 GiB"], Exit::Config, "8 x 2400 MiB = 19200 MiB is more than 10 GiB; raise it"),
         (&["--set", "pool.min_ready=25"], Exit::Config, "never holds more than pool.max_batches = 24"),
+        (&["--set", "optimizer.accumulation=5000"], Exit::Config, "no step could ever fill"),
         (&["--set", "simulate.micro_batch=0s"], Exit::Config, "a stage whose work takes no time has no speed"),
         (&["--set", "simulate.lengths=store", "--set", "data.store=nowhere"], Exit::Data, "nowhere does not exist"),
         (&["--set", "simulate.job_failures=0.8"], Exit::Run, "a simulated failure of an extraction"),

@@ -1,6 +1,7 @@
 //! The binary from rows to export: a short real training on a tiny model, and runs that are stopped and gone on with.
 
-use draftmill::state::StateDb;
+use draftmill::state::StateReader;
+use draftmill_actors::types::{JobId, Outcome};
 use serde_json::Value;
 use std::{
     path::PathBuf,
@@ -42,6 +43,11 @@ impl Run {
         self.draftmill("train", more).output().unwrap()
     }
 
+    /// A command that takes no configuration.
+    pub fn plain(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_draftmill")).args(arguments).output().unwrap()
+    }
+
     /// Starts training and waits until `steps` are in the log.
     pub fn train_until(&self, steps: usize) -> Child {
         let mut child = self.draftmill("train", &[]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
@@ -61,9 +67,16 @@ impl Run {
 
     /// Jobs trained and open over all epochs.
     pub fn ledger(&self) -> (u64, u64) {
-        let state = StateDb::open_or_create(&self.dir()).unwrap();
-        let counts = state.counts().unwrap();
+        let counts = StateReader::open(&self.dir()).unwrap().counts().unwrap();
         (counts.iter().map(|c| c.trained).sum(), counts.iter().map(|c| c.open()).sum())
+    }
+
+    /// The step of every job, over all epochs.
+    fn step_of_each_job(&self) -> Vec<(JobId, Option<Outcome>)> {
+        let state = StateReader::open(&self.dir()).unwrap();
+        let epochs = state.planned_epochs().unwrap();
+        let jobs = epochs.into_iter().flat_map(|epoch| state.plan(epoch).unwrap().unwrap().jobs);
+        jobs.map(|job| (job.id, state.outcome(job.id).unwrap())).collect()
     }
 
     pub fn steps(&self) -> Vec<u64> {
@@ -174,6 +187,27 @@ fn a_killed_run_goes_on_from_its_last_checkpoint() {
     let steps = run.steps();
     assert_eq!(steps, (1..=steps.len() as u64).collect::<Vec<_>>(), "every step is in the log once");
     assert_eq!(run.ledger(), (2 * steps.len() as u64, 0));
+}
+
+/// Draw replay: which job is part of which step does not depend on timing, on the number of targets, or on a kill.
+#[test]
+fn a_replayed_run_that_was_killed_trains_the_same_steps_as_one_that_was_not() {
+    let sets = [SLOW, &["pool.draw=replay"]].concat();
+    let whole = Run::new(&[&sets[..], &["target.devices=[\"cpu\"]"]].concat());
+    assert_eq!(whole.train(&[]).status.code(), Some(0));
+    let mut run = Run::new(&sets);
+    let mut child = run.train_until(6);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Another window would be another order.
+    run.sets.push("pool.replay_window=2".into());
+    let refused = run.train(&[]);
+    assert!(text(&refused).contains("pool.replay_window: the run has 4, now it is 2"), "{}", text(&refused));
+    run.sets.pop();
+    let end = run.train(&[]);
+    assert_eq!(end.status.code(), Some(0), "{}", text(&end));
+    assert_eq!(run.step_of_each_job(), whole.step_of_each_job());
+    assert!(run.step_of_each_job().iter().all(|(_, outcome)| outcome.is_some()));
 }
 
 #[test]

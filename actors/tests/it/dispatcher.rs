@@ -71,6 +71,7 @@ struct Held {
 /// What the outside knows: the targets, and what became of every job.
 struct Outside {
     state: State,
+    max_attempts: u32,
     now: Instant,
     next: u32,
     pulls: u64,
@@ -90,6 +91,7 @@ impl Outside {
     fn new(settings: Settings) -> Self {
         Self {
             state: State::new(settings),
+            max_attempts: settings.max_attempts,
             now: Instant::now(),
             next: 0,
             pulls: 0,
@@ -121,7 +123,6 @@ impl Outside {
                     }
                     assert!(!self.done.contains(&job), "D1: {job} leased after it was done");
                     let others = self.held.iter().filter(|h| h.job == job).count();
-                    assert!(others <= 1, "a straggler's job is offered once");
                     assert!(self.held.iter().all(|h| h.job != job || h.target != target), "both leases at one target");
                     self.offered += others;
                     self.held.push(Held { lease, job, target, started: false });
@@ -131,7 +132,8 @@ impl Outside {
                     self.refused += 1;
                 }
                 Action::Drain { late, .. } => {
-                    let wanted = self.held.iter().filter(|h| !self.done.contains(&h.job)).count();
+                    let given_up = |job| self.failures.get(job).is_some_and(|n| *n >= self.max_attempts);
+                    let wanted = self.held.iter().filter(|h| !self.done.contains(&h.job) && !given_up(&h.job)).count();
                     assert_eq!((wanted, self.padding.len()), (0, 0), "L3: told to drain too early");
                     assert_eq!(late, self.held.len());
                     self.drained.push(late);
@@ -184,7 +186,8 @@ impl Outside {
                         Return::Done { lease }
                     }
                     None => {
-                        assert!(self.done.contains(&job), "a result was refused, and there is no other");
+                        let given_up = self.failures.get(&job).is_some_and(|n| *n >= self.max_attempts);
+                        assert!(self.done.contains(&job) || given_up, "a result was refused, and there is no other");
                         self.late += 1;
                         Return::Late { lease }
                     }
@@ -290,6 +293,24 @@ fn a_stragglers_job_is_offered_to_another_target_and_the_first_result_wins() {
         outside.step(Event::Finish(0));
         assert_eq!((outside.done.len(), outside.late), (4, 1), "the other one is dropped");
     }
+}
+
+#[test]
+fn nothing_is_left_to_a_straggler_alone() {
+    let mut outside = warmed_up(Settings { max_attempts: 3, ..settings() });
+    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(9)] {
+        outside.step(e);
+    }
+    // Target 0 hangs. Whoever gets its job fails at it, until it is given up.
+    for attempt in 1..=3 {
+        assert_eq!(outside.held.len(), 2, "attempt {attempt}");
+        outside.step(Event::Fail(1));
+        outside.step(Event::Pull(1 + attempt % 2));
+    }
+    assert_eq!(outside.held.len(), 1);
+    let actions = outside.state.on_end();
+    outside.apply(actions);
+    assert_eq!(outside.drained, [1], "the run ends without it");
 }
 
 #[test]

@@ -200,20 +200,6 @@ fn nobody_hangs_when_an_actor_dies_at_any_wait() {
 }
 
 #[test]
-fn a_failed_micro_batch_gives_its_ticket_back_and_its_job_is_skipped() {
-    let world = World { max_skip_fraction: 1.0, ..with_drafter(broken(4, Wrong::Fail)) };
-    let ended = world.run();
-    let skipped = skipped(&ended);
-    assert!(!skipped.is_empty() && skipped.iter().all(|(r, _)| r.contains("the drafter could not train it")));
-    let (last, full) = ended.records.split_last().unwrap();
-    assert!(full.iter().all(|r| r.micro_batches == 4), "T1");
-    assert!(last.micro_batches <= 4);
-    let trained: u64 = ended.records.iter().map(|r| r.micro_batches).sum();
-    let all: usize = ended.ledger().plans.iter().map(|p| p.jobs.len()).sum();
-    assert_eq!(trained as usize + skipped.len(), all);
-}
-
-#[test]
 fn a_job_larger_than_the_pool_is_skipped_with_the_arithmetic_and_nobody_waits() {
     let mut world = World { max_skip_fraction: 1.0, max_failures_in_a_row: 1000, ..World::default() };
     world.pool.max_bytes = 20_000;

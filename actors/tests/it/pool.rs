@@ -1,6 +1,10 @@
 //! Properties of the pool's `State`: L1, L2, L3 and its draws under random histories.
 
-use draftmill_actors::pool_state::{Action, Draw, Settings, State};
+use draftmill_actors::{
+    pool_state::{Action, Draw, Entry, Settings, State},
+    replay::Order,
+    types::JobId,
+};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -14,6 +18,8 @@ enum Event {
     /// A draw whose answer finds nobody.
     LostDraw,
     Done(usize),
+    /// A drafter gives a batch back.
+    GiveBack(usize),
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -23,6 +29,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => any::<usize>().prop_map(Event::Cancel),
         3 => Just(Event::Draw),
         3 => any::<usize>().prop_map(Event::Done),
+        1 => any::<usize>().prop_map(Event::GiveBack),
         1 => Just(Event::LostDraw),
     ]
 }
@@ -34,12 +41,14 @@ struct Model {
     next: u64,
     asked: BTreeMap<u64, u64>,
     granted: Vec<u64>,
-    loaned: Vec<u64>,
+    loaned: Vec<Entry<u64>>,
     ready: BTreeSet<u64>,
     ready_bytes: u64,
     draws: BTreeSet<u64>,
     lost: BTreeSet<u64>,
     given: BTreeSet<u64>,
+    /// Ready batches that came back.
+    returned: BTreeSet<u64>,
     refused: usize,
     draining: bool,
     drained: usize,
@@ -49,7 +58,7 @@ struct Model {
 impl Model {
     fn new(settings: Settings) -> Self {
         let mut state = State::new(settings);
-        state.set_shares(&[5, 3, 2, 1]);
+        state.on_epoch(0, &[5, 3, 2, 1], vec![false; 11].into());
         Self {
             state,
             settings,
@@ -62,6 +71,7 @@ impl Model {
             draws: BTreeSet::new(),
             lost: BTreeSet::new(),
             given: BTreeSet::new(),
+            returned: BTreeSet::new(),
             refused: 0,
             draining: false,
             drained: 0,
@@ -83,19 +93,21 @@ impl Model {
                     assert!(bytes > max_bytes);
                     self.refused += 1;
                 }
-                Action::Give { request, bucket, bytes, batch } => {
+                Action::Give { request, entry } => {
+                    let Entry { bytes, batch, .. } = entry;
                     assert!(self.draws.remove(&request));
                     let ready = self.ready.len();
                     assert!(ready >= self.settings.min_ready || self.draining, "L2: {ready} ready");
                     assert!(self.ready.contains(&batch), "D1: batch {batch} was not there");
                     leaving -= 1;
                     let more = if self.lost.remove(&request) {
-                        self.state.on_undelivered(bucket, bytes, batch)
+                        self.state.on_undelivered(entry)
                     } else {
                         self.ready.remove(&batch);
+                        self.returned.remove(&batch);
                         assert!(self.given.insert(batch), "D1: batch {batch} was given twice");
                         self.ready_bytes -= bytes;
-                        self.loaned.push(bytes);
+                        self.loaned.push(entry);
                         self.state.on_delivered()
                     };
                     leaving += more.iter().filter(|a| matches!(a, Action::Give { .. })).count();
@@ -103,20 +115,24 @@ impl Model {
                 }
                 Action::NoMore { request } => {
                     assert!(self.draws.remove(&request) && self.ready.is_empty());
+                    assert!(self.loaned.is_empty(), "told that there is no more while a batch may come back");
                     self.ended += 1;
                 }
                 Action::Drained => {
-                    assert!(self.ready.is_empty(), "L3: {} left", self.ready.len());
+                    assert!(self.ready.is_empty() && self.loaned.is_empty(), "L3: {} left", self.ready.len());
                     self.drained += 1;
                 }
             }
         }
-        let bytes = self.granted.iter().sum::<u64>() + self.ready_bytes + self.loaned.iter().sum::<u64>();
+        let bytes =
+            self.granted.iter().sum::<u64>() + self.ready_bytes + self.loaned.iter().map(|e| e.bytes).sum::<u64>();
         assert_eq!(leaving, 0);
         assert_eq!(self.state.held().bytes(), bytes, "accounting follows a batch through every owner");
         assert!(bytes <= self.settings.max_bytes, "L1");
-        assert!(self.granted.len() + self.ready.len() <= self.settings.max_batches, "L1");
-        assert_eq!(self.state.held().batches(), self.granted.len() + self.ready.len());
+        let batches = self.granted.len() + self.ready.len() - self.returned.len();
+        assert!(batches <= self.settings.max_batches, "L1");
+        assert_eq!(self.state.held().batches(), batches);
+        assert_eq!(self.state.held().loaned_batches, self.loaned.len());
     }
 
     fn step(&mut self, event: Event) {
@@ -130,7 +146,7 @@ impl Model {
                 let bytes = self.granted.swap_remove(i % self.granted.len());
                 self.ready.insert(self.next);
                 self.ready_bytes += bytes;
-                self.state.on_filled(bucket, bytes, self.next)
+                self.state.on_filled(JobId { epoch: 0, index: self.next as u32 }, bucket, bytes, self.next)
             }
             Event::Cancel(i) if !self.granted.is_empty() => {
                 let bytes = self.granted.swap_remove(i % self.granted.len());
@@ -144,8 +160,16 @@ impl Model {
                 self.state.on_draw(self.next)
             }
             Event::Done(i) if !self.loaned.is_empty() => {
-                let bytes = self.loaned.swap_remove(i % self.loaned.len());
-                self.state.on_done(bytes)
+                let entry = self.loaned.swap_remove(i % self.loaned.len());
+                self.state.on_done(entry.bytes)
+            }
+            Event::GiveBack(i) if !self.loaned.is_empty() => {
+                let entry = self.loaned.swap_remove(i % self.loaned.len());
+                self.given.remove(&entry.batch);
+                self.ready.insert(entry.batch);
+                self.returned.insert(entry.batch);
+                self.ready_bytes += entry.bytes;
+                self.state.on_given_back(entry)
             }
             _ => return,
         };
@@ -160,6 +184,8 @@ fn settings() -> impl Strategy<Value = Settings> {
         max_batches,
         min_ready,
         draw: if uniform { Draw::Uniform } else { Draw::Proportional },
+        replay_window: 1,
+        start_step: 0,
         seed,
     });
     any.prop_filter("refused at load", |s| s.deadlock(59).is_none())
@@ -192,14 +218,16 @@ proptest! {
         m.next += 1;
         let actions = m.state.on_drain(true, 0);
         m.apply(actions);
-        for _ in 0..10_000 {
-            if m.ready.is_empty() {
+        for turn in 0..10_000 {
+            if m.ready.is_empty() && m.loaned.is_empty() {
                 break;
             }
             m.step(Event::Draw);
-            m.step(Event::Done(0));
+            // Draining, too, some come back.
+            m.step(if turn < 5 { Event::GiveBack(0) } else { Event::Done(0) });
         }
         prop_assert_eq!(m.drained, 1);
+        prop_assert!(m.draws.is_empty(), "a draw waits for ever");
         let before = m.ended;
         m.step(Event::Draw);
         prop_assert_eq!(m.ended, before + 1, "a draw after the end is answered at once");
@@ -212,7 +240,7 @@ proptest! {
     /// Reverb's size test ignored the minimum: here no draw is answered below it, and every one at it.
     #[test]
     fn a_draw_is_answered_exactly_at_min_ready(min_ready in 1_usize..10, seed in any::<u64>()) {
-        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw: Draw::Uniform, seed };
+        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw: Draw::Uniform, replay_window: 1, start_step: 0, seed };
         let mut m = Model::new(settings);
         m.step(Event::Draw);
         for i in 0..min_ready {
@@ -225,12 +253,20 @@ proptest! {
 }
 
 fn filled(draw: Draw, seed: u64, depth: usize) -> State<u64> {
-    let settings = Settings { max_bytes: u64::MAX, max_batches: usize::MAX, min_ready: 1, draw, seed };
+    let settings = Settings {
+        max_bytes: u64::MAX,
+        max_batches: usize::MAX,
+        min_ready: 1,
+        draw,
+        replay_window: 1,
+        start_step: 0,
+        seed,
+    };
     let mut state = State::new(settings);
-    state.set_shares(&[60, 30, 10]);
+    state.on_epoch(0, &[60, 30, 10], vec![false; 100].into());
     for i in 0..depth as u64 * 3 {
         state.on_reserve(i, 1);
-        state.on_filled((i % 3) as u16, 1, i);
+        state.on_filled(JobId { epoch: 0, index: i as u32 }, (i % 3) as u16, 1, i);
     }
     state
 }
@@ -241,8 +277,8 @@ fn ms_swift_10111_proportional_draws_keep_the_plans_mix_in_every_window() {
     let mut drawn = Vec::new();
     for request in 0..900 {
         for action in state.on_draw(10_000 + request) {
-            if let Action::Give { bucket, .. } = action {
-                drawn.push(bucket);
+            if let Action::Give { entry, .. } = action {
+                drawn.push(entry.bucket);
             }
         }
     }
@@ -261,12 +297,199 @@ fn uniform_draws_choose_every_batch_equally_often() {
     for seed in 0..6000 {
         let mut state = filled(Draw::Uniform, seed, 2);
         for action in state.on_draw(99) {
-            if let Action::Give { batch, .. } = action {
-                counts[batch as usize] += 1;
+            if let Action::Give { entry, .. } = action {
+                counts[entry.batch as usize] += 1;
             }
         }
     }
     // Chi-square with 5 degrees of freedom: 25.7 is exceeded once in ten thousand.
     let chi: f64 = counts.iter().map(|&c| (f64::from(c) - 1000.0).powi(2) / 1000.0).sum();
     assert!(chi < 25.7, "{counts:?}");
+}
+
+/// Reverb's `MinSize(8)` over 20 items that are taken once yields 13: the other 7 can never be read. Here the end of the plan is
+/// told, and then the minimum no longer counts; a batch that comes back meanwhile is given again.
+#[test]
+fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
+    for draw in [Draw::Uniform, Draw::Proportional] {
+        let settings =
+            Settings { max_bytes: 1000, max_batches: 20, min_ready: 8, draw, replay_window: 1, start_step: 0, seed: 1 };
+        let mut m = Model::new(settings);
+        for _ in 0..20 {
+            m.step(Event::Reserve(10));
+            m.step(Event::Fill(0, 0));
+        }
+        for _ in 0..21 {
+            m.step(Event::Draw);
+        }
+        assert_eq!((m.given.len(), m.draws.len()), (13, 8));
+        m.draining = true;
+        let actions = m.state.on_drain(true, 0);
+        m.apply(actions);
+        assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 1, 0));
+        // The last draw waits for what may come back, and gets it.
+        m.step(Event::GiveBack(3));
+        assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 0, 0));
+        while !m.loaned.is_empty() {
+            m.step(Event::Done(0));
+        }
+        m.step(Event::Draw);
+        assert_eq!((m.drained, m.ended, m.state.held().bytes()), (1, 1, 0));
+    }
+}
+
+/// What happens to a job on its way through a pool that replays.
+#[derive(Clone, Copy, Debug)]
+enum Turn {
+    Hand,
+    Fill(usize),
+    Retry(usize),
+    GiveUp(usize),
+    Draw,
+    Done(usize),
+    GiveBack(usize),
+}
+
+fn turn() -> impl Strategy<Value = Turn> {
+    prop_oneof![
+        4 => Just(Turn::Hand),
+        4 => any::<usize>().prop_map(Turn::Fill),
+        1 => any::<usize>().prop_map(Turn::Retry),
+        1 => any::<usize>().prop_map(Turn::GiveUp),
+        4 => Just(Turn::Draw),
+        4 => any::<usize>().prop_map(Turn::Done),
+        1 => any::<usize>().prop_map(Turn::GiveBack),
+    ]
+}
+
+/// A plan that is replayed through the smallest pool that the settings allow.
+struct Replayed {
+    state: State<u64>,
+    jobs: u64,
+    handed: u64,
+    window: u64,
+    /// Requests and jobs that wait for room, have it, or are on loan.
+    asked: BTreeMap<u64, u64>,
+    extracting: Vec<u64>,
+    loaned: Vec<Entry<u64>>,
+    seen: Vec<u64>,
+    given_up: BTreeSet<u64>,
+    requests: u64,
+}
+
+const LARGEST: u64 = 10;
+
+impl Replayed {
+    fn bytes(job: u64) -> u64 {
+        LARGEST - job % 4
+    }
+
+    fn apply(&mut self, actions: Vec<Action<u64>>) {
+        for action in actions {
+            match action {
+                Action::Grant { request, .. } => self.extracting.extend(self.asked.remove(&request)),
+                Action::Give { entry, .. } => {
+                    let order = entry.order.expect("a draw of an order has its place") as usize;
+                    if order == self.seen.len() {
+                        self.seen.push(entry.batch);
+                    }
+                    assert_eq!(self.seen[order], entry.batch, "a batch that came back keeps its place");
+                    self.loaned.push(entry);
+                    let more = self.state.on_delivered();
+                    self.apply(more);
+                }
+                Action::NoMore { .. } | Action::Drained => {
+                    assert!(self.loaned.is_empty() && self.extracting.is_empty(), "L3");
+                }
+                Action::Refuse { .. } => panic!("every job fits"),
+            }
+        }
+        let held = self.state.held();
+        assert!(held.bytes() <= self.window * LARGEST && held.batches() as u64 <= self.window, "L1: {held:?}");
+    }
+
+    fn turn(&mut self, turn: Turn) -> bool {
+        let pick = |i: usize, n: usize| if n == 0 { None } else { Some(i % n) };
+        self.requests += 1;
+        let actions = match turn {
+            Turn::Hand if self.handed < self.jobs && self.handed < self.state.passed() + self.window => {
+                self.asked.insert(self.requests, self.handed);
+                self.handed += 1;
+                self.state.on_reserve(self.requests, Self::bytes(self.handed - 1))
+            }
+            Turn::Fill(i) => {
+                let Some(i) = pick(i, self.extracting.len()) else { return false };
+                let job = self.extracting.swap_remove(i);
+                self.state.on_filled(JobId { epoch: 0, index: job as u32 }, 0, Self::bytes(job), job)
+            }
+            Turn::Retry(i) => {
+                let Some(i) = pick(i, self.extracting.len()) else { return false };
+                let job = self.extracting.swap_remove(i);
+                self.asked.insert(self.requests, job);
+                let cancelled = self.state.on_cancelled(Self::bytes(job));
+                self.apply(cancelled);
+                self.state.on_reserve(self.requests, Self::bytes(job))
+            }
+            Turn::GiveUp(i) => {
+                let Some(i) = pick(i, self.extracting.len()) else { return false };
+                let job = self.extracting.swap_remove(i);
+                self.given_up.insert(job);
+                let cancelled = self.state.on_cancelled(Self::bytes(job));
+                self.apply(cancelled);
+                self.state.on_skipped(JobId { epoch: 0, index: job as u32 })
+            }
+            Turn::Draw => self.state.on_draw(self.requests),
+            Turn::Done(i) => {
+                let Some(i) = pick(i, self.loaned.len()) else { return false };
+                self.state.on_done(self.loaned.swap_remove(i).bytes)
+            }
+            Turn::GiveBack(i) => {
+                let Some(i) = pick(i, self.loaned.len()) else { return false };
+                let entry = self.loaned.swap_remove(i);
+                self.state.on_given_back(entry)
+            }
+            Turn::Hand => return false,
+        };
+        self.apply(actions);
+        true
+    }
+}
+
+proptest! {
+    /// A pool of `window` jobs of the largest size never waits for ever, whatever comes in which order, is retried, given up or
+    /// given back; and what it gives is the order of the plan, without what was given up.
+    #[test]
+    fn replay_never_waits_for_a_job_that_has_no_room(
+        window in 1_usize..8, jobs in 0_u64..40, seed: u64, turns in prop::collection::vec(turn(), 0..200),
+    ) {
+        let max_bytes = window as u64 * LARGEST;
+        let settings =
+            Settings { max_bytes, max_batches: window, min_ready: 1, draw: Draw::Replay, replay_window: window, start_step: 0, seed };
+        prop_assert_eq!(settings.deadlock(LARGEST), None);
+        let mut state = State::new(settings);
+        state.on_epoch(0, &[jobs], vec![false; jobs as usize].into());
+        let mut r = Replayed {
+            state, jobs, handed: 0, window: window as u64, asked: BTreeMap::new(), extracting: Vec::new(), loaned: Vec::new(),
+            seen: Vec::new(), given_up: BTreeSet::new(), requests: 0,
+        };
+        for turn in turns {
+            r.turn(turn);
+        }
+        for _ in 0..10_000 {
+            let moved = [Turn::Hand, Turn::Fill(0), Turn::Done(0)].map(|turn| r.turn(turn));
+            r.turn(Turn::Draw);
+            if moved == [false; 3] && r.seen.len() + r.given_up.len() == jobs as usize {
+                break;
+            }
+        }
+        let mut order = Order::new(seed, window);
+        order.begin(0, vec![false; jobs as usize].into());
+        let whole = std::iter::from_fn(|| {
+            let job = order.wanted();
+            order.on_drawn();
+            job.map(|job| u64::from(job.index))
+        });
+        let expected: Vec<u64> = whole.filter(|job| !r.given_up.contains(job)).collect();
+        prop_assert_eq!(r.seen, expected);
+    }
 }

@@ -25,7 +25,7 @@ impl BatchSource for Numbered {
         let width = job.width as usize;
         let ids = job.samples.iter().flat_map(|&s| std::iter::repeat_n(s as i32, width)).collect();
         let lengths = vec![job.width; job.samples.len()];
-        Ok(PaddedBatch { job: job.id, rows: lengths.len(), width, lengths, ids, loss_mask: Vec::new() })
+        Ok(PaddedBatch { rows: lengths.len(), width, lengths, ids, ..PaddedBatch::default() })
     }
 }
 
@@ -127,7 +127,15 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
             offer_stragglers: true,
             policy: dispatcher::Policy::Pull,
         },
-        pool: pool_state::Settings { max_bytes: 64, max_batches: 8, min_ready: 4, draw: Draw::Uniform, seed: 1 },
+        pool: pool_state::Settings {
+            max_bytes: 64,
+            max_batches: 8,
+            min_ready: 4,
+            draw: Draw::Uniform,
+            replay_window: 8,
+            start_step: 0,
+            seed: 1,
+        },
         trainer: trainer::Settings {
             drafters: 3,
             accumulation: 2,

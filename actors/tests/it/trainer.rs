@@ -1,4 +1,5 @@
-//! Properties of the trainer's `State`: T1 for any mixture of fast, slow, finishing and failing drafters.
+//! Properties of the trainer's `State`: T1 for any mixture of fast, slow, finishing and failing drafters, and which batches of an
+//! order make which step.
 
 use draftmill_actors::{
     engine::MicroReport,
@@ -6,20 +7,43 @@ use draftmill_actors::{
     trainer_state::{Action, State},
 };
 use proptest::prelude::*;
+use std::collections::BTreeSet;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Doing {
     Idle,
-    Waiting,
-    Training(u64),
+    /// Has the batch at this place of the order.
+    Holding(u64),
+    Waiting(u64),
+    Training(u64, u64),
     Finished,
 }
 
+/// What becomes of a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fate {
+    Trained,
+    /// The batch goes back to the pool.
+    Back,
+    Skipped,
+}
+
+fn fate() -> impl Strategy<Value = Fate> {
+    prop_oneof![8 => Just(Fate::Trained), 1 => Just(Fate::Back), 1 => Just(Fate::Skipped)]
+}
+
+/// Drafters around the state, and a pool that gives batches in order.
 struct Outside {
     state: State,
     doing: Vec<Doing>,
-    batches: u64,
-    steps: Vec<u64>,
+    /// Places in the order that nobody has drawn, or that came back.
+    pool: BTreeSet<u64>,
+    ordered: bool,
+    below: u64,
+    /// Places that were trained, by step.
+    steps: Vec<Vec<u64>>,
+    collected: Vec<u64>,
+    skipped: BTreeSet<u64>,
     over: bool,
     reducing: Option<u64>,
 }
@@ -29,20 +53,25 @@ impl Outside {
         for action in actions {
             match action {
                 Action::Issue { drafter, step } => {
-                    assert_eq!(self.doing[drafter], Doing::Waiting);
+                    let Doing::Waiting(place) = self.doing[drafter] else { panic!("a ticket for nobody") };
                     assert_eq!(self.reducing, None, "T1: a ticket while a step is reduced");
-                    self.doing[drafter] = Doing::Training(step);
+                    self.doing[drafter] = Doing::Training(step, place);
                 }
                 Action::Refuse { drafter } => {
-                    assert_eq!(self.doing[drafter], Doing::Waiting);
+                    assert!(matches!(self.doing[drafter], Doing::Waiting(_)));
                     self.doing[drafter] = Doing::Finished;
                 }
+                Action::Collect { step, below } => {
+                    assert_eq!(step, self.state.step());
+                    self.below = below;
+                }
                 Action::Reduce { step } => {
-                    assert!(!self.doing.iter().any(|d| matches!(d, Doing::Training(_))), "reduced while one trains");
+                    assert!(!self.doing.iter().any(|d| matches!(d, Doing::Training(..))), "reduced while one trains");
                     self.reducing = Some(step);
                 }
                 Action::Step => {
-                    self.steps.push(self.state.micro_batches());
+                    assert_eq!(self.collected.len() as u64, self.state.micro_batches());
+                    self.steps.push(std::mem::take(&mut self.collected));
                     self.reducing = None;
                     let next = self.state.on_stepped();
                     self.apply(next);
@@ -52,55 +81,87 @@ impl Outside {
         }
     }
 
-    /// Drafter `d` does its next thing.
-    fn turn(&mut self, d: usize, fails: bool) {
+    /// Drafter `d` does its next thing. True when a micro-batch had its fate.
+    fn turn(&mut self, d: usize, fate: Fate) -> bool {
         if let Some(step) = self.reducing {
             for drafter in 0..self.doing.len() {
                 let actions = self.state.on_gradient(drafter, step);
                 self.apply(actions);
             }
-            return;
+            return false;
         }
+        let on_loan = |d: &Doing| matches!(d, Doing::Holding(_) | Doing::Waiting(_) | Doing::Training(..));
         let actions = match self.doing[d] {
-            Doing::Idle if self.batches > 0 => {
-                self.batches -= 1;
-                self.doing[d] = Doing::Waiting;
+            Doing::Idle => match self.pool.pop_first() {
+                Some(place) => {
+                    self.doing[d] = Doing::Holding(place);
+                    return false;
+                }
+                // What is on loan may come back.
+                None if self.doing.iter().any(on_loan) => return false,
+                None => {
+                    self.doing[d] = Doing::Finished;
+                    self.state.on_finished(d)
+                }
+            },
+            // In an order, a drafter asks only for a batch whose step has come.
+            Doing::Holding(place) if self.ordered && place >= self.below => return false,
+            Doing::Holding(place) => {
+                self.doing[d] = Doing::Waiting(place);
                 self.state.on_ticket(d)
             }
-            Doing::Idle => {
-                self.doing[d] = Doing::Finished;
-                self.state.on_finished(d)
-            }
-            Doing::Training(step) => {
+            Doing::Training(step, place) => {
                 self.doing[d] = Doing::Idle;
                 let ticket = Ticket { step, drafter: d };
-                if fails {
-                    self.state.on_give_back(&ticket)
-                } else {
-                    self.state.on_report(&ticket, 0, &MicroReport::default())
+                let order = self.ordered.then_some(place);
+                match fate {
+                    Fate::Trained => {
+                        self.collected.push(place);
+                        self.state.on_report(&ticket, order, 0, &MicroReport::default())
+                    }
+                    Fate::Back => {
+                        self.pool.insert(place);
+                        self.state.on_give_back(&ticket, false)
+                    }
+                    Fate::Skipped => {
+                        self.skipped.insert(place);
+                        self.state.on_give_back(&ticket, true)
+                    }
                 }
             }
-            Doing::Waiting | Doing::Finished => return,
+            Doing::Waiting(_) | Doing::Finished => return false,
         };
         self.apply(actions);
+        true
     }
 }
 
-fn run(
+struct Case {
     drafters: usize,
     accumulation: usize,
     batches: u64,
     max_steps: u64,
-    turns: &[(usize, bool)],
-    stop_at: usize,
-) -> Outside {
-    let state = State::new(drafters, accumulation, 0, max_steps);
-    let mut o =
-        Outside { state, doing: vec![Doing::Idle; drafters], batches, steps: Vec::new(), over: false, reducing: None };
+    ordered: bool,
+}
+
+fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize) -> Outside {
+    let &Case { drafters, accumulation, batches, max_steps, ordered } = case;
+    let mut o = Outside {
+        state: State::new(drafters, accumulation, 0, max_steps),
+        doing: vec![Doing::Idle; drafters],
+        pool: (0..batches).collect(),
+        ordered,
+        below: (drafters * accumulation) as u64,
+        steps: Vec::new(),
+        collected: Vec::new(),
+        skipped: BTreeSet::new(),
+        over: false,
+        reducing: None,
+    };
     let start = o.state.start();
     o.apply(start);
-    let endless = (0..).map(|i| (i % drafters, false));
-    for (i, (d, fails)) in turns.iter().map(|&(d, f)| (d % drafters, f)).chain(endless).take(100_000).enumerate() {
+    let endless = (0..).map(|i| (i % drafters, Fate::Trained));
+    for (i, (d, fate)) in turns.iter().map(|&(d, f)| (d % drafters, f)).chain(endless).take(100_000).enumerate() {
         if i == stop_at {
             let actions = o.state.on_stop();
             o.apply(actions);
@@ -108,7 +169,7 @@ fn run(
         if o.over {
             break;
         }
-        o.turn(d, fails);
+        o.turn(d, fate);
     }
     assert!(o.over, "the trainer never ends");
     o
@@ -117,29 +178,39 @@ fn run(
 proptest! {
     #[test]
     fn every_step_is_full_or_the_last_one(
-        drafters in 1_usize..5, accumulation in 1_usize..5, batches in 0_u64..100, max_steps in 0_u64..8,
-        turns in prop::collection::vec((any::<usize>(), prop::bool::weighted(0.1)), 0..300),
+        drafters in 1_usize..5, accumulation in 1_usize..5, batches in 0_u64..100, max_steps in 0_u64..8, ordered: bool,
+        turns in prop::collection::vec((any::<usize>(), fate()), 0..300),
     ) {
-        let failed = turns.iter().filter(|(_, f)| *f).count() as u64;
-        let o = run(drafters, accumulation, batches, max_steps, &turns, usize::MAX);
-        let size = (drafters * accumulation) as u64;
-        for (i, &n) in o.steps.iter().enumerate() {
-            prop_assert!(n == size || (n < size && n > 0 && i + 1 == o.steps.len()), "T1: {:?}", o.steps);
+        let case = Case { drafters, accumulation, batches, max_steps, ordered };
+        let o = run(&case, &turns, usize::MAX);
+        let size = drafters * accumulation;
+        let sizes: Vec<usize> = o.steps.iter().map(Vec::len).collect();
+        for (i, &n) in sizes.iter().enumerate() {
+            prop_assert!(n == size || (n < size && n > 0 && i + 1 == sizes.len()), "T1: {:?}", sizes);
         }
         if max_steps > 0 {
-            prop_assert!(o.steps.len() as u64 <= max_steps);
+            prop_assert!(sizes.len() as u64 <= max_steps);
         } else {
-            let trained: u64 = o.steps.iter().sum();
-            prop_assert!(trained + failed >= batches && trained <= batches);
+            let trained = sizes.iter().sum::<usize>() as u64;
+            prop_assert_eq!(trained + o.skipped.len() as u64, batches, "a batch that came back was stranded");
+        }
+        // In an order, the steps follow from the order and from what was given up, whoever was how fast.
+        if ordered {
+            let kept: Vec<u64> = (0..batches).filter(|place| !o.skipped.contains(place)).collect();
+            for (step, expected) in o.steps.iter().zip(kept.chunks(size)) {
+                let seen: BTreeSet<u64> = step.iter().copied().collect();
+                prop_assert_eq!(seen, expected.iter().copied().collect::<BTreeSet<u64>>());
+            }
         }
     }
 
     #[test]
     fn a_stop_ends_without_a_partial_step(
-        drafters in 1_usize..5, accumulation in 1_usize..5, stop_at in 0_usize..200,
-        turns in prop::collection::vec((any::<usize>(), Just(false)), 0..200),
+        drafters in 1_usize..5, accumulation in 1_usize..5, stop_at in 0_usize..200, ordered: bool,
+        turns in prop::collection::vec((any::<usize>(), fate()), 0..200),
     ) {
-        let o = run(drafters, accumulation, 1_000_000, 0, &turns, stop_at);
-        prop_assert!(o.steps.iter().all(|&n| n == (drafters * accumulation) as u64));
+        let case = Case { drafters, accumulation, batches: 1000, max_steps: 0, ordered };
+        let o = run(&case, &turns, stop_at);
+        prop_assert!(o.steps.iter().all(|step| step.len() == drafters * accumulation));
     }
 }

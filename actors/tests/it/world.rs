@@ -29,6 +29,10 @@ use tokio::{sync::mpsc, time::Instant};
 #[derive(Clone)]
 pub struct World {
     pub lengths: Vec<u32>,
+    pub job_tokens: u32,
+    /// Longest sample of each bucket; empty: four buckets by the optimum.
+    pub bounds: Vec<u32>,
+    pub order: Order,
     pub targets: Vec<Breakage>,
     pub drafters: Vec<Breakage>,
     pub costs: CostModel,
@@ -65,6 +69,10 @@ pub struct Breakage {
     pub slowness: Option<f64>,
     /// Every n-th unit of work (1-based) does this.
     pub every: Option<(u64, Wrong)>,
+    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
+    pub poison: Option<u32>,
+    /// A target cannot extract the jobs whose real tokens are 3 modulo this, however often it tries.
+    pub indigestible: Option<u64>,
     /// Only up to this unit of work.
     pub until: Option<u64>,
     /// Restarts that fail before one helps.
@@ -75,6 +83,7 @@ pub struct Breakage {
 pub enum Wrong {
     Fail,
     Lose,
+    LoseFeatures,
     Nan,
     Short,
     Panic,
@@ -85,6 +94,9 @@ impl Default for World {
     fn default() -> Self {
         Self {
             lengths: (0..400).map(|i| 10 + (i * 37) % 300).collect(),
+            job_tokens: 1000,
+            bounds: Vec::new(),
+            order: Order::Spread,
             targets: vec![Breakage::default(); 3],
             drafters: vec![Breakage::default(); 2],
             costs: CostModel { taps: 2, hidden_size: 8, ..CostModel::default() },
@@ -105,6 +117,8 @@ impl Default for World {
                 max_batches: 16,
                 min_ready: 4,
                 draw: pool_state::Draw::Proportional,
+                replay_window: 16,
+                start_step: 0,
                 seed: 7,
             },
             queue_jobs: 8,
@@ -173,11 +187,14 @@ impl World {
     }
 
     async fn go(self, ledger: MemoryLedger, start_step: u64) -> Outcomes {
-        let bounds = draftmill_actors::buckets::optimal_bounds(&self.lengths, 4);
+        let bounds = match self.bounds.is_empty() {
+            true => draftmill_actors::buckets::optimal_bounds(&self.lengths, 4),
+            false => self.bounds.clone(),
+        };
         let lengths: Arc<[u32]> = self.lengths.clone().into();
         let settings = mill::Settings {
             planner: planner::Settings {
-                plan: PlanSettings { seed: 1, job_tokens: 1000, order: Order::Spread, bounds },
+                plan: PlanSettings { seed: 1, job_tokens: self.job_tokens, order: self.order, bounds },
                 lengths: lengths.clone(),
                 epochs: self.epochs,
                 epoch_barrier: self.epoch_barrier,
@@ -191,7 +208,7 @@ impl World {
                 offer_stragglers: self.offer_stragglers,
                 policy: dispatcher::Policy::Pull,
             },
-            pool: self.pool,
+            pool: pool_state::Settings { start_step, ..self.pool },
             trainer: trainer::Settings {
                 drafters: self.drafters.len(),
                 accumulation: self.accumulation,
@@ -304,9 +321,13 @@ impl TargetEngine for BreakableTarget {
         self.lost = true; // should it panic
         let wrong = self.trouble.strike().await;
         self.lost = wrong == Some(Wrong::Lose);
+        let indigestible = self.trouble.breakage.indigestible.is_some_and(|n| batch.tokens() % n == 3);
         let mut features = self.inner.extract(batch).await?;
         if let Some(count) = &self.count {
             count.fetch_add(1, Ordering::Relaxed);
+        }
+        if indigestible {
+            return Err(EngineError::Failed("indigestible".into()));
         }
         match wrong {
             Some(Wrong::Fail) => return Err(EngineError::Failed("out of luck".into())),
@@ -351,8 +372,19 @@ impl DraftEngine for BreakableDrafter {
         features: SimFeatures,
     ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
         let failed = |error| Err(MicroFailure { error, features: Some(features) });
+        if self.trouble.breakage.poison.is_some_and(|n| job.index % n == 3) {
+            return failed(EngineError::Failed("poison".into()));
+        }
         match self.trouble.strike().await {
-            Some(Wrong::Fail) => return failed(EngineError::Failed("out of luck".into())),
+            Some(Wrong::Fail) => {
+                // In the middle of the work: by then the next batch has been drawn.
+                let seconds = self.inner.costs.seconds_per_micro_batch * self.inner.slowness;
+                tokio::time::sleep(Duration::from_secs_f64(seconds / 2.0)).await;
+                return failed(EngineError::Failed("out of luck".into()));
+            }
+            Some(Wrong::LoseFeatures) => {
+                return Err(MicroFailure { error: EngineError::Failed("out of luck".into()), features: None });
+            }
             Some(Wrong::Lose) => return failed(EngineError::Lost("the device fell off the bus".into())),
             _ => {}
         }

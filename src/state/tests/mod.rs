@@ -1,5 +1,6 @@
 //! The state of a run under second processes, strange files, full disks, and callers with defects.
 
+mod history;
 mod recovery;
 
 use super::*;
@@ -33,6 +34,15 @@ fn trained(step: u64) -> Outcome {
 
 fn skipped(reason: &str) -> Outcome {
     Outcome::Skipped { reason: reason.to_owned(), attempts: 3 }
+}
+
+fn from(step: u64) -> NewRun {
+    NewRun { from: step, epochs: 2, samples: 40, micro_batches: 3, ..NewRun::default() }
+}
+
+/// A start that goes on from the checkpoint of `step`; gives the number of jobs that are open again.
+fn reopen_after(db: &mut StateDb, step: u64) -> usize {
+    db.begin_run(&from(step)).unwrap().reopened
 }
 
 fn refused(run: &Path) -> String {
@@ -84,9 +94,11 @@ fn an_empty_file_is_a_run_that_was_killed_before_its_tables_were_written() {
 fn a_newer_schema_is_refused() {
     let run = folder();
     drop(StateDb::open_or_create(run.path()).unwrap());
-    raw(run.path()).execute("UPDATE meta SET value = '2' WHERE key = 'schema_version'", []).unwrap();
-    let text = refused(run.path());
-    assert!(text.contains("schema version 2") && text.contains("versions up to 1"), "{text}");
+    raw(run.path()).execute("UPDATE meta SET value = '3' WHERE key = 'schema_version'", []).unwrap();
+    let reading = StateReader::open(run.path()).unwrap_err().to_string();
+    for text in [refused(run.path()), reading] {
+        assert!(text.contains("schema version 3") && text.contains("versions up to 2"), "{text}");
+    }
 }
 
 #[test]
@@ -186,7 +198,7 @@ fn r1_outcomes_come_before_the_checkpoint_that_holds_them() {
     db.checkpoint(5, "step-5-again").unwrap();
     let newest = db.latest_checkpoint().unwrap();
     assert_eq!(newest, Some(Checkpoint { step: 5, name: "step-5-again".to_owned() }));
-    assert!(db.reopen_after(4).unwrap_err().to_string().contains("no checkpoint of step 4"));
+    assert!(db.begin_run(&from(4)).unwrap_err().to_string().contains("no checkpoint of step 4"));
 }
 
 /// speculators#716: the reader and the writer of a plan used different ids, so resume skipped nothing.

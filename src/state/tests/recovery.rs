@@ -32,7 +32,7 @@ fn what_was_committed_outlives_a_process_that_never_closed() {
     db.checkpoint(1, "step-1").unwrap();
     db.record(&[(job(0, 3), trained(2))]).unwrap();
     // A transaction that was under way.
-    let tx = db.connection.transaction().unwrap();
+    let tx = db.reader.connection.transaction().unwrap();
     tx.execute("DELETE FROM outcomes", []).unwrap();
     copy_as_killed(run.path(), left.path(), |bytes| bytes);
     assert!(fs::metadata(left.path().join("state.db-wal")).unwrap().len() > 0);
@@ -78,7 +78,7 @@ fn kill_minus_nine_loses_nothing_that_was_recorded() {
     let mut db = StateDb::open_or_create(run.path()).unwrap();
     let found = db.counts().unwrap()[0].trained as usize;
     assert!(found == told || found == told + 1, "told {told}, found {found}");
-    assert_eq!(db.reopen_after(0).unwrap(), found);
+    assert_eq!(reopen_after(&mut db, 0), found);
 }
 
 /// One thing that happens to a run.
@@ -149,7 +149,7 @@ proptest! {
                     let survives = saved.last().unwrap().clone();
                     drop(db);
                     db = StateDb::open_or_create(run.path()).unwrap();
-                    let reopened = db.reopen_after(survives.step).unwrap();
+                    let reopened = reopen_after(&mut db, survives.step);
                     prop_assert_eq!(reopened, now.ended.len() - survives.ended.len());
                     now = survives;
                     let newest = db.latest_checkpoint().unwrap().map_or(0, |c| c.step);
@@ -160,7 +160,7 @@ proptest! {
         }
         // Resumed once more and run to its end: every job ends exactly once.
         let survives = saved.last().unwrap();
-        db.reopen_after(survives.step).unwrap();
+        reopen_after(&mut db, survives.step);
         prop_assert_eq!(outcomes(&db, &jobs), survives.ended.clone());
         let mut rest = Vec::new();
         for plan in &plans {
@@ -218,4 +218,36 @@ fn outcomes_per_second() {
         let rate = outcomes.len() as f64 / took.as_secs_f64();
         println!("batches of {batch}: {rate:.0} outcomes/s; plan of 200000 jobs written in {planned:?}");
     }
+}
+
+/// Run by hand: `cargo test --no-default-features --lib -- --ignored --nocapture opening_a_million`.
+#[test]
+#[ignore = "a measurement"]
+fn opening_a_million_jobs() {
+    let run = folder();
+    let mut db = StateDb::open_or_create(run.path()).unwrap();
+    // Ten epochs of 100 000 jobs, of eight samples each.
+    let lengths: Vec<u32> = (0..800_000).map(|i| 10 + i % 2).collect();
+    let settings = PlanSettings { seed: 1, job_tokens: 88, order: Order::Spread, bounds: vec![10, 11] };
+    db.begin_run(&from(0)).unwrap();
+    for epoch in 0..10 {
+        let plan = plan_epoch(&lengths, &settings, epoch).unwrap();
+        db.begin_epoch(&plan).unwrap();
+        let outcomes: Vec<_> = plan.jobs.iter().map(|j| (j.id, trained(u64::from(epoch) * 50_000 + 1))).collect();
+        db.record(&outcomes).unwrap();
+        db.checkpoint(u64::from(epoch) * 50_000 + 1, "step").unwrap();
+    }
+    drop(db);
+    println!("{} MB", fs::metadata(run.path().join("state.db")).unwrap().len() / 1_000_000);
+    let start = tokio::time::Instant::now();
+    let mut db = StateDb::open_or_create(run.path()).unwrap();
+    println!("opened after {:?}", start.elapsed());
+    reopen_after(&mut db, 400_001);
+    println!("begun after {:?}", start.elapsed());
+    let open = db.counts().unwrap().iter().map(EpochCounts::open).sum::<u64>();
+    println!("counted {open} open after {:?}", start.elapsed());
+    let start = tokio::time::Instant::now();
+    // It finds the gaps between the steps above.
+    assert!(!StateReader::open(run.path()).unwrap().verify().unwrap().is_empty());
+    println!("verified in {:?}", start.elapsed());
 }

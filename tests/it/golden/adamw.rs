@@ -6,7 +6,7 @@ use super::{
 };
 use draftmill::{
     checkpoint::{CheckpointError, Verified},
-    engines::optimizer::{Saving, TorchOptimizer},
+    engines::{optimizer::TorchOptimizer, saving::Saving},
     model::{
         adamw::{AdamW, Hyper},
         params::{Gradient, ParamSet},

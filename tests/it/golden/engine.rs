@@ -26,7 +26,7 @@ fn batch(case: &Case, lengths: &[u32]) -> Arc<PaddedBatch> {
     Arc::new(batch)
 }
 
-fn target(case: &Case, features: FeatureDtype) -> TorchTarget {
+pub fn target(case: &Case, features: FeatureDtype) -> TorchTarget {
     let options = TargetOptions {
         device: Device::Cpu,
         compute: FeatureDtype::F32,
@@ -42,7 +42,7 @@ fn options(case: &Case) -> DrafterOptions {
     DrafterOptions { model, num_anchors: 3, seed: 17 }
 }
 
-async fn drafter(case: &Case) -> TorchDrafter {
+pub async fn drafter(case: &Case) -> TorchDrafter {
     let folder = path(case.json["target_dir"].as_str().unwrap());
     let mut drafter = TorchDrafter::load(case.config(), &folder, options(case)).unwrap();
     drafter.load_weights(init_params(&case.config(), 5).unwrap()).await.unwrap();

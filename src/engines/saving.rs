@@ -1,0 +1,51 @@
+//! Where an optimizer's checkpoints go, and the writing of one beside the steps.
+
+use crate::{
+    checkpoint::{self, CheckpointError, NamedTensor, State},
+    hf::draft::DraftConfig,
+};
+use draftmill_actors::engine::{EngineError, Writing};
+use std::path::PathBuf;
+
+/// Where and how checkpoints are written.
+#[derive(Clone, Debug)]
+pub struct Saving {
+    /// The run's `checkpoints` folder.
+    pub folder: PathBuf,
+    pub keep_last: usize,
+    pub seed: u64,
+    /// The resolved configuration, kept with each checkpoint.
+    pub config: String,
+    pub draft: DraftConfig,
+}
+
+impl Saving {
+    /// Writes a checkpoint of `step` on a blocking thread. `tensors` are weights, first and second moments.
+    pub fn writing(&self, step: u64, tensors: [Vec<NamedTensor>; 3]) -> Writing {
+        let saving = self.clone();
+        Box::pin(async move {
+            let written = tokio::task::spawn_blocking(move || saving.write(step, tensors)).await;
+            let written = written.map_err(|error| EngineError::Failed(error.to_string()))?;
+            written.map_err(|error| EngineError::Failed(error.to_string()))
+        })
+    }
+
+    fn write(
+        self,
+        step: u64,
+        [weights, exp_avg, exp_avg_sq]: [Vec<NamedTensor>; 3],
+    ) -> Result<String, CheckpointError> {
+        let Saving { folder, keep_last, seed, config, draft } = self;
+        let tensors = [
+            (checkpoint::WEIGHTS, weights),
+            (checkpoint::FIRST_MOMENTS, exp_avg),
+            (checkpoint::SECOND_MOMENTS, exp_avg_sq),
+        ];
+        let name = checkpoint::write(&folder, &State::new(step, seed, config), &draft, &tensors)?;
+        // One more than is kept stays until the new one exists in state.db.
+        if let Err(error) = checkpoint::retain(&folder, keep_last + 1) {
+            tracing::warn!(%error, folder = %folder.display(), "old checkpoints could not be deleted");
+        }
+        Ok(name)
+    }
+}

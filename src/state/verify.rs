@@ -1,0 +1,324 @@
+//! Holds a whole ledger to the invariants that it is there to keep: P1, D1, T1 and R1, and SQLite's own checks.
+
+use super::{
+    Problem, RunRow, StateError, StateReader,
+    ledger::{StoredJob, parse, stored_jobs},
+    runs::runs,
+    unsigned::Unsigned,
+};
+use draftmill_actors::types::JobId;
+use rusqlite::{Connection, Row};
+use serde::Serialize;
+use std::collections::BTreeSet;
+
+/// Violations of one kind that are told one by one.
+const TOLD: usize = 20;
+
+/// What is not as it must be, as a sentence that names the job or step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Violation {
+    /// The invariant of ARCHITECTURE.md, or "file" where SQLite itself finds damage.
+    pub invariant: &'static str,
+    pub text: String,
+}
+
+impl StateReader {
+    /// Everything that is wrong with the ledger; nothing where it is sound.
+    ///
+    /// P1: every plan covers each sample once, in jobs of one bucket within the token budget. D1: every outcome is of a
+    /// planned job. T1: a step has as many micro-batches as its start says, or is the last of it (unknown for steps from
+    /// before schema version 2). R1: the trained steps have no gap and reach the newest checkpoint, outcomes come after the
+    /// checkpoint that they name, and what a start reopened is what the checkpoint that it went on from does not hold.
+    pub fn verify(&self) -> Result<Vec<Violation>, StateError> {
+        self.read("verify", |connection| {
+            let mut found = Found::default();
+            sqlite(connection, &mut found)?;
+            let runs = runs(connection)?;
+            plans(connection, &runs, &mut found)?;
+            outcomes(connection, &mut found)?;
+            let last = steps(connection, &runs, &mut found)?;
+            checkpoints(connection, last, &mut found)?;
+            starts(connection, &runs, last, &mut found)?;
+            Ok(found.finish())
+        })
+    }
+}
+
+#[derive(Default)]
+struct Found {
+    violations: Vec<Violation>,
+    /// Of the running check.
+    told: usize,
+    untold: usize,
+}
+
+impl Found {
+    fn add(&mut self, invariant: &'static str, text: String) {
+        if self.told < TOLD {
+            self.told += 1;
+            self.violations.push(Violation { invariant, text });
+        } else {
+            self.untold += 1;
+        }
+    }
+
+    /// Begins another check, whose violations are counted anew.
+    fn next(&mut self) {
+        if let Some(last) = self.violations.last().filter(|_| self.untold > 0) {
+            let text = format!("and {} more of this kind", self.untold);
+            self.violations.push(Violation { invariant: last.invariant, text });
+        }
+        (self.told, self.untold) = (0, 0);
+    }
+
+    fn finish(mut self) -> Vec<Violation> {
+        self.next();
+        self.violations
+    }
+}
+
+fn sqlite(connection: &Connection, found: &mut Found) -> Result<(), Problem> {
+    let mut statement = connection.prepare("PRAGMA integrity_check(20)")?;
+    for verdict in statement.query_map([], |row| row.get::<_, String>(0))? {
+        let verdict = verdict?;
+        if verdict != "ok" {
+            found.add("file", format!("SQLite finds the file damaged: {verdict}"));
+        }
+    }
+    found.next();
+    Ok(())
+}
+
+fn plans(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<(), Problem> {
+    let mut statement = connection.prepare("SELECT epoch, jobs, bounds FROM plans ORDER BY epoch")?;
+    let plans = statement.query_map([], |row| Ok((row.get(0)?, row.get::<_, Unsigned>(1)?.0, row.get(2)?)))?;
+    let plans = plans.collect::<Result<Vec<(u32, u64, String)>, _>>()?;
+    let budget = "SELECT value FROM meta WHERE key = 'identity.plan.job_tokens'";
+    let budget: Option<u64> = connection
+        .prepare(budget)?
+        .query_row([], |row| row.get::<_, String>(0))
+        .ok()
+        .and_then(|text| text.parse().ok());
+    let known = runs.last().map(|run| run.samples);
+    let mut first = None;
+    for (epoch, jobs, bounds) in plans {
+        let mut plan = PlanCheck { epoch, bounds: parse(&bounds)?, budget, seen: Vec::new(), jobs: 0 };
+        stored_jobs(connection, epoch, |job| plan.job(job, found))?;
+        if plan.jobs != jobs {
+            found.add("P1", format!("the plan of epoch {epoch} has {} jobs; {jobs} were written", plan.jobs));
+        }
+        // Without a noted number of samples every epoch is held to the first.
+        let samples = *first.get_or_insert(known.unwrap_or(plan.seen.len() as u64));
+        plan.end(samples, found);
+        found.next();
+    }
+    let strays = "SELECT jobs.epoch, idx FROM jobs LEFT JOIN plans USING (epoch) WHERE plans.epoch IS NULL";
+    for job in ids(connection, strays)? {
+        found.add("P1", format!("job {job} belongs to an epoch that has no plan"));
+    }
+    found.next();
+    Ok(())
+}
+
+struct PlanCheck {
+    epoch: u32,
+    bounds: Vec<u32>,
+    budget: Option<u64>,
+    /// By sample, whether a job holds it.
+    seen: Vec<bool>,
+    jobs: u64,
+}
+
+impl PlanCheck {
+    fn job(&mut self, job: StoredJob, found: &mut Found) -> Result<(), Problem> {
+        let id = JobId { epoch: self.epoch, index: job.index };
+        if u64::from(job.index) != self.jobs {
+            found.add("P1", format!("job {id} stands at place {} of its epoch", self.jobs));
+        }
+        self.jobs += 1;
+        let samples = parse(&job.samples)?;
+        let (rows, width, tokens) = (samples.len() as u64, u64::from(job.width), u64::from(job.tokens));
+        // The longest row is `width`; every other has at least one token.
+        if rows == 0 || width == 0 || tokens > rows * width || tokens < width + rows - 1 {
+            found.add("P1", format!("job {id} cannot hold {tokens} tokens in {rows} samples of at most {width}"));
+        }
+        if let Some(budget) = self.budget.filter(|&budget| rows * width > budget) {
+            found.add("P1", format!("job {id} has {} token slots; plan.job_tokens is {budget}", rows * width));
+        }
+        let bucket = usize::from(job.bucket);
+        let above = bucket.checked_sub(1).and_then(|shorter| self.bounds.get(shorter));
+        match self.bounds.get(bucket) {
+            Some(&bound) if job.width <= bound && above.is_none_or(|&bound| job.width > bound) => {}
+            _ => found.add("P1", format!("job {id} is of width {width}, which does not belong to bucket {bucket}")),
+        }
+        for sample in samples {
+            let place = sample as usize;
+            if place >= self.seen.len() {
+                self.seen.resize(place + 1, false);
+            }
+            if std::mem::replace(&mut self.seen[place], true) {
+                let epoch = self.epoch;
+                found.add(
+                    "P1",
+                    format!("job {id} holds sample {sample}, which another place of epoch {epoch} holds too"),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn end(mut self, samples: u64, found: &mut Found) {
+        let epoch = self.epoch;
+        if self.seen.len() as u64 > samples {
+            let last = self.seen.len() - 1;
+            found
+                .add("P1", format!("epoch {epoch} holds sample {last}, but the samples end at {}", samples.max(1) - 1));
+        }
+        self.seen.resize((samples as usize).max(self.seen.len()), false);
+        for (sample, _) in self.seen.iter().enumerate().filter(|(_, seen)| !**seen) {
+            found.add("P1", format!("sample {sample} is in no job of epoch {epoch}"));
+        }
+    }
+}
+
+fn outcomes(connection: &Connection, found: &mut Found) -> Result<(), Problem> {
+    for table in ["outcomes", "reopened"] {
+        let strays = format!(
+            "SELECT {table}.epoch, {table}.idx FROM {table} LEFT JOIN jobs USING (epoch, idx) WHERE jobs.idx IS NULL"
+        );
+        for job in ids(connection, &strays)? {
+            found.add("D1", format!("job {job} ended (in the table {table}), but is in no plan"));
+        }
+        found.next();
+    }
+    let early = "SELECT epoch, idx, step, checkpoint FROM outcomes WHERE step IS NOT NULL AND step <= checkpoint";
+    let mut statement = connection.prepare(early)?;
+    for row in statement.query_map([], |row| Ok((id(row)?, row.get(2)?, row.get(3)?)))? {
+        let (job, step, checkpoint): (_, i64, i64) = row?;
+        found.add(
+            "R1",
+            format!("job {job} was trained at step {step}, when the checkpoint of step {checkpoint} was there"),
+        );
+    }
+    found.next();
+    let unknown = "SELECT epoch, idx, checkpoint FROM outcomes
+                   WHERE checkpoint > 0 AND checkpoint NOT IN (SELECT step FROM checkpoints)";
+    let mut statement = connection.prepare(unknown)?;
+    for row in statement.query_map([], |row| Ok((id(row)?, row.get(2)?)))? {
+        let (job, checkpoint): (_, i64) = row?;
+        found.add("R1", format!("job {job} ended after a checkpoint of step {checkpoint}, which does not exist"));
+    }
+    found.next();
+    Ok(())
+}
+
+/// Checks the steps that trained something; returns the last one.
+fn steps(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<u64, Problem> {
+    let mut statement =
+        connection.prepare("SELECT step, count(*) FROM outcomes WHERE step IS NOT NULL GROUP BY step ORDER BY step")?;
+    let steps = statement.query_map([], |row| Ok((row.get::<_, i64>(0)?, row.get::<_, Unsigned>(1)?.0)))?;
+    let steps = steps.collect::<Result<Vec<_>, _>>()?;
+    let last = steps.last().map_or(0, |&(step, _)| step.max(0).unsigned_abs());
+    let mut expected = 1;
+    for &(step, _) in &steps {
+        if step < 1 {
+            found.add("R1", format!("a job was trained at step {step}, but the first step is 1"));
+            continue;
+        }
+        let step = step.unsigned_abs();
+        if step > expected {
+            found.add("R1", format!("no job was trained at steps {expected} to {}", step - 1));
+        }
+        expected = step + 1;
+    }
+    found.next();
+    for (step, micro_batches) in steps.into_iter().map(|(step, n)| (step.unsigned_abs(), n)) {
+        // Later starts went on from this step or a later one, so this start is the one that made it.
+        let Some(at) = runs.iter().rposition(|run| run.resumed_from < step) else { continue };
+        let (run, wanted) = (runs[at].run, runs[at].micro_batches);
+        // The next start went on right behind this step.
+        let next = runs.get(at + 1).is_some_and(|next| next.resumed_from == step && next.reopened == 0);
+        let is_last = step == last || next;
+        if micro_batches > wanted || (micro_batches < wanted && !is_last) {
+            found.add(
+                "T1",
+                format!("step {step} has {micro_batches} micro-batches; start {run} makes steps of {wanted}"),
+            );
+        }
+    }
+    found.next();
+    Ok(last)
+}
+
+fn checkpoints(connection: &Connection, last: u64, found: &mut Found) -> Result<(), Problem> {
+    let mut statement = connection.prepare("SELECT step, name FROM checkpoints WHERE step > ?1 ORDER BY step")?;
+    for row in statement.query_map([Unsigned(last)], |row| Ok((row.get(0)?, row.get(1)?)))? {
+        let (step, name): (i64, String) = row?;
+        found.add("R1", format!("checkpoint {name} holds step {step}, but the last step that trained a job is {last}"));
+    }
+    found.next();
+    Ok(())
+}
+
+fn starts(connection: &Connection, runs: &[RunRow], last: u64, found: &mut Found) -> Result<(), Problem> {
+    let mut statement = connection.prepare("SELECT step FROM checkpoints")?;
+    let there = statement.query_map([], |row| row.get::<_, Unsigned>(0).map(|Unsigned(step)| step))?;
+    let there = there.collect::<Result<BTreeSet<u64>, _>>()?;
+    let counted = "SELECT count(*) FROM reopened WHERE run = ?1";
+    for (at, run) in runs.iter().enumerate() {
+        let (from, number) = (run.resumed_from, run.run);
+        let given_up = runs[at + 1..].iter().any(|later| later.resumed_from < from);
+        if from > 0 && !there.contains(&from) && !given_up {
+            found.add("R1", format!("start {number} went on from step {from}, which has no checkpoint"));
+        }
+        let reopened: u64 =
+            connection.prepare_cached(counted)?.query_row([Unsigned(number)], |row| row.get(0)).map(|Unsigned(n)| n)?;
+        if reopened != run.reopened {
+            found.add("R1", format!("start {number} reopened {} jobs, but {reopened} are noted", run.reopened));
+        }
+    }
+    found.next();
+    let kept = "SELECT epoch, idx, run, reopened.step, resumed_from FROM reopened JOIN runs USING (run)
+                WHERE reopened.step <= resumed_from";
+    let mut statement = connection.prepare(kept)?;
+    for row in statement.query_map([], |row| Ok((id(row)?, row.get(2)?, row.get(3)?, row.get(4)?)))? {
+        let (job, run, step, from): (_, i64, i64, i64) = row?;
+        found.add(
+            "R1",
+            format!("start {run} reopened job {job} of step {step}, which its checkpoint of step {from} holds"),
+        );
+    }
+    found.next();
+    let Some(end) = runs.last() else { return Ok(()) };
+    let number = end.run;
+    let outcome = end.outcome.as_deref().unwrap_or_default();
+    if ["finished", "step-limit", "stopped"].contains(&outcome) {
+        let newest = there.last().copied().unwrap_or(0);
+        if newest != last {
+            found.add(
+                "R1",
+                format!(
+                    "start {number} ended ({outcome}), but its last step is {last} and its last checkpoint of {newest}"
+                ),
+            );
+        }
+    }
+    if outcome == "finished" {
+        let open = "SELECT epoch, idx FROM jobs LEFT JOIN outcomes USING (epoch, idx)
+                    WHERE outcomes.checkpoint IS NULL AND epoch < (SELECT max(epochs) FROM runs WHERE run = ?1)";
+        let mut statement = connection.prepare(open)?;
+        for job in statement.query_map([Unsigned(number)], id)? {
+            found.add("D1", format!("start {number} is said to have finished, but job {} is open", job?));
+        }
+    }
+    found.next();
+    Ok(())
+}
+
+fn ids(connection: &Connection, sql: &str) -> Result<Vec<JobId>, rusqlite::Error> {
+    connection.prepare(sql)?.query_map([], id)?.collect()
+}
+
+fn id(row: &Row<'_>) -> Result<JobId, rusqlite::Error> {
+    Ok(JobId { epoch: row.get(0)?, index: row.get(1)? })
+}

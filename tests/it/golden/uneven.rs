@@ -1,0 +1,266 @@
+//! T2 on real gradients: the update of a step is the same whoever computed which of its micro-batches.
+
+use super::{
+    drafter::Case,
+    engine::{drafter, target},
+    files::close_to_largest,
+};
+use draftmill::{
+    engines::{
+        optimizer::TorchOptimizer,
+        saving::Saving,
+        torch::{TorchDrafter, TorchFeatures},
+    },
+    model::{
+        adamw::Hyper,
+        params::{Gradient, Weights, init_params},
+    },
+};
+use draftmill_actors::{
+    dispatcher,
+    engine::{
+        DraftEngine, EngineError, FeatureDtype, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest, Writing,
+    },
+    fault::Stops,
+    ledger::MemoryLedger,
+    mill::{self, Parts},
+    plan::{Order, PlanSettings},
+    planner, pool_state, trainer,
+    types::{BatchSource, JobId, JobSpec, Outcome, PaddedBatch},
+};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        mpsc::{Receiver, Sender, channel},
+    },
+    time::Duration,
+};
+use tch::{Device, Kind};
+use tokio::sync::{mpsc, watch};
+
+/// Micro-batches of a step, of two drafters.
+const STEP: u64 = 6;
+const LENGTHS: [u32; 24] =
+    [20, 9, 14, 31, 17, 8, 26, 12, 22, 11, 30, 19, 7, 16, 25, 13, 28, 10, 21, 15, 29, 18, 24, 23];
+
+/// Samples whose ids follow from their number.
+struct Samples {
+    vocab: usize,
+}
+
+impl BatchSource for Samples {
+    fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String> {
+        let width = job.width as usize;
+        let lengths: Vec<u32> = job.samples.iter().map(|&s| LENGTHS[s as usize]).collect();
+        let mut batch = PaddedBatch { rows: lengths.len(), width, lengths, ..PaddedBatch::default() };
+        for (row, &sample) in job.samples.iter().enumerate() {
+            for place in 0..width {
+                let real = place < batch.lengths[row] as usize;
+                batch.ids.push(if real { ((sample as usize * 31 + place * 7) % self.vocab) as i32 } else { 0 });
+                batch.loss_mask.push(u8::from(real && place % 5 != 4));
+            }
+        }
+        Ok(batch)
+    }
+}
+
+/// A drafter whose speed is told: the slow one finishes none of its micro-batches before the fast one has done what the slow one
+/// has no hold of, two thirds of each step.
+struct Paced {
+    inner: TorchDrafter,
+    slow: bool,
+    /// Micro-batches of the fast one, over all steps.
+    done: watch::Sender<u64>,
+    step: u64,
+    trained: Sender<JobId>,
+}
+
+impl DraftEngine for Paced {
+    type Features = TorchFeatures;
+    type Gradient = Gradient;
+    type Weights = Weights;
+
+    async fn micro_batch(
+        &mut self,
+        job: JobId,
+        features: TorchFeatures,
+    ) -> Result<MicroReport, MicroFailure<TorchFeatures>> {
+        let report = self.inner.micro_batch(job, features).await?;
+        if self.slow {
+            // One in work and one in hand are the slow one's.
+            let enough = self.step * STEP + STEP - 2;
+            let mut done = self.done.subscribe();
+            done.wait_for(|&done| done >= enough).await.expect("its own sender lives");
+        } else {
+            self.done.send_modify(|done| *done += 1);
+        }
+        self.trained.send(job).unwrap();
+        Ok(report)
+    }
+
+    async fn take_gradient(&mut self) -> Result<Option<Gradient>, EngineError> {
+        self.inner.take_gradient().await
+    }
+
+    async fn load_weights(&mut self, weights: Weights) -> Result<(), EngineError> {
+        self.step += 1;
+        if !self.slow {
+            // The slow one's share counts too, so that the next step begins at a multiple.
+            self.done.send_replace(self.step * STEP);
+        }
+        self.inner.load_weights(weights).await
+    }
+}
+
+/// The optimizer, and a look at what it was given and what it made of it.
+struct Watched {
+    inner: TorchOptimizer,
+    seen: Sender<Seen>,
+}
+
+/// One step.
+struct Seen {
+    /// Sum of the drafters' gradients over the denominator.
+    gradient: Gradient,
+    /// After the update.
+    weights: Weights,
+}
+
+impl Optimizer for Watched {
+    type Gradient = Gradient;
+    type Weights = Weights;
+
+    async fn step(&mut self, gradients: Vec<Gradient>, request: StepRequest) -> Result<StepReport, EngineError> {
+        let mut sum = gradients[0].deep_copy(Device::Cpu, Kind::Float).unwrap();
+        for more in &gradients[1..] {
+            for (sum, part) in sum.tensors_mut().iter_mut().zip(more.tensors()) {
+                *sum += part;
+            }
+        }
+        for tensor in sum.tensors_mut() {
+            *tensor /= request.denominator;
+        }
+        let report = self.inner.step(gradients, request).await?;
+        self.seen.send(Seen { gradient: sum, weights: self.inner.weights(0).await? }).unwrap();
+        Ok(report)
+    }
+
+    async fn weights(&mut self, drafter: usize) -> Result<Weights, EngineError> {
+        self.inner.weights(drafter).await
+    }
+
+    async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
+        self.inner.save(step).await
+    }
+}
+
+struct Trained {
+    seen: Vec<Seen>,
+    steps: BTreeMap<u64, Vec<JobId>>,
+    /// Jobs of each drafter, in order.
+    jobs: Vec<Vec<JobId>>,
+}
+
+async fn train(slow: usize) -> Trained {
+    let case = Case::load();
+    let folder = tempfile::tempdir().unwrap();
+    let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
+    let saving = Saving {
+        folder: folder.path().to_path_buf(),
+        keep_last: 1,
+        seed: 17,
+        config: String::new(),
+        draft: config.clone(),
+    };
+    let weights = init_params(&config, 5).unwrap();
+    let optimizer = TorchOptimizer::new(&weights, hyper, Device::Cpu, vec![Device::Cpu; 2], saving).unwrap();
+    let (look, seen) = channel();
+    let (done, _) = watch::channel(0);
+    let (mut drafters, mut jobs): (Vec<Paced>, Vec<Receiver<JobId>>) = Default::default();
+    for index in 0..2 {
+        let (inner, done, (trained, seen)) = (drafter(&case).await, done.clone(), channel());
+        drafters.push(Paced { inner, slow: index == slow, done, step: 0, trained });
+        jobs.push(seen);
+    }
+    let settings = mill::Settings {
+        planner: planner::Settings {
+            plan: PlanSettings { seed: 3, job_tokens: 40, order: Order::Spread, bounds: vec![16, 31] },
+            lengths: LENGTHS.into(),
+            epochs: 2,
+            epoch_barrier: false,
+            max_skip_fraction: 0.0,
+        },
+        dispatcher: dispatcher::Settings {
+            queue_jobs: 8,
+            pad_ahead: 2,
+            max_attempts: 1,
+            straggler_factor: 0.0,
+            offer_stragglers: false,
+            policy: dispatcher::Policy::Pull,
+        },
+        pool: pool_state::Settings {
+            max_bytes: 1 << 30,
+            max_batches: 8,
+            min_ready: 1,
+            draw: pool_state::Draw::Replay,
+            replay_window: 8,
+            start_step: 0,
+            seed: 3,
+        },
+        trainer: trainer::Settings {
+            drafters: 2,
+            accumulation: STEP as usize / 2,
+            learning_rate: Arc::new(|_| 1e-3),
+            max_grad_norm: 1.0,
+            start_step: 0,
+            max_steps: 4,
+            checkpoint_every: 0,
+        },
+        prefetch: 1,
+        max_failures_in_a_row: 1,
+        max_restarts: 0,
+        restart_pause: Duration::from_secs(1),
+        grace: Duration::from_secs(10),
+        kill: None,
+    };
+    let (records, mut recorded) = mpsc::channel(64);
+    let parts = Parts {
+        targets: vec![target(&case, FeatureDtype::F32)],
+        drafters,
+        optimizer: Watched { inner: optimizer, seen: look },
+        source: Arc::new(Samples { vocab: config.vocab_size }),
+        ledger: MemoryLedger::default(),
+        records,
+    };
+    let drain = tokio::spawn(async move { while recorded.recv().await.is_some() {} });
+    let report = mill::run(settings, parts, Stops::default()).await.unwrap();
+    drain.await.unwrap();
+    let mut steps = BTreeMap::<u64, Vec<JobId>>::new();
+    for (job, outcome) in report.ledger.unwrap().outcomes {
+        let Outcome::Trained { step } = outcome else { panic!("job {job} was skipped") };
+        steps.entry(step).or_default().push(job);
+    }
+    Trained { seen: seen.iter().collect(), steps, jobs: jobs.iter().map(|jobs| jobs.iter().collect()).collect() }
+}
+
+#[tokio::test]
+async fn the_update_does_not_depend_on_which_drafter_is_fast() {
+    let (one, two) = (train(0).await, train(1).await);
+    // The same jobs in the same steps, but other hands: each time the fast one did at least twice as much.
+    assert_eq!(one.steps, two.steps);
+    assert_eq!(one.steps.values().map(Vec::len).collect::<Vec<_>>(), [STEP as usize; 4]);
+    for (slow, fast) in [(&one.jobs[0], &one.jobs[1]), (&two.jobs[1], &two.jobs[0])] {
+        assert!(fast.len() >= 2 * slow.len(), "{} against {}", fast.len(), slow.len());
+    }
+    assert_ne!(one.jobs[0], two.jobs[0]);
+    assert_eq!((one.seen.len(), two.seen.len()), (4, 4));
+    for (step, (a, b)) in (1..).zip(one.seen.iter().zip(&two.seen)) {
+        for ((name, a), b) in a.gradient.iter().zip(b.gradient.tensors()) {
+            close_to_largest(&format!("gradient of step {step}, {name}"), a, b, 1e-6);
+        }
+        for ((name, a), b) in a.weights.iter().zip(b.weights.tensors()) {
+            close_to_largest(&format!("weights after step {step}, {name}"), a, b, 1e-6);
+        }
+    }
+}
