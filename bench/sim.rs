@@ -1,6 +1,6 @@
 //! Efficiency in the simulator: the same actors in virtual time, on the node of `configs/sim-8gpu.toml` and on a large one.
 
-use crate::machine::{Failed, Outcome, peak_rss};
+use crate::machine::{Failed, Outcome, cpu_seconds, peak_rss};
 use draftmill::{
     config,
     simulate::{Policy, Report, Scenario, run},
@@ -36,6 +36,8 @@ pub struct Scale {
     pub jobs: u64,
     pub efficiency: f64,
     pub wall_seconds: f64,
+    /// The part of it in which it had a core.
+    pub cpu_seconds: f64,
     /// Most memory resident before the run and in all.
     pub rss_before: u64,
     pub rss_peak: u64,
@@ -63,11 +65,13 @@ pub fn scale(jobs: u32) -> Outcome<Scale> {
     let micro_batch = &mut scenario.loaded.config.simulate.micro_batch;
     micro_batch.0 = micro_batch.0.mul_f64(balance);
     let before = peak_rss().unwrap_or(0);
+    let began = cpu_seconds().unwrap_or(0.0);
     let report = report(&scenario)?;
     Ok(Scale {
         jobs: report.jobs.trained,
         efficiency: report.efficiency,
         wall_seconds: report.wall_seconds,
+        cpu_seconds: cpu_seconds().unwrap_or(0.0) - began,
         rss_before: before,
         rss_peak: peak_rss().unwrap_or(0),
     })
