@@ -8,6 +8,7 @@ mod edges;
 mod faults;
 mod mix;
 mod pipeline;
+mod planner;
 mod pool;
 mod tags;
 mod trace;
