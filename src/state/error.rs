@@ -19,7 +19,7 @@ pub struct StateError {
 #[derive(Debug, Error)]
 pub enum Problem {
     #[error("{0}; check that the path is right and may be written")]
-    Io(#[from] io::Error),
+    Io(io::Error),
     #[error(
         "another draftmill process{holder} works in this run folder; wait until it ends, or give this run another folder",
         holder = holder.as_ref().map(|pid| format!(" (process {pid})")).unwrap_or_default()
@@ -87,6 +87,16 @@ pub enum Problem {
         differences.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
     )]
     IdentityDiffers { differences: Vec<IdentityDifference> },
+}
+
+impl From<io::Error> for Problem {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::StorageFull => Problem::Full,
+            io::ErrorKind::ReadOnlyFilesystem => Problem::ReadOnly,
+            _ => Problem::Io(error),
+        }
+    }
 }
 
 impl From<rusqlite::Error> for Problem {

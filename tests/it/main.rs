@@ -6,6 +6,8 @@ mod cli;
 mod config;
 mod data;
 mod export;
+#[cfg(feature = "failpoints")]
+mod failpoints;
 mod fetch;
 #[cfg(feature = "torch")]
 mod golden;

@@ -132,7 +132,7 @@ fn interrupted(run: &Run) -> String {
     told
 }
 
-fn copy(from: &Path, to: &Path) {
+pub fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
         match entry.path().is_dir() {

@@ -11,6 +11,7 @@ use draftmill::{
         adamw::{AdamW, Hyper},
         params::{Gradient, ParamSet},
     },
+    retention::Keep,
 };
 use draftmill_actors::engine::{Optimizer, StepRequest};
 use std::path::Path;
@@ -64,7 +65,13 @@ fn five_steps_match() {
 
 fn saving(folder: &Path) -> Saving {
     let draft = Case::load().config();
-    Saving { folder: folder.to_owned(), keep_last: 2, seed: 1, config: String::new(), draft }
+    Saving {
+        folder: folder.to_owned(),
+        keep: Keep { last: 2, ..Keep::default() },
+        seed: 1,
+        config: String::new(),
+        draft,
+    }
 }
 
 fn optimizer(folder: &Path) -> TorchOptimizer {
@@ -127,7 +134,7 @@ async fn a_gradient_that_is_not_finite_is_refused_and_the_weights_stay() {
     assert_eq!(largest_gap(&before, &optimizer.weights(0).await.unwrap()), 0.0);
 }
 
-/// SpecForge#464, #460, #587: moments and masters come back as well as the step.
+/// SpecForge#464, #460: moments and masters come back as well as the step.
 #[tokio::test]
 async fn specforge_464_a_resumed_optimizer_goes_on_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();

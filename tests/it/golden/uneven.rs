@@ -7,13 +7,15 @@ use super::{
 };
 use draftmill::{
     engines::{
-        optimizer::{Saving, TorchOptimizer},
+        optimizer::TorchOptimizer,
+        saving::Saving,
         torch::{TorchDrafter, TorchFeatures},
     },
     model::{
         adamw::Hyper,
         params::{Gradient, Weights, init_params},
     },
+    retention::Keep,
 };
 use draftmill_actors::{
     dispatcher,
@@ -167,7 +169,7 @@ async fn train(slow: usize) -> Trained {
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
     let saving = Saving {
         folder: folder.path().to_path_buf(),
-        keep_last: 1,
+        keep: Keep { last: 1, ..Keep::default() },
         seed: 17,
         config: String::new(),
         draft: config.clone(),
