@@ -148,6 +148,10 @@ impl RunFolder {
             Exit::Interrupted => RunEnd::Stopped,
             _ => RunEnd::Failed(failure.message.clone()),
         };
+        if !self.root.join("state.db").exists() {
+            // The folder, or its disk, was taken away: another must not be begun in its place.
+            return;
+        }
         let noted = StateDb::open_or_create(&self.root).and_then(|mut state| state.end_run(run, &end, None));
         if let Err(error) = noted {
             tracing::debug!(%error, "how the run ended could not be noted");

@@ -41,6 +41,11 @@ pub enum Problem {
          brings it to version {SCHEMA_VERSION}, or read it with the draftmill that wrote it"
     )]
     Older { found: u32 },
+    #[error(
+        "it was moved or deleted while the run goes on, and what is written now would be lost with it; put it back where it was, \
+         or begin anew with --fresh --force"
+    )]
+    Vanished,
     #[error("no run began here; give the run.dir of a run")]
     NoRun,
     #[error("no start of a run was noted in it; this is a defect of draftmill")]

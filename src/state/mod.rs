@@ -136,6 +136,10 @@ impl StateDb {
             failpoint::point("committed", action)?;
             if let Synced::AtOnce = synced {
                 move_log(connection)?;
+                // SQLite goes on writing to a file that has no name any more.
+                if !path.exists() {
+                    return Err(Problem::Vanished);
+                }
             }
             Ok(value)
         };

@@ -24,7 +24,7 @@ const SETS: &[&str] = &[
     "run.engine=simulated",
     "run.epochs=2",
     "simulate.target_per_token=1us",
-    "simulate.micro_batch=1ms",
+    "simulate.micro_batch=3ms",
     "simulate.reduce=0s",
     "simulate.step=1ms",
     "simulate.feature_bytes_per_token=1 KiB",
@@ -128,7 +128,8 @@ impl World {
             text(&looked).lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).collect::<Vec<_>>();
         let names = lines.iter().filter(|line| line["level"] == "TRACE").map(|line| line["message"].as_str().unwrap());
         let names: Vec<&str> = names.collect();
-        let often = |name: &&str| names.iter().filter(|n| n == &name).count() > 2;
+        // A slow disk makes fewer checkpoints, but always the first and the last one; it may delete only one.
+        let often = |name: &&str| names.iter().filter(|n| n == &name).count() > 2 && *name != "delete:checkpoint";
         let mut points: Vec<_> = names.iter().map(|name| ((*name).to_owned(), often(name))).collect();
         points.sort_unstable();
         points.dedup();
@@ -218,36 +219,36 @@ fn r1_death_at_any_point_loses_nothing_and_repeats_nothing() {
 fn a_write_that_fails_costs_one_checkpoint_or_ends_the_run_with_a_sentence() {
     let world = World::new();
     for (begin, point, often) in world.points() {
-        let kinds = if point.starts_with("write:") { &["enospc", "erofs", "short"][..] } else { &["enospc", "erofs"] };
-        for kind in kinds {
-            let reason = match (*kind, point.starts_with("commit")) {
-                ("erofs", true) => "read-only",
-                ("erofs", false) => "Read-only file system",
-                ("short", _) => "no storage space",
-                (_, true) => "the disk is full; free some space",
-                (_, false) => "No space left on device",
+        if of_a_checkpoint(&point) {
+            let (kind, reason) = match point.starts_with("write:") {
+                true => ("short", "no storage space"),
+                false => ("erofs", "Read-only file system"),
             };
-            if of_a_checkpoint(&point) {
-                let case = format!("{point} {kind} once");
-                let run = world.begin(begin, &case);
-                let points = format!("{point}={}1*return({kind})", second(often));
-                let ended = world.train(&run, &points, begin, &[]);
-                assert_eq!(ended.status.code(), Some(0), "{case}: {}", text(&ended));
-                let told = if point == "delete:checkpoint" { "could not be deleted" } else { "could not be written" };
-                assert!(text(&ended).contains(told) && text(&ended).contains(reason), "{case}: {}", text(&ended));
-                world.assert_complete(&run, &case);
-                fs::remove_dir_all(run).unwrap();
-            }
-            let case = format!("{point} {kind}");
+            let case = format!("{point} {kind} once");
             let run = world.begin(begin, &case);
-            let ended = world.train(&run, &format!("{point}={}return({kind})", second(often)), begin, &[]);
-            // What is not deleted takes room, and nothing else.
-            let code = if point == "delete:checkpoint" { 0 } else { 6 };
-            assert_eq!(ended.status.code(), Some(code), "{case}: {}", text(&ended));
-            assert!(text(&ended).contains(reason), "{case}: {}", text(&ended));
-            world.assert_sound(&run, begin);
-            world.go_on(&run, begin, &case);
+            // The first: on a slow disk the second may be the last one, whose failure ends the run.
+            let ended = world.train(&run, &format!("{point}=1*return({kind})"), begin, &[]);
+            assert_eq!(ended.status.code(), Some(0), "{case}: {}", text(&ended));
+            let told = if point == "delete:checkpoint" { "could not be deleted" } else { "could not be written" };
+            assert!(text(&ended).contains(told) && text(&ended).contains(reason), "{case}: {}", text(&ended));
+            world.assert_complete(&run, &case);
+            fs::remove_dir_all(run).unwrap();
         }
+        let (kind, reason) = match point.split(':').next() {
+            Some("commit") => ("erofs", "is read-only"),
+            Some("committed") => ("enospc", "the disk is full; free some space"),
+            _ if point == "sync:run folder" => ("enospc", "the disk is full; free some space"),
+            _ => ("enospc", "No space left on device"),
+        };
+        let case = format!("{point} {kind}");
+        let run = world.begin(begin, &case);
+        let ended = world.train(&run, &format!("{point}={}return({kind})", second(often)), begin, &[]);
+        // What is not deleted takes room, and nothing else.
+        let code = if point == "delete:checkpoint" { 0 } else { 6 };
+        assert_eq!(ended.status.code(), Some(code), "{case}: {}", text(&ended));
+        assert!(text(&ended).contains(reason), "{case}: {}", text(&ended));
+        world.assert_sound(&run, begin);
+        world.go_on(&run, begin, &case);
     }
 }
 

@@ -8,9 +8,11 @@ mod data;
 mod export;
 #[cfg(feature = "failpoints")]
 mod failpoints;
+mod faults;
 mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
+mod identity;
 mod import;
 mod ledger;
 mod recovery;

@@ -103,7 +103,7 @@ pub fn assert_every_job_once(run: &Path, epochs: u32) {
     assert_eq!(held, planned, "every job of every epoch is in the weights once");
 }
 
-fn assert_verified(run: &Run) {
+pub fn assert_verified(run: &Run) {
     let dir = run.dir();
     let verified = run.plain(&["ledger", dir.to_str().unwrap(), "--verify"]);
     assert_eq!(verified.status.code(), Some(0), "{}", text(&verified));

@@ -5,7 +5,7 @@ use super::{
     files::{LOSS, near, number, open, tensor},
 };
 use draftmill::{
-    checkpoint::{CheckpointError, Verified},
+    checkpoint::{CheckpointError, FIRST_MOMENTS, SECOND_MOMENTS, Verified, WEIGHTS},
     engines::{optimizer::TorchOptimizer, saving::Saving},
     model::{
         adamw::{AdamW, Hyper},
@@ -155,6 +155,35 @@ async fn specforge_464_a_resumed_optimizer_goes_on_with_the_same_bits() {
         resumed.step(vec![part], request(step, denominator)).await.unwrap();
     }
     assert_eq!(largest_gap(&whole.weights(0).await.unwrap(), &resumed.weights(0).await.unwrap()), 0.0);
+}
+
+/// SpecForge#587: a resume began with fresh moments and said nothing. Here they come back bit by bit, and a checkpoint without
+/// them is none.
+#[tokio::test]
+async fn specforge_587_no_resume_without_its_moments() {
+    let (dir, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut whole = optimizer(dir.path());
+    for step in 1..=2 {
+        let (denominator, part) = gradient(step as f64);
+        whole.step(vec![part], request(step, denominator)).await.unwrap();
+    }
+    whole.save(2).await.unwrap().await.unwrap();
+    let from = Verified::open(&dir.path().join("step-2")).unwrap();
+    let hyper = hyper(&Case::load().json["adamw"]["hyperparameters"]);
+    let saving = saving(again.path());
+    let mut resumed = TorchOptimizer::resume(&from, hyper, Device::Cpu, vec![Device::Cpu], saving).unwrap();
+    resumed.save(2).await.unwrap().await.unwrap();
+    for file in [WEIGHTS, FIRST_MOMENTS, SECOND_MOMENTS] {
+        let path = dir.path().join("step-2").join(file);
+        let bytes = std::fs::read(&path).unwrap();
+        assert!(bytes == std::fs::read(again.path().join("step-2").join(file)).unwrap(), "{file}");
+        let half = bytes.len() / 2;
+        assert!(bytes[half..].iter().any(|&byte| byte != 0), "{file} holds nothing");
+        std::fs::remove_file(&path).unwrap();
+        let Err(error) = Verified::open(&dir.path().join("step-2")) else { panic!("{file} is gone") };
+        assert!(error.to_string().contains(file), "{error}");
+        std::fs::write(path, bytes).unwrap();
+    }
 }
 
 #[tokio::test]
