@@ -1,9 +1,11 @@
 //! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, stragglers, and the order to drain.
 
+use crate::counted::Counted;
 use draftmill_actors::{
     dispatcher::{Failure, LeaseId, Policy, Return, Settings},
     dispatcher_state::{Action, State},
     job::{Job, Receipt},
+    metrics as m,
     types::{JobId, JobSpec, PaddedBatch},
 };
 use proptest::prelude::*;
@@ -351,6 +353,13 @@ fn a_failed_job_prefers_another_target() {
     outside.step(Event::Pull(0));
     outside.step(Event::Pull(1));
     assert_eq!(outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>(), [(0, 2), (1, 1)]);
+    // It is at the head again, before the jobs that waited all along.
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Job, Event::Padded(0, true), Event::Padded(0, true), Event::Pull(0), Event::Fail(0)] {
+        outside.step(e);
+    }
+    outside.step(Event::Pull(1));
+    assert_eq!((outside.held[0].target, outside.held[0].job.index), (1, 1));
     // Both wait, and the one that has not failed at it gets it, although the other one asked first.
     let mut outside = Outside::new(settings());
     for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Pull(1)] {
@@ -358,6 +367,87 @@ fn a_failed_job_prefers_another_target() {
     }
     outside.step(Event::Fail(0));
     assert_eq!(outside.held[0].target, 1);
+}
+
+#[test]
+fn a_stragglers_job_prefers_a_target_that_has_not_failed_at_it() {
+    let straggles = |more: &[Event]| {
+        let mut outside = warmed_up(Settings { max_attempts: 9, ..settings() });
+        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(9)] {
+            outside.step(e);
+        }
+        for e in more {
+            outside.step(e.clone());
+        }
+        // Target 1 got the job that target 0 does not get done, and fails at it.
+        outside.step(Event::Fail(1));
+        outside
+    };
+    // Target 1 takes the next job in its place, and target 2 the straggler's.
+    let mut outside = straggles(&[Event::Job, Event::Padded(0, true)]);
+    outside.step(Event::Pull(1));
+    outside.step(Event::Pull(2));
+    let held = |outside: &Outside| outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>();
+    assert_eq!(held(&outside), [(0, 4), (1, 5), (2, 4)]);
+    // With nothing else to do it tries again: it must not wait while there is work.
+    let mut outside = straggles(&[]);
+    outside.step(Event::Pull(1));
+    assert_eq!(held(&outside), [(0, 4), (1, 4)]);
+}
+
+#[test]
+fn a_forward_that_hangs_before_anything_is_known_is_a_straggler_as_soon_as_its_like_are_known() {
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0)] {
+        outside.step(e);
+    }
+    for _ in 0..3 {
+        assert_eq!(outside.state.next_due(), None);
+        for e in [Event::Job, Event::Padded(0, true), Event::Pull(1), Event::Start(1), Event::Pass(1), Event::Finish(1)]
+        {
+            outside.step(e);
+        }
+    }
+    outside.step(Event::Pull(1));
+    outside.step(Event::Pass(1));
+    assert_eq!(outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>(), [(0, 1), (1, 1)]);
+}
+
+#[test]
+fn a_job_that_cannot_be_padded_is_given_up_after_max_attempts_and_counted() {
+    let (counted, ()) = Counted::during(|| {
+        let mut outside = Outside::new(settings());
+        for e in [Event::Job, Event::Padded(0, false)] {
+            outside.step(e);
+        }
+        assert_eq!((outside.state.depth().0, outside.padding.len()), (1, 1), "it is padded once more");
+        outside.step(Event::Padded(0, false));
+        assert_eq!((outside.state.depth().0, outside.padding.len()), (0, 0), "two tries are enough");
+    });
+    assert_eq!(counted.last(m::JOBS_RETURNED, " cause=failed"), 2.0);
+}
+
+#[test]
+fn stragglers_and_late_results_are_counted_once_each_and_none_at_a_stop() {
+    for stop in [false, true] {
+        let (counted, ()) = Counted::during(|| {
+            let mut outside = warmed_up(settings());
+            for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1)] {
+                outside.step(e);
+            }
+            outside.step(Event::Pass(4));
+            outside.step(Event::Pass(100));
+            outside.step(Event::Finish(1));
+            if stop {
+                let actions = outside.state.on_stop();
+                outside.apply(actions);
+            }
+            outside.step(Event::Finish(0));
+        });
+        // What comes after a stop is not late: nobody was faster.
+        let late = if stop { 0.0 } else { 1.0 };
+        assert_eq!((counted.last(m::STRAGGLERS, ""), counted.last(m::LATE_RESULTS, "")), (1.0, late));
+    }
 }
 
 #[test]

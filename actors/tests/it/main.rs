@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod checkpoints;
+mod counted;
 mod dispatcher;
 mod edges;
 mod faults;
