@@ -37,6 +37,12 @@ pub fn peak_rss() -> Option<u64> {
     line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
+/// Seconds that this thread has run on a core; `None` where /proc does not tell. Unlike wall time it does not count what others took.
+pub fn cpu_seconds() -> Option<f64> {
+    let stat = fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    stat.split(' ').next()?.parse::<f64>().ok().map(|ns| ns / 1e9)
+}
+
 /// The middle of several measurements; of an even number, the lower one of the two.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

@@ -1,9 +1,9 @@
 //! Efficiency in the simulator: the same actors in virtual time, on the node of `configs/sim-8gpu.toml` and on a large one.
 
-use crate::machine::{Failed, Outcome, peak_rss};
+use crate::machine::{Failed, Outcome, cpu_seconds, peak_rss};
 use draftmill::{
     config,
-    simulate::{Policy, Report, Scenario, Stage, run},
+    simulate::{Policy, Report, Scenario, run},
 };
 use serde::{Deserialize, Serialize};
 use std::{path::Path, process::Command};
@@ -25,22 +25,9 @@ pub fn policy(policy: Policy) -> Outcome<Report> {
     report(&node()?.policy(policy))
 }
 
-/// The node with drafters that are a twentieth faster than its targets, so that a target's pause costs the whole node. `balance`: the
-/// report of the node as it is.
-pub fn targets_bound(balance: &Report, policy: Policy) -> Outcome<Report> {
-    let faster = match balance.slower_stage {
-        Stage::Drafters => 1.05 * (1.0 + balance.imbalance),
-        Stage::Targets => (1.05 / (1.0 + balance.imbalance)).max(1.0),
-    };
-    let mut scenario = node()?.policy(policy);
-    let micro_batch = &mut scenario.loaded.config.simulate.micro_batch;
-    micro_batch.0 = micro_batch.0.div_f64(faster);
-    report(&scenario)
-}
-
 /// The same node with its first target at half speed, against its new bound.
-pub fn slow_target() -> Outcome<Report> {
-    report(&node()?.target_speed(0, 0.5))
+pub fn slow_target(policy: Policy) -> Outcome<Report> {
+    report(&node()?.policy(policy).target_speed(0, 0.5))
 }
 
 /// What one run of the large node took.
@@ -49,6 +36,8 @@ pub struct Scale {
     pub jobs: u64,
     pub efficiency: f64,
     pub wall_seconds: f64,
+    /// The part of it in which it had a core.
+    pub cpu_seconds: f64,
     /// Most memory resident before the run and in all.
     pub rss_before: u64,
     pub rss_peak: u64,
@@ -76,11 +65,13 @@ pub fn scale(jobs: u32) -> Outcome<Scale> {
     let micro_batch = &mut scenario.loaded.config.simulate.micro_batch;
     micro_batch.0 = micro_batch.0.mul_f64(balance);
     let before = peak_rss().unwrap_or(0);
+    let began = cpu_seconds().unwrap_or(0.0);
     let report = report(&scenario)?;
     Ok(Scale {
         jobs: report.jobs.trained,
         efficiency: report.efficiency,
         wall_seconds: report.wall_seconds,
+        cpu_seconds: cpu_seconds().unwrap_or(0.0) - began,
         rss_before: before,
         rss_peak: peak_rss().unwrap_or(0),
     })
