@@ -1,4 +1,4 @@
-//! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, stragglers, and the order to drain.
+//! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, and the order to drain.
 
 use crate::counted::Counted;
 use draftmill_actors::{
@@ -26,7 +26,7 @@ fn job(index: u32) -> Job {
 
 const TARGETS: usize = 3;
 
-fn settings() -> Settings {
+pub fn settings() -> Settings {
     Settings {
         queue_jobs: 4,
         pad_ahead: 2,
@@ -38,7 +38,7 @@ fn settings() -> Settings {
 }
 
 #[derive(Clone, Debug)]
-enum Event {
+pub enum Event {
     Job,
     Pull(usize),
     /// A pull whose answer finds nobody.
@@ -63,34 +63,34 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-struct Held {
-    lease: LeaseId,
-    job: JobId,
-    target: usize,
-    started: bool,
+pub struct Held {
+    pub lease: LeaseId,
+    pub job: JobId,
+    pub target: usize,
+    pub started: bool,
 }
 
 /// What the outside knows: the targets, and what became of every job.
-struct Outside {
-    state: State,
-    max_attempts: u32,
-    now: Instant,
-    next: u32,
-    pulls: u64,
+pub struct Outside {
+    pub state: State,
+    pub max_attempts: u32,
+    pub now: Instant,
+    pub next: u32,
+    pub pulls: u64,
     /// Waiting pulls: their target, and whether the answer will find nobody.
-    waiting: BTreeMap<u64, (usize, bool)>,
-    padding: Vec<JobId>,
-    held: Vec<Held>,
-    done: BTreeSet<JobId>,
-    failures: BTreeMap<JobId, u32>,
-    offered: usize,
-    late: usize,
-    drained: Vec<usize>,
-    refused: usize,
+    pub waiting: BTreeMap<u64, (usize, bool)>,
+    pub padding: Vec<JobId>,
+    pub held: Vec<Held>,
+    pub done: BTreeSet<JobId>,
+    pub failures: BTreeMap<JobId, u32>,
+    pub offered: usize,
+    pub late: usize,
+    pub drained: Vec<usize>,
+    pub refused: usize,
 }
 
 impl Outside {
-    fn new(settings: Settings) -> Self {
+    pub fn new(settings: Settings) -> Self {
         Self {
             state: State::new(settings),
             max_attempts: settings.max_attempts,
@@ -109,7 +109,7 @@ impl Outside {
         }
     }
 
-    fn apply(&mut self, actions: Vec<Action>) {
+    pub fn apply(&mut self, actions: Vec<Action>) {
         for action in actions {
             match action {
                 Action::Pad(spec) => {
@@ -144,7 +144,7 @@ impl Outside {
         }
     }
 
-    fn pull(&mut self, target: usize, lost: bool) {
+    pub fn pull(&mut self, target: usize, lost: bool) {
         // A target waits for one job at a time, and not while it has one.
         let busy = self.held.iter().map(|h| h.target).chain(self.waiting.values().map(|(t, _)| *t));
         if busy.into_iter().any(|t| t == target) {
@@ -156,7 +156,7 @@ impl Outside {
         self.apply(actions);
     }
 
-    fn step(&mut self, event: Event) {
+    pub fn step(&mut self, event: Event) {
         match event {
             Event::Job if self.state.has_room() => {
                 self.next += 1;
@@ -221,7 +221,7 @@ impl Outside {
     }
 
     /// The targets work until the pool is told to drain.
-    fn finish(&mut self) {
+    pub fn finish(&mut self) {
         let actions = self.state.on_end();
         self.apply(actions);
         for round in 0.. {
@@ -261,70 +261,6 @@ proptest! {
         outside.step(Event::Pull(0));
         prop_assert_eq!(outside.refused, refused + 1, "a pull after the end is answered at once");
     }
-}
-
-/// Three forwards of a second each: from now on it is known what a forward should take.
-fn warmed_up(settings: Settings) -> Outside {
-    let mut outside = Outside::new(settings);
-    for _ in 0..3 {
-        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pass(1), Event::Finish(0)]
-        {
-            outside.step(e);
-        }
-    }
-    assert_eq!(outside.done.len(), 3);
-    outside
-}
-
-#[test]
-fn a_stragglers_job_is_offered_to_another_target_and_the_first_result_wins() {
-    for straggler_wins in [false, true] {
-        let mut outside = warmed_up(settings());
-        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(3)] {
-            outside.step(e);
-        }
-        assert_eq!(outside.held.len(), 1, "three seconds are no straggler at four times one second");
-        outside.step(Event::Pass(1));
-        assert_eq!(outside.held.iter().map(|h| h.target).collect::<Vec<_>>(), [0, 1]);
-        outside.step(Event::Pass(100));
-        assert_eq!(outside.offered, 1, "once, and its target is not a straggler before it started");
-        outside.step(Event::Finish(usize::from(!straggler_wins)));
-        assert_eq!((outside.done.len(), outside.late), (4, 0));
-        outside.finish();
-        assert_eq!(outside.drained, [1], "the end waits for the job, not for the forward");
-        outside.step(Event::Finish(0));
-        assert_eq!((outside.done.len(), outside.late), (4, 1), "the other one is dropped");
-    }
-}
-
-#[test]
-fn nothing_is_left_to_a_straggler_alone() {
-    let mut outside = warmed_up(Settings { max_attempts: 3, ..settings() });
-    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(9)] {
-        outside.step(e);
-    }
-    // Target 0 hangs. Whoever gets its job fails at it, until it is given up.
-    for attempt in 1..=3 {
-        assert_eq!(outside.held.len(), 2, "attempt {attempt}");
-        outside.step(Event::Fail(1));
-        outside.step(Event::Pull(1 + attempt % 2));
-    }
-    assert_eq!(outside.held.len(), 1);
-    let actions = outside.state.on_end();
-    outside.apply(actions);
-    assert_eq!(outside.drained, [1], "the run ends without it");
-}
-
-#[test]
-fn a_straggler_is_only_reported_where_its_job_is_not_to_be_offered() {
-    let mut outside = warmed_up(Settings { offer_stragglers: false, ..settings() });
-    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(3)] {
-        outside.step(e);
-    }
-    let due = outside.state.next_due().unwrap();
-    assert_eq!(due, outside.now + Duration::from_secs(1));
-    outside.step(Event::Pass(1));
-    assert_eq!((outside.held.len(), outside.state.next_due()), (1, None));
 }
 
 #[test]
@@ -370,50 +306,6 @@ fn a_failed_job_prefers_another_target() {
 }
 
 #[test]
-fn a_stragglers_job_prefers_a_target_that_has_not_failed_at_it() {
-    let straggles = |more: &[Event]| {
-        let mut outside = warmed_up(Settings { max_attempts: 9, ..settings() });
-        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(9)] {
-            outside.step(e);
-        }
-        for e in more {
-            outside.step(e.clone());
-        }
-        // Target 1 got the job that target 0 does not get done, and fails at it.
-        outside.step(Event::Fail(1));
-        outside
-    };
-    // Target 1 takes the next job in its place, and target 2 the straggler's.
-    let mut outside = straggles(&[Event::Job, Event::Padded(0, true)]);
-    outside.step(Event::Pull(1));
-    outside.step(Event::Pull(2));
-    let held = |outside: &Outside| outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>();
-    assert_eq!(held(&outside), [(0, 4), (1, 5), (2, 4)]);
-    // With nothing else to do it tries again: it must not wait while there is work.
-    let mut outside = straggles(&[]);
-    outside.step(Event::Pull(1));
-    assert_eq!(held(&outside), [(0, 4), (1, 4)]);
-}
-
-#[test]
-fn a_forward_that_hangs_before_anything_is_known_is_a_straggler_as_soon_as_its_like_are_known() {
-    let mut outside = Outside::new(settings());
-    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0)] {
-        outside.step(e);
-    }
-    for _ in 0..3 {
-        assert_eq!(outside.state.next_due(), None);
-        for e in [Event::Job, Event::Padded(0, true), Event::Pull(1), Event::Start(1), Event::Pass(1), Event::Finish(1)]
-        {
-            outside.step(e);
-        }
-    }
-    outside.step(Event::Pull(1));
-    outside.step(Event::Pass(1));
-    assert_eq!(outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>(), [(0, 1), (1, 1)]);
-}
-
-#[test]
 fn a_job_that_cannot_be_padded_is_given_up_after_max_attempts_and_counted() {
     let (counted, ()) = Counted::during(|| {
         let mut outside = Outside::new(settings());
@@ -428,26 +320,18 @@ fn a_job_that_cannot_be_padded_is_given_up_after_max_attempts_and_counted() {
 }
 
 #[test]
-fn stragglers_and_late_results_are_counted_once_each_and_none_at_a_stop() {
-    for stop in [false, true] {
-        let (counted, ()) = Counted::during(|| {
-            let mut outside = warmed_up(settings());
-            for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1)] {
-                outside.step(e);
-            }
-            outside.step(Event::Pass(4));
-            outside.step(Event::Pass(100));
-            outside.step(Event::Finish(1));
-            if stop {
-                let actions = outside.state.on_stop();
-                outside.apply(actions);
-            }
-            outside.step(Event::Finish(0));
-        });
-        // What comes after a stop is not late: nobody was faster.
-        let late = if stop { 0.0 } else { 1.0 };
-        assert_eq!((counted.last(m::STRAGGLERS, ""), counted.last(m::LATE_RESULTS, "")), (1.0, late));
+fn the_end_does_not_wait_for_a_job_whose_target_went_away_with_it() {
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0)] {
+        outside.step(e);
     }
+    let Held { lease, .. } = outside.held.remove(0);
+    drop(outside.state.on_claim(lease, outside.now));
+    let actions = outside.state.on_return(Return::Failed { lease, failure: Failure::Gone, message: "gone".into() });
+    outside.apply(actions);
+    let actions = outside.state.on_end();
+    outside.apply(actions);
+    assert_eq!(outside.drained, [0]);
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod faults;
 mod mix;
 mod pipeline;
 mod pool;
+mod stragglers;
 mod tags;
 mod trace;
 mod trainer;
