@@ -33,6 +33,7 @@ demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again:
 test: tools ## run every test, first without libtorch, then with it
 	@$(TORCH) DRAFTMILL_SMOLLM2_GGUF="$$($(FETCH) smollm2)"; export DRAFTMILL_SMOLLM2_GGUF; \
 	cargo test --workspace --locked --no-default-features; \
+	cargo test --workspace --locked --no-default-features --features failpoints --test it failpoints; \
 	cargo test --workspace --locked
 
 lint: tools ## check the format, and clippy with warnings as errors

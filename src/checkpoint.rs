@@ -4,7 +4,11 @@
 //! each file. It is written as `step-N.tmp`, every file and the folder synced, and renamed; the row in state.db that
 //! names it is what makes it exist.
 
-use crate::hf::{draft::DraftConfig, tensors::TensorFiles};
+use crate::{
+    failpoint,
+    hf::{draft::DraftConfig, tensors::TensorFiles},
+    retention::{Action, Found, Keep, retention},
+};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -89,9 +93,9 @@ pub fn write(
         let path = path.to_owned();
         move |source| CheckpointError::Io { path, source }
     };
-    remove_dir(&tmp).map_err(at(&tmp))?;
-    fs::create_dir_all(&tmp).map_err(at(&tmp))?;
     let result = (|| {
+        remove_dir(&tmp).map_err(at(&tmp))?;
+        create(checkpoints, &tmp).map_err(at(&tmp))?;
         for (file, tensors) in tensors {
             let path = tmp.join(file);
             write_tensors(&path, tensors, f32::to_le_bytes, safetensors::Dtype::F32).map_err(at(&path))?;
@@ -100,12 +104,12 @@ pub fn write(
         write_json(&tmp.join(DRAFT_CONFIG), &draft.to_json()).map_err(at(&tmp.join(DRAFT_CONFIG)))?;
         let manifest = Manifest { files: digests(&tmp).map_err(at(&tmp))? };
         write_json(&tmp.join(MANIFEST), &manifest).map_err(at(&tmp.join(MANIFEST)))?;
-        sync(&tmp).map_err(at(&tmp))?;
+        failpoint::point("sync", "checkpoint").and_then(|()| sync(&tmp)).map_err(at(&tmp))?;
         let whole = checkpoints.join(&name);
         // One of the same step that was renamed, but never came to exist in state.db.
         remove_dir(&whole).map_err(at(&whole))?;
-        fs::rename(&tmp, &whole).map_err(at(&whole))?;
-        sync(checkpoints).map_err(at(checkpoints))
+        failpoint::point("rename", "checkpoint").and_then(|()| fs::rename(&tmp, &whole)).map_err(at(&whole))?;
+        failpoint::point("sync", "checkpoints").and_then(|()| sync(checkpoints)).map_err(at(checkpoints))
     })();
     if result.is_err() {
         // Best effort: on a full disk the half of a checkpoint is what takes the room.
@@ -148,7 +152,7 @@ impl Verified {
         }
         let draft = serde_json::from_slice(&read(DRAFT_CONFIG)?).map_err(|e| damaged(DRAFT_CONFIG, e.to_string()))?;
         let draft = DraftConfig::from_json(&draft).map_err(|e| damaged(DRAFT_CONFIG, e.to_string()))?;
-        for file in [WEIGHTS, FIRST_MOMENTS, SECOND_MOMENTS] {
+        for file in [WEIGHTS, FIRST_MOMENTS, SECOND_MOMENTS, STATE, DRAFT_CONFIG] {
             if !manifest.files.contains_key(file) {
                 return Err(damaged(file, "the manifest does not list it".into()));
             }
@@ -201,20 +205,16 @@ pub fn steps(checkpoints: &Path) -> io::Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Deletes checkpoints beyond the newest `keep_last`.
-pub fn retain(checkpoints: &Path, keep_last: usize) -> io::Result<()> {
-    for step in to_delete(&steps(checkpoints)?, keep_last) {
-        fs::remove_dir_all(checkpoints.join(name_of(step)))?;
+/// Deletes the checkpoints that are not to be kept.
+pub fn retain(checkpoints: &Path, keep: Keep) -> io::Result<()> {
+    let found: Vec<Found> = steps(checkpoints)?.into_iter().map(|step| Found { step, score: None }).collect();
+    for (step, action) in retention(&found, keep) {
+        if action == Action::Delete {
+            failpoint::point("delete", "checkpoint")?;
+            fs::remove_dir_all(checkpoints.join(name_of(step)))?;
+        }
     }
     Ok(())
-}
-
-/// Which of these steps' checkpoints go, when the newest `keep_last` stay. The newest one always stays.
-pub fn to_delete(steps: &[u64], keep_last: usize) -> Vec<u64> {
-    let mut steps = steps.to_vec();
-    steps.sort_unstable();
-    steps.truncate(steps.len().saturating_sub(keep_last.max(1)));
-    steps
 }
 
 /// Writes tensors as one synced safetensors file that transformers accepts, each value through `bytes`.
@@ -236,6 +236,8 @@ pub fn write_tensors<const N: usize>(
     let permissions = File::create(path)?.metadata()?.permissions();
     safetensors::serialize_to_file(views, Some(metadata), path).map_err(other)?;
     fs::set_permissions(path, permissions)?;
+    failpoint::written(path)?;
+    failpoint::syncing(path)?;
     sync(path)
 }
 
@@ -244,6 +246,8 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> io::Result<()> {
     let mut file = File::create(path)?;
     serde_json::to_writer_pretty(&mut file, value)?;
     file.write_all(b"\n")?;
+    failpoint::written(path)?;
+    failpoint::syncing(path)?;
     file.sync_all()
 }
 
@@ -273,6 +277,17 @@ fn digest(path: &Path) -> io::Result<Entry> {
         hash.update(&buffer[..n]);
         bytes += n as u64;
     }
+}
+
+/// Makes the folder of a checkpoint, and the one around it where it was deleted; never the run folder: where that is gone,
+/// its disk was taken away, and what lies below the mount point is another's.
+fn create(checkpoints: &Path, tmp: &Path) -> io::Result<()> {
+    failpoint::point("create", "checkpoint")?;
+    match fs::create_dir(checkpoints) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    fs::create_dir(tmp)
 }
 
 fn remove_dir(path: &Path) -> io::Result<()> {

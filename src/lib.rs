@@ -9,10 +9,12 @@ pub mod data;
 pub mod engines;
 pub mod exit;
 pub mod export;
+pub mod failpoint;
 pub mod hf;
 pub mod import;
 #[cfg(feature = "torch")]
 pub mod model;
+pub mod retention;
 pub mod service;
 pub mod simulate;
 pub mod state;

@@ -189,15 +189,24 @@ impl State {
 
     /// A forward begins: from now on its time counts.
     pub fn on_started(&mut self, lease: LeaseId, now: Instant) -> Vec<Action> {
-        let Self { leases, work, pace, settings, .. } = self;
-        if let Some(held) = leases.get_mut(&lease) {
+        if let Some(held) = self.leases.get_mut(&lease) {
             held.started = Some(now);
-            let job = work.get(&held.job).and_then(|work| work.job.as_ref());
-            let patience =
-                job.and_then(|job| pace.patience(job.spec.bucket, job.spec.padded_tokens(), settings.straggler_factor));
-            held.due = patience.and_then(|patience| now.checked_add(patience));
         }
+        self.expect(|id| id == lease);
         Vec::new()
+    }
+
+    /// Sets when these forwards become stragglers, where enough is known by now.
+    fn expect(&mut self, which: impl Fn(LeaseId) -> bool) {
+        let Self { leases, work, pace, settings, .. } = self;
+        for (_, held) in leases.iter_mut().filter(|(id, held)| which(**id) && held.due.is_none() && !held.straggles) {
+            let (Some(started), Some(job)) = (held.started, work.get(&held.job).and_then(|work| work.job.as_ref()))
+            else {
+                continue;
+            };
+            let patience = pace.patience(job.spec.bucket, job.spec.padded_tokens(), settings.straggler_factor);
+            held.due = patience.and_then(|patience| started.checked_add(patience));
+        }
     }
 
     /// A result is there. The first one of a job gets it; for a later one there is nothing left.
@@ -209,6 +218,8 @@ impl State {
         held.due = None;
         if let Some(started) = held.started {
             self.pace.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
+            // A forward that hangs may have begun before anything was known.
+            self.expect(|_| true);
         }
         Some(job)
     }
@@ -372,16 +383,22 @@ impl State {
     }
 
     fn lease(&mut self, actions: &mut Vec<Action>) {
-        while let Some((pull, job)) = self.next_offer() {
-            self.offers.retain(|offered| *offered != job);
-            self.give(pull, job, actions);
-        }
+        self.lease_offers(false, actions);
         while let Some((pull, at)) = self.next_pair() {
             let Some(Entry { job, padding: Padding::Ready(batch), failed, .. }) = self.queue.remove(at) else { break };
             let id = job.id();
             let new = Work { job: Some(job), batch, failed, leases: 0 };
             invariant!("D1", self.work.insert(id, new).is_none(), "job {id} is leased twice");
             self.give(pull, id, actions);
+        }
+        // Who failed at it gets it once more only where nothing else is left to do.
+        self.lease_offers(true, actions);
+    }
+
+    fn lease_offers(&mut self, again: bool, actions: &mut Vec<Action>) {
+        while let Some((pull, job)) = self.next_offer(again) {
+            self.offers.retain(|offered| *offered != job);
+            self.give(pull, job, actions);
         }
     }
 
@@ -398,13 +415,16 @@ impl State {
         actions.push(Action::Lease { pull: pull.id, lease, job, batch: work.batch.clone() });
     }
 
-    /// The place of a waiting pull, and the straggler's job that it gets: from a target that does not have it already.
-    fn next_offer(&mut self) -> Option<(usize, JobId)> {
+    /// The place of a waiting pull, and the straggler's job that it gets: from a target that does not have it already, and has
+    /// not failed at it unless `again`.
+    fn next_offer(&mut self, again: bool) -> Option<(usize, JobId)> {
         let Self { offers, work, leases, pulls, .. } = self;
         offers.retain(|job| work.get(job).is_some_and(|work| work.job.is_some()));
         offers.iter().find_map(|&job| {
             let has_it = |target| leases.values().any(|held| held.job == job && held.target == target);
-            Some((pulls.iter().position(|pull| !has_it(pull.target))?, job))
+            let failed = |target| work.get(&job).is_some_and(|work| work.failed.contains(&target));
+            let may = |pull: &Pull| !has_it(pull.target) && (again || !failed(pull.target));
+            Some((pulls.iter().position(may)?, job))
         })
     }
 

@@ -25,10 +25,13 @@ impl Pace {
         *seen = seen.saturating_add(1);
     }
 
-    /// Time after which a forward is a straggler: `factor` times what it should take. `None` while too little is known,
-    /// and with a factor of 0.
+    /// Time after which a forward is a straggler: `factor` times what it should take. A bucket of which too little is known
+    /// is taken for the slowest of the others: its first forwards may hang, too, and a rare one may have no more. `None`
+    /// while too little is known of all, and with a factor of 0.
     pub fn patience(&self, bucket: BucketId, slots: u64, factor: f64) -> Option<Duration> {
-        let (_, rate) = self.buckets.get(&bucket).filter(|(seen, _)| *seen >= ENOUGH && factor > 0.0)?;
+        let known = |(seen, rate): &(u32, f64)| (*seen >= ENOUGH && factor > 0.0).then_some(*rate);
+        let own = self.buckets.get(&bucket).and_then(known);
+        let rate = own.or_else(|| self.buckets.values().filter_map(known).max_by(f64::total_cmp))?;
         let patience = Duration::try_from_secs_f64(rate * slots as f64 * factor).ok()?;
         Some(patience.max(LEAST))
     }
@@ -53,7 +56,7 @@ mod tests {
         assert_eq!(pace.patience(1, 100, 4.0), Some(40 * second));
         assert_eq!(pace.patience(0, 1, 4.0), Some(LEAST), "nobody minds a hiccup of milliseconds");
         assert_eq!(pace.patience(0, 100, 0.0), None, "0 switches it off");
-        assert_eq!(pace.patience(2, 100, 4.0), None);
+        assert_eq!(pace.patience(2, 100, 4.0), Some(40 * second), "the slowest of those that are known");
     }
 
     #[test]

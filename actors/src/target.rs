@@ -331,4 +331,21 @@ mod tests {
         assert!(cause.contains("3 jobs failed in a row, the last one because: e"), "{cause}");
         assert!(State::new(settings).on_failure("the device is gone", true), "lost at once");
     }
+
+    #[test]
+    fn a_target_is_on_probation_after_a_restart_and_its_first_cause_stays_until_a_job_goes_well() {
+        let pause = Duration::from_secs(1);
+        let mut state =
+            State::new(Settings { index: 0, max_failures_in_a_row: 3, max_restarts: 1, restart_pause: pause });
+        assert!(state.on_failure("the first", true));
+        state.recover();
+        assert!(state.on_failure("the second", false), "the next failure takes it out again");
+        let Recovery::GiveUp(cause) = state.recover() else { panic!("one restart is enough") };
+        assert!(cause.contains("the first") && !cause.contains("the second"), "{cause}");
+        state.on_success();
+        assert!(!state.on_failure("a", false) && state.on_failure("the third", true));
+        state.recover();
+        let Recovery::GiveUp(cause) = state.recover() else { panic!("one restart is enough") };
+        assert!(cause.contains("the third"), "what was wrong before is over: {cause}");
+    }
 }

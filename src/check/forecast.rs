@@ -1,7 +1,7 @@
 //! What a run would do, computed from lengths, settings and shapes: counts, bytes, memory, disk. Runs nothing.
 
 use crate::{
-    config::{Config, Device, ROW_BYTES, feature_bytes_per_token, replay_window},
+    config::{self, Config, Device, ROW_BYTES, feature_bytes_per_token, replay_window},
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use draftmill_actors::{
@@ -82,7 +82,7 @@ pub struct DeviceMemory {
 pub struct Disk {
     /// f32 weights and both moments.
     pub checkpoint: u64,
-    /// `keep_last` of them and the one that is being written.
+    /// `keep_last` of them, those of `keep_every`, and the one that is being written.
     pub checkpoints: u64,
     pub export: u64,
     pub total: u64,
@@ -140,7 +140,7 @@ pub fn forecast(
         },
         drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),
         devices: models.map_or_else(Vec::new, |(target, drafter)| devices(config, target, drafter, largest_job_bytes)),
-        disk: models.map_or_else(Disk::default, |(_, drafter)| disk(config, drafter)),
+        disk: models.map_or_else(Disk::default, |(_, drafter)| disk(config, drafter, steps)),
     })
 }
 
@@ -192,10 +192,12 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
     named.collect()
 }
 
-fn disk(config: &Config, drafter: &DraftConfig) -> Disk {
+fn disk(config: &Config, drafter: &DraftConfig, steps: u64) -> Disk {
     let trained = count(&drafter.tensor_shapes(), |_| true);
     let checkpoint = trained * 3 * F32;
-    let checkpoints = checkpoint * (u64::from(config.checkpoint.keep_last) + 1);
+    let config::Checkpoint { every_steps, keep_last, keep_every, .. } = config.checkpoint;
+    let kept_for_good = if keep_every > 0 { steps / keep_every.max(every_steps) } else { 0 };
+    let checkpoints = checkpoint * (u64::from(keep_last) + kept_for_good + 1);
     let export = trained * config.checkpoint.export_dtype.bytes();
     Disk { checkpoint, checkpoints, export, total: checkpoints + export }
 }
@@ -268,6 +270,11 @@ mod tests {
         let disk =
             Disk { checkpoint, checkpoints: 3 * checkpoint, export: 2 * trained, total: 3 * checkpoint + 2 * trained };
         assert_eq!(seen.disk, disk);
+        // Of 3 steps one is a multiple of 2 and stays for good.
+        let sets = ["checkpoint.every_steps=1".into(), "checkpoint.keep_every=2".into()];
+        let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
+        let more = forecast(&config, &lengths, Some((&target, &drafter))).unwrap();
+        assert_eq!(more.disk.checkpoints, 4 * checkpoint);
 
         // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.
         let (weights, drafter) = ((100_000 + 2 * 90_200) * 4, (trained + 100_000) * 2 + trained * 4);

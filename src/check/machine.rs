@@ -87,7 +87,7 @@ pub fn room_problems(
                 ByteSize(disk_needed).rounded(),
                 ByteSize(free).rounded()
             ),
-            "choose another disk, or lower checkpoint.keep_last",
+            "choose another disk, lower checkpoint.keep_last, or raise checkpoint.keep_every",
         ));
     }
     if let Some(memory) = machine.memory.filter(|&memory| memory < host_needed) {

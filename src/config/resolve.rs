@@ -7,6 +7,7 @@ use super::{
     values::{Device, Dtype, Engine, Overlong, UnknownRole},
     wire::{self, Wire},
 };
+use crate::retention::Keep;
 use draftmill_actors::{engine::FeatureDtype, plan::Order};
 use std::{num::NonZeroUsize, path::PathBuf};
 
@@ -170,6 +171,13 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         shutdown: written.wire.shutdown.clone(),
         simulate: written.wire.simulate.clone(),
     })
+}
+
+impl wire::Checkpoint {
+    /// What is kept when a run ends.
+    pub fn keep(&self) -> Keep {
+        Keep { last: self.keep_last as usize, every: self.keep_every, ..Keep::default() }
+    }
 }
 
 /// bf16 where every device has it in hardware.

@@ -236,8 +236,10 @@ sections! {
     checkpoint: Checkpoint {
         /// Optimizer steps between checkpoints; one is always written at the end.
         Live every_steps: u64 = 500;
-        /// Checkpoints that are kept when a run ends, and one more while it goes on; older ones are deleted.
+        /// Newest checkpoints that are kept when a run ends, and one more while it goes on; older ones are deleted.
         Live keep_last: u32 = 3;
+        /// Checkpoints that are kept besides, for good: the first of every so many steps. 0 = none.
+        Live keep_every: u64 = 0;
         /// Number type of exported weights.
         Live export_dtype: Dtype = Dtype::Bf16;
     }

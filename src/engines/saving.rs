@@ -3,6 +3,7 @@
 use crate::{
     checkpoint::{self, CheckpointError, NamedTensor, State},
     hf::draft::DraftConfig,
+    retention::Keep,
 };
 use draftmill_actors::engine::{EngineError, Writing};
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use std::path::PathBuf;
 pub struct Saving {
     /// The run's `checkpoints` folder.
     pub folder: PathBuf,
-    pub keep_last: usize,
+    pub keep: Keep,
     pub seed: u64,
     /// The resolved configuration, kept with each checkpoint.
     pub config: String,
@@ -35,7 +36,7 @@ impl Saving {
         step: u64,
         [weights, exp_avg, exp_avg_sq]: [Vec<NamedTensor>; 3],
     ) -> Result<String, CheckpointError> {
-        let Saving { folder, keep_last, seed, config, draft } = self;
+        let Saving { folder, keep, seed, config, draft } = self;
         let tensors = [
             (checkpoint::WEIGHTS, weights),
             (checkpoint::FIRST_MOMENTS, exp_avg),
@@ -43,7 +44,7 @@ impl Saving {
         ];
         let name = checkpoint::write(&folder, &State::new(step, seed, config), &draft, &tensors)?;
         // One more than is kept stays until the new one exists in state.db.
-        if let Err(error) = checkpoint::retain(&folder, keep_last + 1) {
+        if let Err(error) = checkpoint::retain(&folder, Keep { last: keep.last + 1, ..keep }) {
             tracing::warn!(%error, folder = %folder.display(), "old checkpoints could not be deleted");
         }
         Ok(name)

@@ -149,8 +149,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_checkpoint_says_which_jobs_are_in_it() {
         let dir = tempfile::tempdir().unwrap();
-        let saving =
-            Saving { folder: dir.path().to_owned(), keep_last: 1, seed: 0, config: String::new(), draft: stand_in() };
+        let keep = crate::retention::Keep { last: 1, ..Default::default() };
+        let saving = Saving { folder: dir.path().to_owned(), keep, seed: 0, config: String::new(), draft: stand_in() };
         let inner = SimOptimizer::new(CostModel::default(), 0.0);
         let mut optimizer = RememberingOptimizer::new(inner, vec![JobId { epoch: 0, index: 1 << 20 }], saving);
         let jobs = vec![JobId { epoch: 1, index: u32::MAX }, JobId { epoch: 2, index: 65_537 }];

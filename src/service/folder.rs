@@ -4,6 +4,7 @@ use crate::{
     checkpoint::{self, CheckpointError, Verified},
     config::{self, Loaded, annotated},
     exit::{Exit, Failure},
+    failpoint,
     state::{Begun, Checkpoint, ConfigChange, Identity, NewRun, RunEnd, RunLock, StateDb},
 };
 use sha2::{Digest, Sha256};
@@ -147,6 +148,10 @@ impl RunFolder {
             Exit::Interrupted => RunEnd::Stopped,
             _ => RunEnd::Failed(failure.message.clone()),
         };
+        if !self.root.join("state.db").exists() {
+            // The folder, or its disk, was taken away: another must not be begun in its place.
+            return;
+        }
         let noted = StateDb::open_or_create(&self.root).and_then(|mut state| state.end_run(run, &end, None));
         if let Err(error) = noted {
             tracing::debug!(%error, "how the run ended could not be noted");
@@ -206,7 +211,12 @@ impl RunFolder {
         for (dir, why) in unusable {
             let aside = dir.with_extension("damaged");
             let kept = if dir.exists() {
-                remove_dir(&aside).and_then(|()| fs::rename(dir, &aside)).map_err(|e| self.cannot_write(&aside, &e))?;
+                let put = || {
+                    remove_dir(&aside)?;
+                    failpoint::point("rename", "damaged checkpoint")?;
+                    fs::rename(dir, &aside)
+                };
+                put().map_err(|e| self.cannot_write(&aside, &e))?;
                 format!(" (kept as {})", aside.display())
             } else {
                 String::new()
@@ -296,6 +306,10 @@ fn remove_dir(path: &Path) -> io::Result<()> {
 fn write_whole(path: &Path, text: &str) -> std::io::Result<()> {
     let tmp = path.with_extension("toml.tmp");
     fs::write(&tmp, text)?;
+    failpoint::written(&tmp)?;
+    failpoint::syncing(&tmp)?;
+    checkpoint::sync(&tmp)?;
+    failpoint::point("rename", "run.toml")?;
     fs::rename(tmp, path)
 }
 

@@ -176,7 +176,7 @@ impl Prepared {
                 };
                 let saving = Saving {
                     folder: checkpoints,
-                    keep_last: config.checkpoint.keep_last as usize,
+                    keep: config.checkpoint.keep(),
                     seed: config.run.seed,
                     config: annotated(&self.loaded.written.wire),
                     draft: simulated::stand_in(),
@@ -395,7 +395,7 @@ fn close(
     summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
     summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
     let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
-    if let Err(error) = crate::checkpoint::retain(&folder.checkpoints(), config.checkpoint.keep_last as usize)
+    if let Err(error) = crate::checkpoint::retain(&folder.checkpoints(), config.checkpoint.keep())
         && folder.checkpoints().exists()
     {
         tracing::warn!(%error, "old checkpoints could not be deleted");
@@ -417,5 +417,6 @@ fn close(
 fn write_summary(summary: &Summary, path: &Path) -> std::io::Result<()> {
     let fresh = path.with_extension("json.tmp");
     crate::checkpoint::write_json(&fresh, summary)?;
+    crate::failpoint::point("rename", "summary.json")?;
     std::fs::rename(fresh, path)
 }

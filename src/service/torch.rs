@@ -83,7 +83,7 @@ fn blocking(
     let hyper = Hyper { beta1, beta2, eps, weight_decay };
     let saving = Saving {
         folder: folder.checkpoints(),
-        keep_last: config.checkpoint.keep_last as usize,
+        keep: config.checkpoint.keep(),
         seed: config.run.seed,
         config: config_text,
         draft: draft.clone(),

@@ -230,4 +230,41 @@ mod tests {
         assert!(lag_1_correlation(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) > 0.5);
         assert_eq!(lag_1_correlation(&[]), 0.0);
     }
+
+    fn seen(work: mill::Report<MemoryLedger>, steps: usize) -> Seen {
+        let steps = vec![StepRecord::default(); steps];
+        Seen { work, steps, elapsed: Duration::from_secs(100), last_lease: Duration::ZERO }
+    }
+
+    #[test]
+    fn the_mix_is_that_of_full_steps() {
+        let in_bucket = |bucket, tokens| JobSpec { bucket, ..job(2, tokens, 2 * tokens) };
+        let (short, long, partial) = (in_bucket(0, 10), in_bucket(1, 30), in_bucket(2, 999));
+        // Means of 10, 20, 10 and 20 tokens, and a last step of one micro-batch.
+        let trained = [
+            (1, &short),
+            (1, &short),
+            (2, &short),
+            (2, &long),
+            (3, &short),
+            (3, &short),
+            (4, &short),
+            (4, &long),
+            (5, &partial),
+        ];
+        let steps = seen(mill::Report::default(), 5).step_figures(&trained);
+        assert_eq!((steps.count, steps.micro_batches_per_step), (5, 2));
+        assert!((steps.distinct_buckets_mean - 1.5).abs() < 1e-12, "{steps:?}");
+        assert!((steps.length_correlation + 0.75).abs() < 1e-12, "{steps:?}");
+        assert!((steps.length_deviation - 5.0).abs() < 1e-12, "{steps:?}");
+    }
+
+    #[test]
+    fn what_the_pool_tells_is_in_the_report() {
+        let pool = draftmill_actors::pool::Peaks { bytes: 11, batches: 5, ready_p50: 3, ready_p95: 4 };
+        let loaded = crate::config::load_text("", "x.toml", &[]).unwrap();
+        let max_bytes = loaded.config.pool.max_bytes.0;
+        let report = seen(mill::Report { pool, ..mill::Report::default() }, 0).report(&Scenario::new(loaded));
+        assert_eq!(report.pool, Pool { peak_bytes: 11, max_bytes, depth_p50: 3, depth_p95: 4 });
+    }
 }

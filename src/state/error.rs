@@ -19,7 +19,7 @@ pub struct StateError {
 #[derive(Debug, Error)]
 pub enum Problem {
     #[error("{0}; check that the path is right and may be written")]
-    Io(#[from] io::Error),
+    Io(io::Error),
     #[error(
         "another draftmill process{holder} works in this run folder; wait until it ends, or give this run another folder",
         holder = holder.as_ref().map(|pid| format!(" (process {pid})")).unwrap_or_default()
@@ -41,6 +41,11 @@ pub enum Problem {
          brings it to version {SCHEMA_VERSION}, or read it with the draftmill that wrote it"
     )]
     Older { found: u32 },
+    #[error(
+        "it was moved or deleted while the run goes on, and what is written now would be lost with it; put it back where it was, \
+         or begin anew with --fresh --force"
+    )]
+    Vanished,
     #[error("no run began here; give the run.dir of a run")]
     NoRun,
     #[error("no start of a run was noted in it; this is a defect of draftmill")]
@@ -87,6 +92,16 @@ pub enum Problem {
         differences.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
     )]
     IdentityDiffers { differences: Vec<IdentityDifference> },
+}
+
+impl From<io::Error> for Problem {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::StorageFull => Problem::Full,
+            io::ErrorKind::ReadOnlyFilesystem => Problem::ReadOnly,
+            _ => Problem::Io(error),
+        }
+    }
 }
 
 impl From<rusqlite::Error> for Problem {

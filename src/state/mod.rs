@@ -23,6 +23,7 @@ pub use resume::{Checkpoint, EpochCounts, Identity, IdentityDifference};
 pub use runs::{Begun, ConfigChange, NewRun, RunEnd, RunRow};
 pub use verify::Violation;
 
+use crate::failpoint;
 use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior, params};
 use std::{
     fs::{self, File},
@@ -98,7 +99,7 @@ impl StateDb {
         fs::create_dir_all(run).map_err(|error| StateError {
             action: "create the run folder",
             path: run.to_owned(),
-            problem: Problem::Io(error),
+            problem: error.into(),
         })?;
         let lock = RunLock::acquire(run)?;
         let path = run.join("state.db");
@@ -136,9 +137,15 @@ impl StateDb {
             }
             let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let value = work(&tx)?;
+            failpoint::point("commit", action)?;
             tx.commit()?;
+            failpoint::point("committed", action)?;
             if let Synced::AtOnce = synced {
                 move_log(connection)?;
+                // SQLite goes on writing to a file that has no name any more.
+                if !path.exists() {
+                    return Err(Problem::Vanished);
+                }
             }
             Ok(value)
         };
@@ -264,13 +271,16 @@ fn bring_up(connection: &mut Connection, version: u32) -> Result<(), Problem> {
     if version > 0 {
         tx.execute(set, [MIGRATED_FROM, &version.to_string()])?;
     }
+    failpoint::point("commit", "schema")?;
     tx.commit()?;
+    failpoint::point("committed", "schema")?;
     move_log(connection)
 }
 
 /// SQLite syncs what is in the file; that the file has its name, and the folder its own, is for us to sync.
 fn sync_folder(run: &Path) -> io::Result<()> {
     let run = fs::canonicalize(run)?;
+    failpoint::point("sync", "run folder")?;
     for folder in run.ancestors().take(2) {
         File::open(folder)?.sync_all()?;
     }

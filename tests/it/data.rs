@@ -1,7 +1,7 @@
 //! `prepare` from files to store: samples, splits, roles, policies, and what is left after an error.
 
 mod rejects;
-mod world;
+pub mod world;
 
 use self::world::{World, answer, chat, gzip, jsonl};
 use draftmill::{

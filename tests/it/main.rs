@@ -2,15 +2,17 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking, and so do its helpers")]
 
-mod bench;
 mod cli;
 mod config;
 mod data;
 mod export;
+#[cfg(feature = "failpoints")]
+mod failpoints;
 mod faults;
 mod fetch;
 #[cfg(feature = "torch")]
 mod golden;
+mod identity;
 mod import;
 mod ledger;
 mod recovery;
@@ -19,3 +21,4 @@ mod templates;
 mod tidy;
 mod torture;
 mod train;
+mod workers;

@@ -59,7 +59,17 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
     kill_at(&run, 14);
     let checkpoints = run.dir().join("checkpoints");
     let newest = || *draftmill::checkpoint::steps(&checkpoints).unwrap().last().unwrap();
-    let names = ["weights.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json", "manifest.json"];
+    let names = [
+        "weights.safetensors",
+        "exp_avg.safetensors",
+        "exp_avg_sq.safetensors",
+        "state.json",
+        "draft_config.json",
+        "manifest.json",
+        // Not flipped: gone, and cut short.
+        "exp_avg.safetensors",
+        "state.json",
+    ];
     let saved = tempfile::tempdir().unwrap();
     copy(&run.dir(), saved.path());
     for (at, name) in names.into_iter().enumerate() {
@@ -69,8 +79,8 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1 << (at % 8);
         match at {
-            2 => fs::remove_file(&path).unwrap(),
-            3 => fs::write(&path, &bytes[..middle]).unwrap(),
+            6 => fs::remove_file(&path).unwrap(),
+            7 => fs::write(&path, &bytes[..middle]).unwrap(),
             _ => fs::write(&path, bytes).unwrap(),
         }
         let told = interrupted(&run);
@@ -132,7 +142,7 @@ fn interrupted(run: &Run) -> String {
     told
 }
 
-fn copy(from: &Path, to: &Path) {
+pub fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
         match entry.path().is_dir() {

@@ -54,6 +54,19 @@ fn the_json_has_every_figure_that_it_promises() {
         assert!((0.0..1.0).contains(&number(path)), "{path}: {out}");
     }
     assert_eq!((json["targets"].as_array().unwrap().len(), json["drafters"].as_array().unwrap().len()), (5, 3));
+    // What an actor did with its time is all of it, until its last work.
+    for worker in ["/targets/0", "/targets/4", "/drafters/0", "/drafters/2", "/trainer"] {
+        let waits: f64 = json
+            .pointer(&format!("{worker}/waits"))
+            .unwrap()
+            .as_object()
+            .unwrap()
+            .values()
+            .map(|w| w.as_f64().unwrap())
+            .sum();
+        let whole = number(&format!("{worker}/busy")) + waits;
+        assert!((0.9..1.0 + 1e-9).contains(&whole), "{worker}: {whole}");
+    }
     assert!((number("/tokens_per_second") / number("/bound_tokens_per_second") - number("/efficiency")).abs() < 1e-9);
     // Six rows of 8192 are the budget of a job, and some of it is padding.
     let tokens_of_job = number("/tokens_per_second_with_ends") * number("/virtual_seconds") / number("/jobs/trained");
@@ -262,6 +275,26 @@ fn without_a_configuration_it_says_something_sensible() {
     {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
+}
+
+#[test]
+fn a_policy_and_its_depth_on_the_command_line_are_those_of_the_run() {
+    let rotation = |depth| {
+        let policy = ["--policy", "round-robin", "--queue-depth", depth];
+        let slow = ["--set", "simulate.target_speeds=[0.5]"];
+        let arguments = [&["--config", NODE, "--jobs", "300", "--json"][..], &policy, &slow].concat();
+        serde_json::from_str::<Value>(&draftmill(&arguments).1).unwrap()
+    };
+    for depth in [1, 20] {
+        let mut json = rotation(depth.to_string().as_str());
+        assert_eq!(json["policy"], serde_json::json!({"name": "round-robin", "queue_depth": depth}));
+        let policy = Policy::RoundRobin { queue_depth: depth };
+        json["wall_seconds"] = 0.0.into();
+        let expected = figures(&node(300, &["simulate.target_speeds=[0.5]"]).policy(policy));
+        assert_eq!(json, serde_json::from_str::<Value>(&expected).unwrap());
+    }
+    // A shallow queue holds back earlier than a deep one.
+    assert_ne!(rotation("1")["virtual_seconds"], rotation("20")["virtual_seconds"]);
 }
 
 #[test]

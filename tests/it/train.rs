@@ -72,7 +72,7 @@ impl Run {
     }
 
     /// The step of every job, over all epochs.
-    fn step_of_each_job(&self) -> Vec<(JobId, Option<Outcome>)> {
+    pub fn step_of_each_job(&self) -> Vec<(JobId, Option<Outcome>)> {
         let state = StateReader::open(&self.dir()).unwrap();
         let epochs = state.planned_epochs().unwrap();
         let jobs = epochs.into_iter().flat_map(|epoch| state.plan(epoch).unwrap().unwrap().jobs);

@@ -1,9 +1,11 @@
-//! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, stragglers, and the order to drain.
+//! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, and the order to drain.
 
+use crate::counted::Counted;
 use draftmill_actors::{
     dispatcher::{Failure, LeaseId, Policy, Return, Settings},
     dispatcher_state::{Action, State},
     job::{Job, Receipt},
+    metrics as m,
     types::{JobId, JobSpec, PaddedBatch},
 };
 use proptest::prelude::*;
@@ -24,7 +26,7 @@ fn job(index: u32) -> Job {
 
 const TARGETS: usize = 3;
 
-fn settings() -> Settings {
+pub fn settings() -> Settings {
     Settings {
         queue_jobs: 4,
         pad_ahead: 2,
@@ -36,7 +38,7 @@ fn settings() -> Settings {
 }
 
 #[derive(Clone, Debug)]
-enum Event {
+pub enum Event {
     Job,
     Pull(usize),
     /// A pull whose answer finds nobody.
@@ -61,34 +63,34 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-struct Held {
-    lease: LeaseId,
-    job: JobId,
-    target: usize,
-    started: bool,
+pub struct Held {
+    pub lease: LeaseId,
+    pub job: JobId,
+    pub target: usize,
+    pub started: bool,
 }
 
 /// What the outside knows: the targets, and what became of every job.
-struct Outside {
-    state: State,
-    max_attempts: u32,
-    now: Instant,
-    next: u32,
-    pulls: u64,
+pub struct Outside {
+    pub state: State,
+    pub max_attempts: u32,
+    pub now: Instant,
+    pub next: u32,
+    pub pulls: u64,
     /// Waiting pulls: their target, and whether the answer will find nobody.
-    waiting: BTreeMap<u64, (usize, bool)>,
-    padding: Vec<JobId>,
-    held: Vec<Held>,
-    done: BTreeSet<JobId>,
-    failures: BTreeMap<JobId, u32>,
-    offered: usize,
-    late: usize,
-    drained: Vec<usize>,
-    refused: usize,
+    pub waiting: BTreeMap<u64, (usize, bool)>,
+    pub padding: Vec<JobId>,
+    pub held: Vec<Held>,
+    pub done: BTreeSet<JobId>,
+    pub failures: BTreeMap<JobId, u32>,
+    pub offered: usize,
+    pub late: usize,
+    pub drained: Vec<usize>,
+    pub refused: usize,
 }
 
 impl Outside {
-    fn new(settings: Settings) -> Self {
+    pub fn new(settings: Settings) -> Self {
         Self {
             state: State::new(settings),
             max_attempts: settings.max_attempts,
@@ -107,7 +109,7 @@ impl Outside {
         }
     }
 
-    fn apply(&mut self, actions: Vec<Action>) {
+    pub fn apply(&mut self, actions: Vec<Action>) {
         for action in actions {
             match action {
                 Action::Pad(spec) => {
@@ -142,7 +144,7 @@ impl Outside {
         }
     }
 
-    fn pull(&mut self, target: usize, lost: bool) {
+    pub fn pull(&mut self, target: usize, lost: bool) {
         // A target waits for one job at a time, and not while it has one.
         let busy = self.held.iter().map(|h| h.target).chain(self.waiting.values().map(|(t, _)| *t));
         if busy.into_iter().any(|t| t == target) {
@@ -154,7 +156,7 @@ impl Outside {
         self.apply(actions);
     }
 
-    fn step(&mut self, event: Event) {
+    pub fn step(&mut self, event: Event) {
         match event {
             Event::Job if self.state.has_room() => {
                 self.next += 1;
@@ -219,7 +221,7 @@ impl Outside {
     }
 
     /// The targets work until the pool is told to drain.
-    fn finish(&mut self) {
+    pub fn finish(&mut self) {
         let actions = self.state.on_end();
         self.apply(actions);
         for round in 0.. {
@@ -261,70 +263,6 @@ proptest! {
     }
 }
 
-/// Three forwards of a second each: from now on it is known what a forward should take.
-fn warmed_up(settings: Settings) -> Outside {
-    let mut outside = Outside::new(settings);
-    for _ in 0..3 {
-        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pass(1), Event::Finish(0)]
-        {
-            outside.step(e);
-        }
-    }
-    assert_eq!(outside.done.len(), 3);
-    outside
-}
-
-#[test]
-fn a_stragglers_job_is_offered_to_another_target_and_the_first_result_wins() {
-    for straggler_wins in [false, true] {
-        let mut outside = warmed_up(settings());
-        for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(3)] {
-            outside.step(e);
-        }
-        assert_eq!(outside.held.len(), 1, "three seconds are no straggler at four times one second");
-        outside.step(Event::Pass(1));
-        assert_eq!(outside.held.iter().map(|h| h.target).collect::<Vec<_>>(), [0, 1]);
-        outside.step(Event::Pass(100));
-        assert_eq!(outside.offered, 1, "once, and its target is not a straggler before it started");
-        outside.step(Event::Finish(usize::from(!straggler_wins)));
-        assert_eq!((outside.done.len(), outside.late), (4, 0));
-        outside.finish();
-        assert_eq!(outside.drained, [1], "the end waits for the job, not for the forward");
-        outside.step(Event::Finish(0));
-        assert_eq!((outside.done.len(), outside.late), (4, 1), "the other one is dropped");
-    }
-}
-
-#[test]
-fn nothing_is_left_to_a_straggler_alone() {
-    let mut outside = warmed_up(Settings { max_attempts: 3, ..settings() });
-    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(9)] {
-        outside.step(e);
-    }
-    // Target 0 hangs. Whoever gets its job fails at it, until it is given up.
-    for attempt in 1..=3 {
-        assert_eq!(outside.held.len(), 2, "attempt {attempt}");
-        outside.step(Event::Fail(1));
-        outside.step(Event::Pull(1 + attempt % 2));
-    }
-    assert_eq!(outside.held.len(), 1);
-    let actions = outside.state.on_end();
-    outside.apply(actions);
-    assert_eq!(outside.drained, [1], "the run ends without it");
-}
-
-#[test]
-fn a_straggler_is_only_reported_where_its_job_is_not_to_be_offered() {
-    let mut outside = warmed_up(Settings { offer_stragglers: false, ..settings() });
-    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(3)] {
-        outside.step(e);
-    }
-    let due = outside.state.next_due().unwrap();
-    assert_eq!(due, outside.now + Duration::from_secs(1));
-    outside.step(Event::Pass(1));
-    assert_eq!((outside.held.len(), outside.state.next_due()), (1, None));
-}
-
 #[test]
 fn a_failed_job_comes_back_first_and_is_given_up_after_max_attempts() {
     let mut outside = Outside::new(settings());
@@ -351,6 +289,13 @@ fn a_failed_job_prefers_another_target() {
     outside.step(Event::Pull(0));
     outside.step(Event::Pull(1));
     assert_eq!(outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>(), [(0, 2), (1, 1)]);
+    // It is at the head again, before the jobs that waited all along.
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Job, Event::Padded(0, true), Event::Padded(0, true), Event::Pull(0), Event::Fail(0)] {
+        outside.step(e);
+    }
+    outside.step(Event::Pull(1));
+    assert_eq!((outside.held[0].target, outside.held[0].job.index), (1, 1));
     // Both wait, and the one that has not failed at it gets it, although the other one asked first.
     let mut outside = Outside::new(settings());
     for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Pull(1)] {
@@ -358,6 +303,35 @@ fn a_failed_job_prefers_another_target() {
     }
     outside.step(Event::Fail(0));
     assert_eq!(outside.held[0].target, 1);
+}
+
+#[test]
+fn a_job_that_cannot_be_padded_is_given_up_after_max_attempts_and_counted() {
+    let (counted, ()) = Counted::during(|| {
+        let mut outside = Outside::new(settings());
+        for e in [Event::Job, Event::Padded(0, false)] {
+            outside.step(e);
+        }
+        assert_eq!((outside.state.depth().0, outside.padding.len()), (1, 1), "it is padded once more");
+        outside.step(Event::Padded(0, false));
+        assert_eq!((outside.state.depth().0, outside.padding.len()), (0, 0), "two tries are enough");
+    });
+    assert_eq!(counted.last(m::JOBS_RETURNED, " cause=failed"), 2.0);
+}
+
+#[test]
+fn the_end_does_not_wait_for_a_job_whose_target_went_away_with_it() {
+    let mut outside = Outside::new(settings());
+    for e in [Event::Job, Event::Padded(0, true), Event::Pull(0)] {
+        outside.step(e);
+    }
+    let Held { lease, .. } = outside.held.remove(0);
+    drop(outside.state.on_claim(lease, outside.now));
+    let actions = outside.state.on_return(Return::Failed { lease, failure: Failure::Gone, message: "gone".into() });
+    outside.apply(actions);
+    let actions = outside.state.on_end();
+    outside.apply(actions);
+    assert_eq!(outside.drained, [0]);
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! Settings and moments at the edges: the smallest queues, barriers beside checkpoints, stops between jobs, uneven numbers of workers.
 
 use crate::{
+    faults::{broken, long_forwards},
     pipeline::assert_all_trained,
-    world::{Breakage, World},
+    world::{Breakage, World, Wrong},
 };
 use draftmill_actors::pool_state::Settings;
 use proptest::prelude::*;
@@ -42,6 +43,72 @@ fn a_resume_with_barriers_passes_epochs_that_are_done() {
         let second = more.clone().run_with(first.result.unwrap().ledger.unwrap(), steps);
         assert_all_trained(&more, &second, 4);
     }
+}
+
+/// A node whose first target hangs in its `at`-th forward.
+fn hanging(at: u64, world: World) -> World {
+    let hang = Breakage { until: Some(at), ..broken(at, Wrong::Hang) };
+    World { targets: vec![hang, Breakage::default(), Breakage::default()], costs: long_forwards().costs, ..world }
+}
+
+#[test]
+fn a_barrier_does_not_wait_for_a_forward_that_hangs() {
+    let world = hanging(10, World { epochs: 3, epoch_barrier: true, ..World::default() });
+    assert_all_trained(&world, &world.clone().run(), 3);
+}
+
+#[test]
+fn a_target_that_hangs_in_its_first_forward_keeps_nobody_from_finishing() {
+    for at in 1..=4 {
+        let world = hanging(at, World::default());
+        assert_all_trained(&world, &world.clone().run(), 1);
+    }
+}
+
+#[test]
+fn a_forward_that_hangs_in_a_bucket_of_its_own_keeps_nobody_from_finishing() {
+    // The only two jobs of the longest bucket: nothing is ever known of it.
+    let mut lengths = vec![100; 400];
+    lengths[7] = 900;
+    let bounds = vec![100, 900];
+    for at in 1..=12 {
+        let world = hanging(at, World { lengths: lengths.clone(), bounds: bounds.clone(), ..World::default() });
+        assert_all_trained(&world, &world.clone().run(), 1);
+    }
+}
+
+#[test]
+fn targets_that_are_all_out_at_once_come_back() {
+    for epoch_barrier in [false, true] {
+        let out = Breakage { until: Some(4), bad_restarts: 2, ..broken(4, Wrong::Lose) };
+        let world = World { targets: vec![out; 3], epoch_barrier, epochs: 2, ..World::default() };
+        let ended = world.clone().run();
+        assert_all_trained(&world, &ended, 2);
+        assert!(ended.report().targets.iter().all(|target| target.restarts == 1));
+    }
+}
+
+#[test]
+fn a_stop_does_not_wait_for_a_restart() {
+    let out = Breakage { bad_restarts: 99, ..broken(2, Wrong::Lose) };
+    let stop_at = Duration::from_secs(100);
+    let ended = World { targets: vec![out; 3], max_restarts: 99, stop_at: Some(stop_at), ..World::default() }.run();
+    // The pause of 64 seconds that began at second 63 is cut short.
+    assert!(ended.report().targets.iter().all(|target| target.restarts == 0));
+    assert!(ended.took <= stop_at + Duration::from_secs(2), "{:?}", ended.took);
+}
+
+#[test]
+fn a_target_that_is_out_holds_neither_room_nor_job() {
+    // One place in the pool, and a pause of a minute and more: the others go on meanwhile.
+    let world = narrow();
+    let out = Breakage { until: Some(2), bad_restarts: 7, ..broken(2, Wrong::Lose) };
+    let targets = vec![out, Breakage::default()];
+    let world = World { targets, max_restarts: 99, ..world };
+    let ended = world.clone().run();
+    assert_all_trained(&world, &ended, 3);
+    let healthy = World { targets: vec![Breakage::default(); 2], ..world }.run().took;
+    assert!(ended.took < healthy + Duration::from_secs(10), "{:?} {healthy:?}", ended.took);
 }
 
 #[test]

@@ -7,16 +7,16 @@ use crate::{
 use draftmill_actors::{fault::Kill, meter::Cause, sim::CostModel, types::Outcome};
 use std::time::Duration;
 
-fn broken(every: u64, wrong: Wrong) -> Breakage {
+pub fn broken(every: u64, wrong: Wrong) -> Breakage {
     Breakage { every: Some((every, wrong)), ..Breakage::default() }
 }
 
 /// A healthy node with one broken target (of three) or one broken drafter (of two).
-fn with_target(b: Breakage) -> World {
+pub fn with_target(b: Breakage) -> World {
     World { targets: vec![b, Breakage::default(), Breakage::default()], ..World::default() }
 }
 
-fn with_drafter(b: Breakage) -> World {
+pub fn with_drafter(b: Breakage) -> World {
     World { drafters: vec![b, Breakage::default()], ..World::default() }
 }
 
@@ -137,7 +137,7 @@ fn ray_41973_a_lost_drafter_ends_the_run_within_the_grace_period() {
 }
 
 /// A node whose forwards take seconds, so that a straggler is one.
-fn long_forwards() -> World {
+pub fn long_forwards() -> World {
     let costs = CostModel { seconds_per_token: 0.003, seconds_per_micro_batch: 0.1, ..World::default().costs };
     World { costs, ..World::default() }
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod checkpoints;
+mod counted;
 mod dispatcher;
 mod edges;
 mod faults;
@@ -10,6 +11,7 @@ mod mix;
 mod pipeline;
 mod planner;
 mod pool;
+mod stragglers;
 mod tags;
 mod trace;
 mod trainer;

@@ -115,6 +115,19 @@ fn slow_drafters_hold_targets_back_by_room_and_slow_targets_hold_drafters_back_b
 }
 
 #[test]
+fn torchspec_42_everything_at_once_stays_within_the_pool() {
+    // A hundred fast targets against drafters that take their time: there, a wave of two windows overflowed the store.
+    let slow = Breakage { slowness: Some(50.0), ..Breakage::default() };
+    let mut world = World { targets: vec![Breakage::default(); 100], drafters: vec![slow; 2], ..World::default() };
+    (world.queue_jobs, world.pad_ahead) = (200, 100);
+    (world.pool.max_bytes, world.pool.max_batches) = (200_000, 1000);
+    let ended = world.clone().run();
+    assert_all_trained(&world, &ended, 1);
+    let peak = ended.report().pool.bytes;
+    assert!((160_000..=200_000).contains(&peak), "the promise is used and kept: {peak}");
+}
+
+#[test]
 fn backpressure_is_arithmetic() {
     // Drafters that never finish: targets fill exactly max_batches places, less what the drafters took.
     let never = Breakage { every: Some((1, crate::world::Wrong::Hang)), ..Breakage::default() };

@@ -15,6 +15,7 @@ use draftmill::{
         adamw::Hyper,
         params::{Gradient, Weights, init_params},
     },
+    retention::Keep,
 };
 use draftmill_actors::{
     dispatcher,
@@ -168,7 +169,7 @@ async fn train(slow: usize) -> Trained {
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
     let saving = Saving {
         folder: folder.path().to_path_buf(),
-        keep_last: 1,
+        keep: Keep { last: 1, ..Keep::default() },
         seed: 17,
         config: String::new(),
         draft: config.clone(),
