@@ -11,7 +11,10 @@ use draftmill_actors::{
     pool_state::{self, Draw},
     types::{JobId, Outcome},
 };
-use std::sync::{Arc, mpsc::Receiver};
+use std::{
+    sync::{Arc, mpsc::Receiver},
+    time::Duration,
+};
 use tokio::sync::mpsc;
 
 /// A disk that writes when it is told to, and says what it was given.
@@ -55,6 +58,11 @@ async fn job(fed: &mut mpsc::Receiver<Feed>) -> Receipt {
 
 #[tokio::test]
 async fn jobs_leave_while_the_disk_is_busy_and_a_checkpoint_waits_for_every_outcome() {
+    // Broken, it waits for ever.
+    tokio::time::timeout(Duration::from_secs(120), beside_a_slow_disk()).await.expect("the planner waits for the disk");
+}
+
+async fn beside_a_slow_disk() {
     let settings = Settings {
         plan: PlanSettings { seed: 1, job_tokens: 10, order: Order::Spread, bounds: vec![10] },
         lengths: Arc::from([10; 8]),
