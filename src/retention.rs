@@ -114,7 +114,7 @@ mod tests {
                 let actions = retention(&there, keep);
                 let asked: Vec<u64> = actions.iter().map(|(step, _)| *step).collect();
                 prop_assert_eq!(asked, there.iter().map(|c| c.step).collect::<Vec<_>>(), "one answer for each");
-                there.retain(|c| actions.contains(&(c.step, Action::Delete)) == false);
+                there.retain(|c| !actions.contains(&(c.step, Action::Delete)));
             }
             let there_still = |step: u64| there.iter().any(|c| c.step == step);
             for &step in steps.keys().rev().take(last.max(1)) {

@@ -134,3 +134,31 @@ impl State {
         &self.counts
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skips_are_counted_against_their_epoch_and_exactly_the_fraction_is_allowed() {
+        let jobs = |epoch| -> Vec<JobSpec> {
+            let id = |index| JobId { epoch, index };
+            (0..10).map(|i| JobSpec { id: id(i), bucket: 0, samples: vec![i], tokens: 1, width: 1 }).collect()
+        };
+        let skip = Outcome::Skipped { reason: "why".into(), attempts: 1 };
+        let mut state = State::new(2, false, 0.2);
+        for epoch in 0..2 {
+            assert_eq!(state.take_next(), Next::Plan(epoch));
+            state.begin(Plan { epoch, bounds: vec![1], jobs: jobs(epoch) }, &[false; 10]);
+            for index in 0..10 {
+                let id = JobId { epoch, index };
+                assert!(matches!(state.take_next(), Next::Job(job) if job.id == id));
+                if index < 2 {
+                    assert_eq!(state.on_outcome(id, &skip), Ok(()), "two of ten are allowed in each epoch");
+                }
+            }
+        }
+        let message = state.on_outcome(JobId { epoch: 1, index: 2 }, &skip).unwrap_err();
+        assert!(message.starts_with("3 of the 10 jobs of epoch 1 were skipped"), "{message}");
+    }
+}

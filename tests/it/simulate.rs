@@ -279,14 +279,15 @@ fn without_a_configuration_it_says_something_sensible() {
 
 #[test]
 fn a_policy_and_its_depth_on_the_command_line_are_those_of_the_run() {
-    let rotation = |depth| {
-        let policy = ["--policy", "round-robin", "--queue-depth", depth];
+    let rotation = |depth: usize| {
+        let depth = depth.to_string();
+        let policy = ["--policy", "round-robin", "--queue-depth", &depth];
         let slow = ["--set", "simulate.target_speeds=[0.5]"];
         let arguments = [&["--config", NODE, "--jobs", "300", "--json"][..], &policy, &slow].concat();
         serde_json::from_str::<Value>(&draftmill(&arguments).1).unwrap()
     };
     for depth in [1, 20] {
-        let mut json = rotation(depth.to_string().as_str());
+        let mut json = rotation(depth);
         assert_eq!(json["policy"], serde_json::json!({"name": "round-robin", "queue_depth": depth}));
         let policy = Policy::RoundRobin { queue_depth: depth };
         json["wall_seconds"] = 0.0.into();
@@ -294,7 +295,7 @@ fn a_policy_and_its_depth_on_the_command_line_are_those_of_the_run() {
         assert_eq!(json, serde_json::from_str::<Value>(&expected).unwrap());
     }
     // A shallow queue holds back earlier than a deep one.
-    assert_ne!(rotation("1")["virtual_seconds"], rotation("20")["virtual_seconds"]);
+    assert_ne!(rotation(1)["virtual_seconds"], rotation(20)["virtual_seconds"]);
 }
 
 #[test]
