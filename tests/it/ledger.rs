@@ -1,6 +1,6 @@
 //! `draftmill runs`, `draftmill ledger` and the documented queries, on runs that a real binary made.
 
-use crate::train::{Run, SLOW, text};
+use crate::train::{Run, SLOW, signal, text};
 use draftmill::state::StateReader;
 use rusqlite::{Connection, OpenFlags};
 use serde_json::{Value, json};
@@ -8,13 +8,15 @@ use std::{fs, process::Output};
 
 /// A simulated run that was killed once and then went on to its end.
 fn killed_once() -> Run {
-    // Long enough that the looks below come before its end.
     let run = Run::new(&[SLOW, &["run.epochs=8"]].concat());
     let mut child = run.train_until(7);
     let dir = run.dir();
+    // It waits while it is looked at, so that it cannot end before it is killed.
+    signal(&child, libc::SIGSTOP);
     let live = answer(&run.plain(&["runs", dir.to_str().unwrap(), "--json"]));
     assert_eq!(live[0]["state"], "running");
     assert_eq!(run.plain(&["ledger", dir.to_str().unwrap(), "--verify"]).status.code(), Some(0), "while it goes on");
+    signal(&child, libc::SIGCONT);
     // Between two checkpoints, so that there is something to open again.
     while run.steps().len() % 4 != 3 {
         std::thread::sleep(std::time::Duration::from_millis(1));

@@ -90,9 +90,13 @@ pub fn text(output: &Output) -> String {
 }
 
 pub fn interrupt(child: &Child) {
+    signal(child, libc::SIGINT);
+}
+
+pub fn signal(child: &Child, signal: i32) {
     let pid = i32::try_from(child.id()).unwrap();
     // SAFETY: the process is our child and has not been waited for, so the number is still its own.
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
 pub const SLOW: &[&str] = &[
