@@ -6,6 +6,9 @@ mod bench;
 mod cli;
 mod config;
 mod data;
+#[cfg(feature = "torch")]
+mod decode;
+mod eval;
 mod export;
 mod faults;
 mod fetch;
