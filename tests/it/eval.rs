@@ -58,7 +58,7 @@ impl Scene {
     fn eval(&self, more: &[&str]) -> Output {
         let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
         run.current_dir(&self.0).args(["eval", "--target", "target", "--draft", "draft", "--prompts", "prompts.jsonl"]);
-        run.args(["--max-new-tokens", "24"]).args(more).output().unwrap()
+        run.env("OMP_NUM_THREADS", "1").args(["--max-new-tokens", "24"]).args(more).output().unwrap()
     }
 
     fn refused(&self, more: &[&str], code: i32) -> String {
@@ -179,7 +179,7 @@ mod torch {
             ("partial_rotary_factor", json!(0.25), "partial_rotary_factor"),
             ("dflash_config", json!({"target_layer_ids": [1, 5], "block_size": 8}), "mask_token_id"),
             ("num_target_layers", json!(9), "num_target_layers"),
-            ("block_size", json!(16), "block_size"),
+            ("dflash_config", json!({"target_layer_ids": [1, 5], "mask_token_id": 319, "block_size": 16}), "block_size"),
         ] {
             let scene = Scene::new();
             scene.set("draft", key, value);
