@@ -1,6 +1,8 @@
 //! `draftmill eval` as a user meets it: a tiny target, the golden drafter, prompts of every kind, and what is refused.
 
-use serde_json::{Value, json};
+#[cfg(feature = "torch")]
+use serde_json::Value;
+use serde_json::json;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -48,6 +50,7 @@ impl Scene {
     }
 
     /// Changes one key of a config.json.
+    #[cfg(feature = "torch")]
     fn set(&self, folder: &str, key: &str, value: Value) {
         let path = self.path(folder).join("config.json");
         let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -179,7 +182,11 @@ mod torch {
             ("partial_rotary_factor", json!(0.25), "partial_rotary_factor"),
             ("dflash_config", json!({"target_layer_ids": [1, 5], "block_size": 8}), "mask_token_id"),
             ("num_target_layers", json!(9), "num_target_layers"),
-            ("dflash_config", json!({"target_layer_ids": [1, 5], "mask_token_id": 319, "block_size": 16}), "block_size"),
+            (
+                "dflash_config",
+                json!({"target_layer_ids": [1, 5], "mask_token_id": 319, "block_size": 16}),
+                "block_size",
+            ),
         ] {
             let scene = Scene::new();
             scene.set("draft", key, value);
