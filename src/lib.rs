@@ -7,6 +7,7 @@ pub mod cli;
 pub mod config;
 pub mod data;
 pub mod engines;
+pub mod eval;
 pub mod exit;
 pub mod export;
 pub mod failpoint;

@@ -2,6 +2,7 @@
 
 mod args;
 mod check;
+mod eval;
 mod export;
 mod import;
 mod ledger;
@@ -13,7 +14,7 @@ mod simulate;
 mod train;
 
 pub use self::args::{
-    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs, PrepareArgs, RunsArgs,
+    CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs, PrepareArgs, RunsArgs,
     SimulateArgs, TrainArgs, WhichCheckpoint,
 };
 
@@ -76,6 +77,11 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         Command::Ledger(args) => {
             logging::start(&cli.log, &Log::default())?;
             ledger::run(args)
+        }
+        Command::Eval(args) => {
+            open_libtorch()?;
+            logging::start(&cli.log, &Log::default())?;
+            eval::run(args)
         }
         Command::Export(args) => {
             logging::start(&cli.log, &Log::default())?;

@@ -10,7 +10,10 @@ mod span;
 
 use self::span::Spans;
 use crate::hf::{HfError, read_json};
-use minijinja::{Environment, value::Value as Jinja};
+use minijinja::{
+    Environment,
+    value::{Serde, Value as Jinja},
+};
 use serde_json::{Map, Value};
 use std::{io::ErrorKind, ops::Range, path::Path};
 use thiserror::Error;
@@ -155,12 +158,24 @@ impl ChatTemplate {
         Ok(Rendered { text: spans.into_text(), supervised })
     }
 
+    /// Renders a conversation up to where the assistant speaks. Templates that know `enable_thinking` are told to do
+    /// without: drafters are trained on answers, and measured on them (z-lab#133).
+    pub fn prompt(&self, conversation: &Conversation) -> Result<String, ChatError> {
+        let messages: Vec<_> = conversation.turns.iter().map(span::plain_message).collect();
+        let quiet = minijinja::context! { enable_thinking => false };
+        self.call_with(&messages, &Jinja::from(Serde(&conversation.tools)), true, quiet)
+    }
+
     fn call(&self, messages: &[Jinja], tools: &Jinja, add_generation_prompt: bool) -> Result<String, ChatError> {
+        self.call_with(messages, tools, add_generation_prompt, minijinja::context! {})
+    }
+
+    fn call_with(&self, messages: &[Jinja], tools: &Jinja, prompt: bool, more: Jinja) -> Result<String, ChatError> {
         let wanted = if tools.is_none() { NAME } else { WITH_TOOLS };
         let template = self.environment.get_template(wanted).or_else(|_| self.environment.get_template(NAME));
         let context = minijinja::context! {
-            messages, tools, add_generation_prompt, documents => (), bos_token => self.bos.as_str(),
-            eos_token => self.eos.as_str(),
+            messages, tools, add_generation_prompt => prompt, documents => (), bos_token => self.bos.as_str(),
+            eos_token => self.eos.as_str(), ..more
         };
         template.map_err(unreadable)?.render(context).map_err(|e| ChatError::Refused(jinja::sentence(&e)))
     }

@@ -173,7 +173,8 @@ fn guarded(work: impl FnOnce() -> Result<Sample, Problem>) -> Result<Result<Samp
 }
 
 impl Chat {
-    fn load(folder: &Path) -> Result<Chat, String> {
+    /// Reads template and tokenizer of a model folder, or says what is wrong with them.
+    pub fn load(folder: &Path) -> Result<Chat, String> {
         let template = ChatTemplate::load(folder).map_err(|error| error.to_string())?;
         let path = folder.join("tokenizer.json");
         let remedy = "give a Hugging Face folder with a tokenizer.json";
@@ -186,6 +187,21 @@ impl Chat {
         let sha256 = |bytes: &[u8]| hex(&Sha256::digest(bytes));
         let (template_sha256, tokenizer_sha256) = (sha256(template.text().as_bytes()), sha256(&bytes));
         Ok(Chat { template, tokenizer, template_sha256, tokenizer_sha256 })
+    }
+
+    /// Token ids of a conversation that the assistant is about to answer.
+    #[cfg(feature = "torch")]
+    pub fn prompt(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, String> {
+        let text = self.template.prompt(conversation).map_err(|error| error.to_string())?;
+        // The template has written the special tokens already.
+        let encoding = self.tokenizer.encode(text, false).map_err(|error| error.to_string())?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of an answer, without special tokens.
+    #[cfg(feature = "torch")]
+    pub fn answer(&self, ids: &[u32]) -> Result<String, String> {
+        self.tokenizer.decode(ids, true).map_err(|error| error.to_string())
     }
 }
 

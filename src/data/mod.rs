@@ -6,12 +6,12 @@
 //! ```
 
 pub mod chat;
-mod encode;
-mod input;
+pub(crate) mod encode;
+pub(crate) mod input;
 mod prepare;
 mod reject;
 mod report;
-mod row;
+pub(crate) mod row;
 mod source;
 mod split;
 mod store;

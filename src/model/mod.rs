@@ -4,6 +4,8 @@ pub mod adamw;
 pub mod anchors;
 pub mod batch;
 pub mod blocks;
+pub mod cache;
+pub mod decode;
 pub mod draft;
 pub mod infer;
 pub mod layers;

@@ -1,5 +1,9 @@
 //! The frozen target: a causal decoder whose forward ends at the last tapped layer.
 
+mod cached;
+
+pub use cached::Extended;
+
 use super::load::weight;
 use super::ops::{attention, linear, rms_norm};
 use super::rope::{Rope, RopeTable};
@@ -192,22 +196,33 @@ impl Target {
 
     fn layer(&self, layer: &Layer, x: &Tensor, table: &RopeTable, rows: &Rows<'_>) -> Result<Tensor, ModelError> {
         let (count, width) = rows.padded();
+        let (q, k, v) = self.heads(layer, x, table)?;
+        let dim = self.config.head_dim as i64;
+        let by_head = |x: &Tensor| x.f_reshape([count, width, -1, dim])?.f_transpose(1, 2);
+        // Rows are padded on the right, so a real token never sees padding under the causal mask alone.
+        let mixed = attention(&by_head(&q)?, &by_head(&k)?, &by_head(&v)?, None, true)?;
+        self.finish(layer, x, &mixed.f_transpose(1, 2)?.f_reshape([count * width, -1])?)
+    }
+
+    /// Queries, keys and values of `x [tokens, hidden]`, each `[tokens, heads, head_dim]`.
+    fn heads(&self, layer: &Layer, x: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor, Tensor), ModelError> {
         let (dim, eps) = (self.config.head_dim as i64, self.config.rms_norm_eps);
         let inner = rms_norm(x, &layer.input_norm, eps)?;
         let split = |projection: &Projection| -> Result<Tensor, ModelError> {
-            Ok(projection.apply(&inner)?.f_reshape([count * width, -1, dim])?)
+            Ok(projection.apply(&inner)?.f_reshape([x.size()[0], -1, dim])?)
         };
         let (mut q, mut k) = (split(&layer.q)?, split(&layer.k)?);
         if let Some((q_norm, k_norm)) = &layer.qk_norm {
             q = rms_norm(&q, q_norm, eps)?;
             k = rms_norm(&k, k_norm, eps)?;
         }
-        let by_head = |x: &Tensor| x.f_reshape([count, width, -1, dim])?.f_transpose(1, 2);
-        let (q, k, v) = (by_head(&table.apply(&q)?)?, by_head(&table.apply(&k)?)?, by_head(&split(&layer.v)?)?);
-        // Rows are padded on the right, so a real token never sees padding under the causal mask alone.
-        let mixed = attention(&q, &k, &v, None, true)?.f_transpose(1, 2)?.f_reshape([count * width, -1])?;
-        let x = x.f_add(&layer.o.apply(&mixed)?)?;
-        let inner = rms_norm(&x, &layer.post_norm, eps)?;
+        Ok((table.apply(&q)?, table.apply(&k)?, split(&layer.v)?))
+    }
+
+    /// Adds what attention gathered, `[tokens, heads * head_dim]`, to the residual stream, and then the MLP.
+    fn finish(&self, layer: &Layer, x: &Tensor, gathered: &Tensor) -> Result<Tensor, ModelError> {
+        let x = x.f_add(&layer.o.apply(gathered)?)?;
+        let inner = rms_norm(&x, &layer.post_norm, self.config.rms_norm_eps)?;
         let gated = layer.gate.apply(&inner)?.f_silu()?.f_mul(&layer.up.apply(&inner)?)?;
         Ok(x.f_add(&layer.down.apply(&gated)?)?)
     }

@@ -5,6 +5,9 @@
 mod cli;
 mod config;
 mod data;
+#[cfg(feature = "torch")]
+mod decode;
+mod eval;
 mod export;
 #[cfg(feature = "failpoints")]
 mod failpoints;

@@ -95,6 +95,11 @@ impl<'a> Spans<'a> {
     }
 }
 
+/// A turn as templates take it.
+pub fn plain_message(turn: &Turn) -> Jinja {
+    message(turn, &turn.content, &turn.extra)
+}
+
 fn message(turn: &Turn, content: &str, extra: &Map<String, Value>) -> Jinja {
     let mut message = Map::new();
     message.insert("role".into(), turn.role.as_str().into());

@@ -1,0 +1,45 @@
+//! `draftmill eval`.
+
+use super::{EvalArgs, output};
+use crate::{
+    eval::{self, EvalOptions, Record},
+    exit::{Exit, Failure},
+};
+
+/// Measures a drafter and tells the figures.
+pub fn run(args: &EvalArgs) -> Result<(), Failure> {
+    let prompts = eval::read(&args.prompts, args.limit).map_err(Failure::of(Exit::Data))?;
+    let count = prompts.len();
+    let options = EvalOptions {
+        target: args.target.clone(),
+        draft: args.draft.clone(),
+        max_new_tokens: args.max_new_tokens as usize,
+        temperature: args.temperature,
+        seed: args.seed,
+        device: args.device.clone(),
+    };
+    let mut done = 0;
+    let report = measured(&options, prompts, &mut |record: &Record| {
+        done += 1;
+        let produced: usize = record.steps.iter().map(|step| step.produced).sum();
+        output::tell(&format!("response {done} ({count} prompts): {produced} tokens in {} steps", record.steps.len()));
+    })?;
+    if let Some(path) = &args.plot {
+        let failed =
+            |e| Failure::new(Exit::Usage, format!("{} cannot be written ({e}); give another --plot", path.display()));
+        std::fs::write(path, eval::svg(&report)).map_err(failed)?;
+    }
+    if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }
+}
+
+#[cfg(feature = "torch")]
+use crate::eval::measure as measured;
+
+/// What stands in for the measurement in a build without libtorch: a sentence.
+#[cfg(not(feature = "torch"))]
+fn measured(_: &EvalOptions, _: Vec<eval::Prompt>, _: &mut dyn FnMut(&Record)) -> Result<eval::Report, Failure> {
+    Err(Failure::new(
+        Exit::Usage,
+        "this draftmill was built without libtorch, which decoding needs; build with the default features",
+    ))
+}

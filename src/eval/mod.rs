@@ -1,0 +1,33 @@
+//! What a drafter is worth: acceptance and speed of speculative decoding, measured with the target it was trained for.
+
+mod figures;
+#[cfg(feature = "torch")]
+mod measure;
+mod plot;
+mod prompts;
+mod table;
+
+#[cfg(feature = "torch")]
+pub use self::measure::measure;
+pub use self::{
+    figures::{Category, Figures, Record, Report, Step},
+    plot::svg,
+    prompts::{Prompt, PromptError, parse, read},
+};
+
+use std::path::PathBuf;
+
+/// What is measured, and how.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EvalOptions {
+    /// Folder of the target, in Hugging Face's layout.
+    pub target: PathBuf,
+    /// Folder of the drafter, in z-lab's layout.
+    pub draft: PathBuf,
+    pub max_new_tokens: usize,
+    /// 0 takes the most likely token; any other value samples.
+    pub temperature: f64,
+    pub seed: u64,
+    /// cpu, cuda or cuda:N.
+    pub device: String,
+}

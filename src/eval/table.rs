@@ -1,0 +1,101 @@
+//! A measurement as a person reads it.
+
+use super::figures::{Figures, Report};
+use std::fmt;
+
+/// Characters of the longest bar.
+const BAR: f64 = 30.0;
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = &self.all;
+        writeln!(
+            f,
+            "{} with {}: {} responses, temperature {}",
+            self.target, self.draft, all.responses, self.temperature
+        )?;
+        if self.skipped_too_long > 0 {
+            writeln!(f, "  left out    {} turns that are too long for the target", self.skipped_too_long)?;
+        }
+        writeln!(
+            f,
+            "  acceptance  {} tokens per step pooled, {} as the mean of the responses' means (of at most {})",
+            two(all.acceptance_pooled),
+            two(all.acceptance_mean),
+            self.block_size
+        )?;
+        writeln!(
+            f,
+            "  predicted   {} by the accuracies of single slots (1 + the sum of their cumulative products): {} off",
+            two(all.predicted_acceptance),
+            all.measured_minus_predicted.map_or("-".into(), |off| format!("{off:+.2}"))
+        )?;
+        writeln!(
+            f,
+            "  speed       {} tokens/s, plain decoding {}: {} times as fast",
+            one(all.tokens_per_second),
+            one(all.plain_tokens_per_second),
+            two(all.speedup)
+        )?;
+        match all.greedy_identical {
+            Some(true) => writeln!(f, "  output      identical to plain decoding, token for token")?,
+            Some(false) => writeln!(f, "  output      {} responses DIFFER from plain decoding", all.differing)?,
+            None => writeln!(f, "  output      drawn by chance, so not compared token for token")?,
+        }
+        by_position(f, all)?;
+        histogram(f, all)?;
+        categories(f, self)
+    }
+}
+
+fn by_position(f: &mut fmt::Formatter<'_>, all: &Figures) -> fmt::Result {
+    writeln!(f, "\n  draft   all stand up to it   right by itself, in training's way")?;
+    for (k, (stood, right)) in all.acceptance_by_position.iter().zip(&all.accuracy_by_position).enumerate() {
+        writeln!(f, "  {:>5}   {:>18}   {:>33}", k + 1, percent(*stood), percent(*right))?;
+    }
+    Ok(())
+}
+
+fn histogram(f: &mut fmt::Formatter<'_>, all: &Figures) -> fmt::Result {
+    writeln!(f, "\n  tokens   steps")?;
+    let most = all.tokens_per_step.iter().copied().max().unwrap_or(0).max(1) as f64;
+    for (tokens, &steps) in all.tokens_per_step.iter().enumerate() {
+        let bar = "█".repeat((steps as f64 / most * BAR).round() as usize);
+        writeln!(f, "{}", format!("  {:>6}   {steps:>5}  {bar}", tokens + 1).trim_end())?;
+    }
+    Ok(())
+}
+
+fn categories(f: &mut fmt::Formatter<'_>, report: &Report) -> fmt::Result {
+    if report.categories.is_empty() {
+        return Ok(());
+    }
+    let width = report.categories.iter().map(|c| c.category.chars().count()).max().unwrap_or(0).max(8);
+    writeln!(f, "\n  {:<width$}   responses   pooled   mean   predicted   speed-up", "category")?;
+    for category in &report.categories {
+        let all = &category.figures;
+        writeln!(
+            f,
+            "  {:<width$}   {:>9}   {:>6}   {:>4}   {:>9}   {:>8}",
+            category.category,
+            all.responses,
+            two(all.acceptance_pooled),
+            two(all.acceptance_mean),
+            two(all.predicted_acceptance),
+            two(all.speedup)
+        )?;
+    }
+    Ok(())
+}
+
+fn one(value: Option<f64>) -> String {
+    value.map_or("-".into(), |value| format!("{value:.1}"))
+}
+
+fn two(value: Option<f64>) -> String {
+    value.map_or("-".into(), |value| format!("{value:.2}"))
+}
+
+fn percent(value: Option<f64>) -> String {
+    value.map_or("-".into(), |value| format!("{:.1} %", 100.0 * value))
+}
