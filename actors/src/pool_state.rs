@@ -45,34 +45,34 @@ pub struct Settings {
     pub seed: u64,
 }
 
+/// Why settings could wait for ever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deadlock {
+    /// One batch is larger than the whole pool.
+    LargeBatch,
+    /// Fewer batches may be held than have to be there at once.
+    FewBatches,
+    /// What has to be there at once needs so many bytes, more than may be held.
+    FewBytes { needed: u128 },
+}
+
 impl Settings {
-    /// Why these settings could wait for ever when the largest batch has `largest` bytes, with the arithmetic.
-    ///
-    /// While fewer than `min_ready` batches are ready nothing leaves, so all of them must fit at once, whatever their size.
-    /// In draw `replay` nothing leaves until the wanted batch is there, which may be the last of the window.
-    pub fn deadlock(&self, largest: u64) -> Option<String> {
-        let Self { max_bytes, max_batches, .. } = *self;
-        let (name, least) = match self.window() {
-            Some(window) => ("pool.replay_window", window),
-            None => ("pool.min_ready", self.min_ready),
-        };
-        let needed = (least.max(1) as u64).saturating_mul(largest);
-        if largest > max_bytes {
-            return Some(format!(
-                "one job of {largest} bytes cannot fit into pool.max_bytes = {max_bytes}; raise it, or lower plan.job_tokens"
-            ));
+    /// Whether these settings could wait for ever when the largest batch has `largest` bytes, and why.
+    pub fn deadlock(&self, largest: u64) -> Option<Deadlock> {
+        let needed = self.at_once() as u128 * u128::from(largest);
+        if largest > self.max_bytes {
+            Some(Deadlock::LargeBatch)
+        } else if self.max_batches < self.at_once() {
+            Some(Deadlock::FewBatches)
+        } else {
+            (needed > u128::from(self.max_bytes)).then_some(Deadlock::FewBytes { needed })
         }
-        if max_batches < least.max(1) {
-            return Some(format!(
-                "pool.max_batches = {max_batches} can never hold {name} = {least} batches; raise the one or lower the other"
-            ));
-        }
-        (needed > max_bytes).then(|| {
-            format!(
-                "{name} = {least} batches of up to {largest} bytes need {needed} bytes, but pool.max_bytes is {max_bytes}; \
-                 raise pool.max_bytes, or lower {name} or plan.job_tokens"
-            )
-        })
+    }
+
+    /// Batches that have to be there at once, whatever their size. While fewer than `min_ready` are ready nothing leaves; in draw
+    /// `replay` nothing leaves until the wanted batch is there, which may be the last of the window.
+    pub fn at_once(&self) -> usize {
+        self.window().unwrap_or(self.min_ready).max(1)
     }
 
     /// Jobs that may be under way before they are drawn, where that is limited.

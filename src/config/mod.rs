@@ -20,7 +20,9 @@ pub use self::{
     load::Written,
     problem::{Problem, Problems},
     resolve::{Config, Data, Drafter, Plan, Run, Target, resolve},
-    shape::{ROW_BYTES, draft_config, feature_bytes_per_token, pool_problem, replay_window, step_problem},
+    shape::{
+        ROW_BYTES, draft_config, feature_bytes_per_token, pool_problem, pool_settings, replay_window, step_problem,
+    },
     values::*,
     wire::{Admin, Apply, Checkpoint, Dispatch, FIELDS, Field, Log, Optimizer, Pool, Shutdown, Simulate, Wire},
 };

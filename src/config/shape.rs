@@ -9,7 +9,10 @@ use crate::hf::{
     config::TargetConfig,
     draft::{DraftConfig, default_target_layer_ids},
 };
-use draftmill_actors::{engine::FeatureDtype, pool_state::Draw};
+use draftmill_actors::{
+    engine::FeatureDtype,
+    pool_state::{self, Deadlock, Draw},
+};
 
 /// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
 const TOKEN_BYTES: u64 = 5;
@@ -95,35 +98,48 @@ fn layer_problem(config: &Config, written: &Written, shape: &DraftConfig) -> Opt
 /// any. So `min_ready` of the largest job have to fit. In draw `replay` the batch that is next may be the last of its window
 /// to arrive, so it is the window that has to fit.
 pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) -> Option<Problem> {
-    let most = config.pool.max_bytes;
-    let job = ByteSize(largest_job_bytes);
-    if largest_job_bytes > most.0 {
-        return Some(written.problem(
-            "pool.max_bytes",
+    let settings = pool_settings(config, largest_job_bytes, 0);
+    let (job, most, batches) = (ByteSize(largest_job_bytes), config.pool.max_bytes, settings.at_once());
+    let (message, remedy) = match settings.deadlock(largest_job_bytes)? {
+        Deadlock::LargeBatch => (
             format!("one job of up to {job} can never enter a pool of {most}"),
             format!(
                 "raise it to at least {}, or lower plan.job_tokens or target.feature_dtype",
                 mebibytes(job.0.into())
             ),
-        ));
-    }
-    let (name, why, batches) = match (config.pool.draw, replay_window(&config.pool, largest_job_bytes)) {
-        (Draw::Replay, window) => ("pool.replay_window", "the batch that is next may be the last to arrive of", window),
-        _ => ("pool.min_ready", "draws wait for", config.pool.min_ready),
-    };
-    let needed = u128::from(batches) * u128::from(largest_job_bytes);
-    if needed <= u128::from(most.0) {
-        return None;
-    }
-    let needed = mebibytes(needed);
-    Some(written.problem(
-        "pool.max_bytes",
-        format!(
-            "the run could stop for good: {why} {name} = {batches} batches, the largest takes {job}, and \
-             {batches} x {job} = {needed} is more than {most}"
         ),
-        format!("raise it to at least {needed}, or lower {name}, plan.job_tokens or target.feature_dtype"),
-    ))
+        // Refused before, where the settings were read: it does not depend on the job.
+        Deadlock::FewBatches => return None,
+        Deadlock::FewBytes { needed } => {
+            let (name, why) = match config.pool.draw {
+                Draw::Replay => ("pool.replay_window", "the batch that is next may be the last to arrive of"),
+                _ => ("pool.min_ready", "draws wait for"),
+            };
+            let needed = mebibytes(needed);
+            (
+                format!(
+                    "the run could stop for good: {why} {name} = {batches} batches, the largest takes {job}, and \
+                     {batches} x {job} = {needed} is more than {most}"
+                ),
+                format!("raise it to at least {needed}, or lower {name}, plan.job_tokens or target.feature_dtype"),
+            )
+        }
+    };
+    Some(written.problem("pool.max_bytes", message, remedy))
+}
+
+/// The pool's settings, for the largest job of a plan; `start_step` steps are in the weights already.
+pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -> pool_state::Settings {
+    let pool = &config.pool;
+    pool_state::Settings {
+        max_bytes: pool.max_bytes.0,
+        max_batches: pool.max_batches as usize,
+        min_ready: pool.min_ready as usize,
+        draw: pool.draw,
+        replay_window: replay_window(pool, largest_job_bytes) as usize,
+        start_step,
+        seed: config.run.seed,
+    }
 }
 
 /// Rounded up, so that a remedy suffices.

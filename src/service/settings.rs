@@ -1,8 +1,11 @@
 //! What the actors of a run are told, real or simulated: from the configuration and the forecast of its plan.
 
 use super::{MAX_FAILURES_IN_A_ROW, Schedule};
-use crate::{check::Forecast, config::Config};
-use draftmill_actors::{dispatcher, mill, plan::PlanSettings, planner, pool_state, trainer};
+use crate::{
+    check::Forecast,
+    config::{Config, pool_settings},
+};
+use draftmill_actors::{dispatcher, mill, plan::PlanSettings, planner, trainer};
 use std::sync::Arc;
 
 /// What shapes the plans of every epoch.
@@ -39,15 +42,7 @@ pub(crate) fn mill_settings(
             offer_stragglers: config.dispatch.offer_stragglers,
             policy: dispatcher::Policy::Pull,
         },
-        pool: pool_state::Settings {
-            max_bytes: config.pool.max_bytes.0,
-            max_batches: config.pool.max_batches as usize,
-            min_ready: config.pool.min_ready as usize,
-            draw: config.pool.draw,
-            replay_window: forecast.pool.replay_window.unwrap_or(config.pool.max_batches) as usize,
-            start_step,
-            seed: config.run.seed,
-        },
+        pool: pool_settings(config, forecast.largest_job_bytes, start_step),
         trainer: trainer::Settings {
             drafters: config.drafter.devices.len(),
             accumulation: config.optimizer.accumulation as usize,
