@@ -270,7 +270,10 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
                     d.replies.insert(pulls, reply);
                     d.state.on_pull(pulls, target)
                 }
-                Some(Msg::Started { lease }) => d.state.on_started(lease, Instant::now()),
+                Some(Msg::Started { lease }) => {
+                    d.state.on_started(lease, Instant::now());
+                    Vec::new()
+                }
                 Some(Msg::Claim { lease, reply }) => {
                     // A target that is gone by now drops its lease as well: the job is then unfinished.
                     let _ = reply.send(d.state.on_claim(lease, Instant::now()));

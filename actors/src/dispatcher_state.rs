@@ -179,7 +179,7 @@ impl State {
                 Err(message) => {
                     if let Some(mut entry) = self.queue.remove(at) {
                         entry.padding = Padding::Wanted;
-                        self.retry(entry, Failure::Failed, message);
+                        self.retry(entry, message);
                     }
                 }
             }
@@ -188,18 +188,17 @@ impl State {
     }
 
     /// A forward begins: from now on its time counts.
-    pub fn on_started(&mut self, lease: LeaseId, now: Instant) -> Vec<Action> {
+    pub fn on_started(&mut self, lease: LeaseId, now: Instant) {
         if let Some(held) = self.leases.get_mut(&lease) {
             held.started = Some(now);
         }
-        self.expect(|id| id == lease);
-        Vec::new()
+        self.expect();
     }
 
-    /// Sets when these forwards become stragglers, where enough is known by now.
-    fn expect(&mut self, which: impl Fn(LeaseId) -> bool) {
+    /// Sets when forwards become stragglers, of which it was not known before and enough is known by now.
+    fn expect(&mut self) {
         let Self { leases, work, pace, settings, .. } = self;
-        for (_, held) in leases.iter_mut().filter(|(id, held)| which(**id) && held.due.is_none() && !held.straggles) {
+        for held in leases.values_mut().filter(|held| held.due.is_none() && !held.straggles) {
             let (Some(started), Some(job)) = (held.started, work.get(&held.job).and_then(|work| work.job.as_ref()))
             else {
                 continue;
@@ -219,7 +218,7 @@ impl State {
         if let Some(started) = held.started {
             self.pace.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
             // A forward that hangs may have begun before anything was known.
-            self.expect(|_| true);
+            self.expect();
         }
         Some(job)
     }
@@ -348,8 +347,8 @@ impl State {
     }
 
     /// A job whose padding failed.
-    fn retry(&mut self, mut entry: Entry, failure: Failure, message: String) {
-        counter!(m::JOBS_RETURNED, "cause" => failure.as_str()).increment(1);
+    fn retry(&mut self, mut entry: Entry, message: String) {
+        counter!(m::JOBS_RETURNED, "cause" => Failure::Failed.as_str()).increment(1);
         entry.job.attempts += 1;
         let attempts = entry.job.attempts;
         tracing::warn!(job = %entry.job.id(), attempts, message, "job could not be padded");

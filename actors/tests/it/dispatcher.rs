@@ -175,8 +175,7 @@ impl Outside {
             Event::Start(i) if !self.held.is_empty() => {
                 let i = i % self.held.len();
                 if !std::mem::replace(&mut self.held[i].started, true) {
-                    let actions = self.state.on_started(self.held[i].lease, self.now);
-                    self.apply(actions);
+                    self.state.on_started(self.held[i].lease, self.now);
                 }
             }
             Event::Finish(i) if !self.held.is_empty() => {
