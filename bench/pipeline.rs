@@ -13,9 +13,10 @@ use draftmill_actors::{
     plan::{Order, PlanSettings, stream_seed},
     planner,
     pool_state::{self, Draw},
+    sim::normal,
     trainer,
 };
-use rand::{RngExt, SeedableRng};
+use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use std::{path::Path, sync::Arc, time::Duration};
 use tokio::{runtime::Runtime, sync::mpsc, time::Instant};
@@ -50,13 +51,8 @@ impl Measured {
 /// Lengths between 1 and `longest`, log-normally distributed: median an eighth of `longest`, sigma 0.9.
 pub fn lengths(samples: usize, longest: u32) -> Arc<[u32]> {
     let mut rng = ChaCha8Rng::from_seed(stream_seed(1, "bench lengths", &[]));
-    let mut normal = || {
-        // Box and Muller 1958.
-        let (u, v): (f64, f64) = (1.0 - rng.random::<f64>(), rng.random());
-        (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
-    };
     let median = f64::from(longest) / 8.0;
-    (0..samples).map(|_| (median * (0.9 * normal()).exp()).clamp(1.0, f64::from(longest)) as u32).collect()
+    (0..samples).map(|_| (median * (0.9 * normal(&mut rng)).exp()).clamp(1.0, f64::from(longest)) as u32).collect()
 }
 
 /// Runs one epoch, from lengths in memory to the last outcome on disk: planning, the plan on disk, every job, the last
