@@ -210,6 +210,12 @@ fn costs_are_what_the_section_says() {
     let reduce = busy(&["simulate.reduce=560ms"]);
     let trainer = |report: &Report| report.virtual_seconds * report.trainer.busy / report.steps.count as f64;
     assert!((trainer(&reduce) - trainer(&plain) - 0.5).abs() < 1e-3, "{}", trainer(&reduce));
+    let step = busy(&["simulate.step=525ms"]);
+    assert!((trainer(&step) - trainer(&plain) - 0.5).abs() < 1e-3, "{}", trainer(&step));
+    // Each failed micro-batch is made again.
+    let failing = busy(&["simulate.micro_batch_failures=0.1"]);
+    let again = seconds(&failing, drafters) / seconds(&plain, drafters) - 1.0;
+    assert!((0.05..0.17).contains(&again) && failing.jobs.trained == plain.jobs.trained, "{again}");
 }
 
 /// Work below the clock's tick adds up all the same.
