@@ -4,8 +4,10 @@
 //! folder (lock, identity, resume point), port, engines; then the actors run until the plan is trained, a signal asks
 //! for an orderly end, or the first fault.
 
+pub mod facts;
 mod folder;
 mod models;
+pub mod orders;
 mod progress;
 mod schedule;
 mod settings;
