@@ -11,6 +11,7 @@ use crate::{
     dispatcher_state::{Action, State},
     fault::{Fault, Gone, Stops},
     job::Job,
+    meter::Meter,
     metrics as m, pool,
     types::{BatchSource, JobId, PaddedBatch},
 };
@@ -246,6 +247,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     };
     let (mut feeding, mut stopping) = (true, false);
     let mut pulls: PullId = 0;
+    let mut meter = Meter::new("dispatcher", 0);
     loop {
         let (queued, padded) = d.state.depth();
         gauge!(m::QUEUE_JOBS).set(queued as f64);
@@ -253,6 +255,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
         let actions = tokio::select! {
             // Returns come first: a job that comes back goes before a new one.
             biased;
+            never = meter.rest(d.state.cause()) => match never {},
             () = stops.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
             () = stops.stop.cancelled(), if !stopping => {
                 (stopping, feeding) = (true, false);

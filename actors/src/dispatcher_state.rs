@@ -6,6 +6,7 @@ use crate::{
     invariants::d2,
     job::Job,
     journal::journal,
+    meter::Cause,
     metrics as m,
     pace::Pace,
     types::{JobId, JobSpec, PaddedBatch},
@@ -295,6 +296,24 @@ impl State {
         (self.queue.len(), self.queue.iter().filter(|e| e.is_ready()).count())
     }
 
+    /// What everything waits for now.
+    pub fn cause(&self) -> Cause {
+        let padded = self.queue.iter().any(Entry::is_ready);
+        match (self.pulls.is_empty(), self.queue.is_empty()) {
+            (true, _) if padded => Cause::Target,
+            (true, _) => Cause::Idle,
+            (false, true) => Cause::Job,
+            // Round robin alone lets a padded job wait beside a target that asks: for the target whose turn it is.
+            (false, false) => {
+                if padded {
+                    Cause::Target
+                } else {
+                    Cause::Padding
+                }
+            }
+        }
+    }
+
     /// Whose turn the next job is.
     fn turn(&self) -> Option<usize> {
         match self.settings.policy {
@@ -328,7 +347,7 @@ impl State {
         match self.work.get(&held.job) {
             Some(Work { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
                 if let Some(job) = self.work.remove(&held.job).and_then(|work| work.job) {
-                    give_up(job, message);
+                    give_up(job, failure.as_str(), message);
                 }
             }
             Some(Work { leases: 0, .. }) => self.requeue(held.job),
@@ -353,7 +372,7 @@ impl State {
         let attempts = entry.job.attempts;
         tracing::warn!(job = %entry.job.id(), attempts, message, "job could not be padded");
         if attempts >= self.settings.max_attempts {
-            give_up(entry.job, message);
+            give_up(entry.job, "padding", message);
         } else {
             self.queue.push_front(entry);
         }
@@ -452,7 +471,8 @@ impl State {
     }
 }
 
-fn give_up(job: Job, reason: String) {
+fn give_up(job: Job, cause: &'static str, reason: String) {
+    counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
     journal!("given_up", job = %job.id());
     job.receipt.skip(reason, job.attempts);
 }

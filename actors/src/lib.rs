@@ -31,3 +31,4 @@ mod ask;
 mod pace;
 mod pool_figures;
 mod saver;
+mod trainer_figures;

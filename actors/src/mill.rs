@@ -6,10 +6,11 @@ use crate::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::{Fault, Kill, Stops, panic_text},
     ledger::Ledger,
-    planner, pool, pool_state, target,
+    metrics as m, planner, pool, pool_state, target,
     trainer::{self, StepRecord},
     types::BatchSource,
 };
+use metrics::counter;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tokio::{
     sync::mpsc,
@@ -228,6 +229,8 @@ impl<L: Send + 'static> Mill<L> {
                 }
             };
             if fault.root {
+                let kind = fault.actor.split(' ').next().unwrap_or_default().to_owned();
+                counter!(m::FAULTS, "actor" => kind).increment(1);
                 tracing::error!(%fault, "an actor failed");
             }
             // A fault that another one caused never hides its cause.

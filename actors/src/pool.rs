@@ -9,8 +9,9 @@
 use crate::{
     fault::{Fault, Gone, Stops},
     job::Job,
+    meter::Meter,
     metrics as m,
-    pool_figures::{Depths, Series},
+    pool_figures::{Depths, Series, cause},
     pool_state::{Action, Entry, Settings, State},
     types::JobId,
 };
@@ -259,7 +260,7 @@ pub async fn run<F: Send + 'static>(
     mut course: CourseInbox,
     stops: Stops,
 ) -> Result<Peaks, Fault> {
-    gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
+    show(&settings);
     let mut pool = Pool {
         state: State::new(settings),
         slots: inbox.slots,
@@ -272,10 +273,12 @@ pub async fn run<F: Send + 'static>(
     };
     let mut requests: RequestId = 0;
     let mut stopping = false;
+    let mut meter = Meter::new("pool", 0);
     loop {
         let actions = tokio::select! {
             // What is to come, and returns, come first: room that is free serves the oldest request.
             biased;
+            never = meter.rest(cause(pool.state.waiting())) => match never {},
             () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
             () = stops.stop.cancelled(), if !stopping => {
                 stopping = true;
@@ -318,6 +321,13 @@ pub async fn run<F: Send + 'static>(
     }
     let Pool { peaks, depths, .. } = pool;
     Ok(Peaks { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..peaks })
+}
+
+/// What holds now, as metrics.
+fn show(settings: &Settings) {
+    gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
+    gauge!(m::POOL_MAX_BATCHES).set(settings.max_batches as f64);
+    gauge!(m::POOL_MIN_READY).set(settings.min_ready as f64);
 }
 
 impl<F> Pool<F> {
@@ -394,6 +404,8 @@ impl<F> Pool<F> {
     fn observe(&mut self) {
         let held = self.state.held();
         self.series.batches.set(held.ready_batches as f64);
+        self.series.reserved_batches.set(held.reserved_batches as f64);
+        self.series.loaned_batches.set((held.loaned_batches + held.leaving_batches) as f64);
         self.series.bytes.set(held.ready_bytes as f64);
         self.series.reserved_bytes.set(held.reserved_bytes as f64);
         self.series.loaned_bytes.set(held.loaned_bytes as f64);

@@ -139,7 +139,9 @@ pub async fn run<E: TargetEngine>(
         engine,
         jobs,
         pool,
-        meter: Meter::new("target", settings.index, &[Cause::Job, Cause::Room, Cause::Out]),
+        meter: Meter::new("target", settings.index),
+        delivered: counter!(m::TARGET_JOBS, "index" => index.clone()),
+        failures: counter!(m::TARGET_FAILURES, "index" => index.clone()),
         tokens: counter!(m::TARGET_TOKENS, "index" => index.clone()),
         padded_tokens: counter!(m::TARGET_PADDED_TOKENS, "index" => index),
         work: Work::default(),
@@ -157,6 +159,8 @@ struct Target<E: TargetEngine> {
     jobs: dispatcher::Handle,
     pool: pool::Handle<E::Features>,
     meter: Meter,
+    delivered: Counter,
+    failures: Counter,
     tokens: Counter,
     padded_tokens: Counter,
     work: Work,
@@ -214,12 +218,14 @@ impl<E: TargetEngine> Target<E> {
                         self.work.jobs += 1;
                         self.work.tokens += tokens;
                         self.work.padded_tokens += slots;
+                        self.delivered.increment(1);
                         self.tokens.increment(tokens);
                         self.padded_tokens.increment(slots);
                     }
                 }
                 Err((failure, message)) => {
                     drop(room);
+                    self.failures.increment(1);
                     tracing::warn!(target_index = self.index, job = %lease.job(), message, "extraction failed");
                     let out = self.state.on_failure(&message, lost);
                     lease.fail(failure, message);

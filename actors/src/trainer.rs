@@ -11,17 +11,18 @@ use crate::{
     job::{Job, Receipt},
     journal::journal,
     meter::{Cause, Meter, Totals},
-    metrics as m, planner,
+    planner,
     saver::Saver,
+    trainer_figures::Series,
     trainer_state::{Action, State},
 };
-use metrics::{Counter, Gauge, counter, gauge};
-use serde::Serialize;
 use std::{collections::BTreeMap, sync::Arc};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     time::Instant,
 };
+
+pub use crate::trainer_figures::StepRecord;
 
 /// Requests wait here: a drafter has at most a ticket request, a report and a gradient on the way.
 const INBOX: usize = 256;
@@ -146,28 +147,6 @@ impl<G, W> Handle<G, W> {
     }
 }
 
-/// One optimizer step, for people and plots.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, serde::Deserialize)]
-pub struct StepRecord {
-    pub step: u64,
-    /// Mean loss in nats.
-    pub loss: f64,
-    /// Share of supervised positions that were right.
-    pub accuracy: f64,
-    pub learning_rate: f64,
-    /// Before clipping.
-    pub grad_norm: f64,
-    pub micro_batches: u64,
-    /// Real context tokens.
-    pub tokens: u64,
-    pub supervised: u64,
-    pub anchors: u64,
-    /// Distinct length buckets among the micro-batches.
-    pub buckets: u64,
-    /// Since the trainer started, in seconds.
-    pub seconds: f64,
-}
-
 /// What the trainer did.
 #[derive(Clone, Debug, Default)]
 pub struct Work {
@@ -237,14 +216,14 @@ pub async fn run<O: Optimizer>(
         tickets: BTreeMap::new(),
         gradients: BTreeMap::new(),
         receipts: Vec::new(),
-        meter: Meter::new("trainer", 0, &[Cause::MicroBatches]),
+        meter: Meter::new("trainer", 0),
         series: Series::new(),
         born: Instant::now(),
         work: Work { step: start, ..Work::default() },
         save_due: false,
         settings,
     };
-    t.series.step.set(start as f64);
+    t.series.begin(&t.settings);
     let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &stops)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
     t.work.totals = t.meter.totals();
@@ -382,7 +361,7 @@ impl<O: Optimizer> Trainer<O> {
         record.seconds = self.born.elapsed().as_secs_f64();
         self.work.step = step;
         self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
-        self.series.observe(&record);
+        self.series.observe(&record, &self.settings);
         let _ = self.records.send(record).await;
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
             self.save().await;
@@ -422,39 +401,4 @@ enum Event<M> {
     Stop,
     Written,
     Msg(Option<M>),
-}
-
-/// The trainer's own series, looked up once.
-struct Series {
-    step: Gauge,
-    loss: Gauge,
-    accuracy: Gauge,
-    learning_rate: Gauge,
-    grad_norm: Gauge,
-    correct: Counter,
-    supervised: Counter,
-}
-
-impl Series {
-    fn new() -> Self {
-        Self {
-            step: gauge!(m::STEP),
-            loss: gauge!(m::LOSS),
-            accuracy: gauge!(m::ACCURACY),
-            learning_rate: gauge!(m::LEARNING_RATE),
-            grad_norm: gauge!(m::GRAD_NORM),
-            correct: counter!(m::CORRECT),
-            supervised: counter!(m::SUPERVISED),
-        }
-    }
-
-    fn observe(&self, r: &StepRecord) {
-        self.step.set(r.step as f64);
-        self.loss.set(r.loss);
-        self.accuracy.set(r.accuracy);
-        self.learning_rate.set(r.learning_rate);
-        self.grad_norm.set(r.grad_norm);
-        self.correct.increment((r.accuracy * r.supervised as f64).round() as u64);
-        self.supervised.increment(r.supervised);
-    }
 }

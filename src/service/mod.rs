@@ -8,6 +8,7 @@ pub mod facts;
 mod folder;
 mod models;
 pub mod orders;
+mod process;
 mod progress;
 mod schedule;
 mod settings;
@@ -257,7 +258,10 @@ impl Prepared {
         let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
         let Prepared { loaded, source, forecast, opened, .. } = self;
         let Opened { folder, state, from, begun, .. } = opened;
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, forecast.buckets.len(), &stops)).transpose()?;
+        let checkpoint_time = state.checkpoint_time().failed(Exit::Run)?.unwrap_or(0.0);
+        let metrics = listener
+            .map(|listener| serve_metrics(listener, &loaded.config, &forecast, checkpoint_time, &stops))
+            .transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let progress = Progress::new(forecast.steps, start_step, loaded.config.log.progress_every.0);
@@ -331,7 +335,8 @@ fn data_name(store: &Store) -> String {
 fn serve_metrics(
     listener: TcpListener,
     config: &Config,
-    buckets: usize,
+    forecast: &Forecast,
+    checkpoint_time: f64,
     stops: &Stops,
 ) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
     let histograms: Vec<_> =
@@ -340,12 +345,20 @@ fn serve_metrics(
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
-        buckets,
+        buckets: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
         version: env!("CARGO_PKG_VERSION"),
+        planned_steps: forecast.steps,
+        checkpoint_time,
     });
+    let watching = process::watch();
     let abort = stops.abort.clone();
     let serving = admin::serve(listener, handle, async move { abort.cancelled().await });
-    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(serving)))
+    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(async move {
+        tokio::select! {
+            served = serving => served,
+            () = watching => Ok(()),
+        }
+    })))
 }
 
 /// Writes every step to the log and shows it. A disk that fails ends the run.
