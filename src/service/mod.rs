@@ -341,7 +341,7 @@ fn serve_metrics(
 ) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|s| !s.buckets.is_empty()).map(|s| (s.name, s.buckets)).collect();
-    let handle = admin::install_recorder(&histograms).failed(Exit::Internal)?;
+    let handle = admin::install_recorder(&config.run.dir.display().to_string(), &histograms).failed(Exit::Internal)?;
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),

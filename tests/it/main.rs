@@ -4,6 +4,7 @@
 
 mod cli;
 mod config;
+mod dashboards;
 mod data;
 #[cfg(feature = "torch")]
 mod decode;

@@ -48,7 +48,7 @@ impl Running {
 
     /// All series by name and labels, as they are now.
     pub fn scrape(&self) -> BTreeMap<String, f64> {
-        parse(&get(&self.address, "/metrics"))
+        parse(&get(&self.address, "/metrics"), &format!("run=\"{}\"", self.run.dir().display()))
     }
 
     /// Waits until `holds`, and gives that scrape.
@@ -101,13 +101,15 @@ fn unchunked(mut body: &str) -> String {
     whole
 }
 
-/// `name{label="value",...}` with sorted labels, and the value.
-fn parse(text: &str) -> BTreeMap<String, f64> {
+/// `name{label="value",...}` with sorted labels, and the value. Every series has the label `of_all`, which is left out.
+fn parse(text: &str, of_all: &str) -> BTreeMap<String, f64> {
     let mut all = BTreeMap::new();
     for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
         let (series, value) = line.rsplit_once(' ').unwrap();
         let (name, labels) = series.split_once('{').unwrap_or((series, ""));
         let mut labels: Vec<_> = labels.trim_end_matches('}').split(',').filter(|label| !label.is_empty()).collect();
+        assert!(labels.contains(&of_all), "{series}");
+        labels.retain(|label| *label != of_all);
         labels.sort();
         let before = all.insert(format!("{name}{{{}}}", labels.join(",")), value.parse::<f64>().unwrap());
         assert_eq!(before, None, "{series} stands twice");
