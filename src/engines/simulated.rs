@@ -154,7 +154,8 @@ mod tests {
         let inner = SimOptimizer::new(CostModel::default(), 0.0);
         let mut optimizer = RememberingOptimizer::new(inner, vec![JobId { epoch: 0, index: 1 << 20 }], saving);
         let jobs = vec![JobId { epoch: 1, index: u32::MAX }, JobId { epoch: 2, index: 65_537 }];
-        let request = StepRequest { step: 1, denominator: 1.0, learning_rate: 1.0, max_grad_norm: 1.0 };
+        let request =
+            StepRequest { step: 1, denominator: 1.0, learning_rate: 1.0, max_grad_norm: 1.0, weight_decay: 0.0 };
         optimizer.step(vec![(1.0, jobs.clone())], request).await.unwrap();
         let name = optimizer.save(1).await.unwrap().await.unwrap();
         let held = trained_jobs(&dir.path().join(name)).unwrap();
