@@ -87,9 +87,11 @@ impl Steering {
         })
     }
 
-    /// Notes something in the ledger, after the outcomes that are recorded by then. Waits while many are on their way; false
-    /// where the planner is gone.
-    pub async fn note(&self, note: Note) -> bool {
-        self.notes.send(note).await.is_ok()
+    /// Notes something in the ledger, after the outcomes that are recorded by then. The note is given back where the planner is
+    /// gone, or far behind.
+    pub fn note(&self, note: Note) -> Result<(), Note> {
+        self.notes.try_send(note).map_err(|refused| match refused {
+            mpsc::error::TrySendError::Full(note) | mpsc::error::TrySendError::Closed(note) => note,
+        })
     }
 }

@@ -50,6 +50,9 @@ impl RunEnd {
     }
 }
 
+/// The key under which a change of the micro-batches of a step is noted, whichever settings made it.
+pub const STEP_SIZE: &str = "micro-batches of a step";
+
 /// A row of `runs`. Times are milliseconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RunRow {

@@ -8,7 +8,7 @@ use super::{
 use draftmill::{
     engines::{
         optimizer::TorchOptimizer,
-        saving::Saving,
+        saving::{Kept, Saving},
         torch::{TorchDrafter, TorchFeatures},
     },
     model::{
@@ -169,9 +169,8 @@ async fn train(slow: usize) -> Trained {
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
     let saving = Saving {
         folder: folder.path().to_path_buf(),
-        keep: Keep { last: 1, ..Keep::default() },
+        kept: watch::channel(Kept { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
         seed: 17,
-        config: String::new(),
         draft: config.clone(),
     };
     let weights = init_params(&config, 5).unwrap();
