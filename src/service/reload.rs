@@ -165,7 +165,7 @@ mod tests {
         let refused = told("", "[optimizer]\nbeta1 = 0.8\nlearning_rate = 1e-4").unwrap_err();
         assert_eq!(
             refused,
-            "x.toml:12: optimizer.beta1 = 0.8: it is 0.9 in the running service and needs a restart to change; put it \
+            "x.toml:13: optimizer.beta1 = 0.8: it is 0.9 in the running service and needs a restart to change; put it \
              back, or stop the service and start it again: it goes on from its last checkpoint"
         );
     }
@@ -178,12 +178,12 @@ mod tests {
         let refused = told("", "[optimizer]\naccumulation = 1000").unwrap_err();
         assert!(refused.contains("no step could ever fill"), "{refused}");
         let refused = told("", "[pool]\nmax_bytes = \"100 GiB\"").unwrap_err();
-        assert!(refused.contains("64 GiB of memory"), "{refused}");
+        assert!(refused.contains("has 64.0 GiB of memory"), "{refused}");
     }
 
     #[test]
     fn a_drafter_that_is_paused_makes_steps_smaller() {
-        let paused = loaded("devices_are_two = 1".replace("devices_are_two = 1", "paused = [1]").as_str());
+        let paused = loaded("paused = [1]");
         assert_eq!((loaded("").config.micro_batches_per_step(), paused.config.micro_batches_per_step()), (2, 1));
         assert_eq!(told("", "paused = [1]").unwrap(), ["drafter.paused: [] -> [1]"]);
     }
