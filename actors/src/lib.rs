@@ -22,6 +22,7 @@ pub mod pool;
 pub mod pool_state;
 pub mod replay;
 pub mod sim;
+pub mod steering;
 pub mod target;
 pub mod trainer;
 pub mod trainer_state;

@@ -81,6 +81,8 @@ table! {
     TARGET_JOBS = Counter "draftmill_target_jobs_total" ["forwards"] { index: [] };
     /// Forwards of a target that gave no usable result.
     TARGET_FAILURES = Counter "draftmill_target_failures_total" ["forwards"] { index: [] };
+    /// 1 while a target is told to pull nothing (target.paused).
+    TARGET_PAUSED = Gauge "draftmill_target_paused" ["bool"] { index: [] };
     /// Real tokens that a target extracted.
     TARGET_TOKENS = Counter "draftmill_target_tokens_total" ["tokens"] { index: [] };
     /// Token slots that a target computed, padding included.
@@ -117,6 +119,8 @@ table! {
     DRAFTER_MICRO_BATCHES = Counter "draftmill_drafter_micro_batches_total" ["micro-batches"] { index: [] };
     /// Blocks (anchors) that a drafter trained.
     DRAFTER_ANCHORS = Counter "draftmill_drafter_anchors_total" ["blocks"] { index: [] };
+    /// 1 while a drafter is told to draw nothing (drafter.paused).
+    DRAFTER_PAUSED = Gauge "draftmill_drafter_paused" ["bool"] { index: [] };
     /// Micro-batches whose loss was NaN or infinite; such a loss ends the run.
     NON_FINITE_LOSSES = Counter "draftmill_non_finite_losses_total" ["micro-batches"] {};
     /// Optimizer steps that are in the weights, those of earlier starts included.
@@ -155,6 +159,14 @@ table! {
     CHECKPOINT_EVERY = Gauge "draftmill_checkpoint_every_steps" ["steps"] {};
     /// Faults that end the run, by the actor that failed; those that only follow from another one do not count.
     FAULTS = Counter "draftmill_faults_total" ["faults"] { actor: ["planner", "dispatcher", "target", "pool", "drafter", "trainer"] };
+    /// 1 while no job is handed out because somebody asked for a pause.
+    PAUSED = Gauge "draftmill_paused" ["bool"] {};
+    /// Tries to change the configuration of the running service, by result.
+    CONFIG_RELOADS = Counter "draftmill_config_reloads_total" ["reloads"] { result: ["applied", "refused", "unchanged"] };
+    /// The first 48 bits of the SHA-256 of the configuration in force, as a number: equal numbers mean equal configurations.
+    CONFIG_HASH = Gauge "draftmill_config_hash" ["1"] {};
+    /// When the configuration in force came into force, in seconds since 1970.
+    CONFIG_APPLIED = Gauge "draftmill_config_applied_timestamp_seconds" ["seconds"] {};
     /// Violations of an invariant of ARCHITECTURE.md; always 0 in a healthy program.
     INVARIANT_VIOLATIONS = Counter "draftmill_invariant_violations_total" ["violations"] { id: ["P1", "P2", "D1", "D2", "L1", "L2", "L3", "T1", "T2", "R1", "S1"] };
     /// Worker threads of the runtime that the actors share; forwards and the like run on threads of their own.

@@ -7,6 +7,7 @@
 //! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
 
 use crate::{
+    ask::changed,
     fault::{Fault, Gone, Stops},
     job::Job,
     meter::Meter,
@@ -253,16 +254,17 @@ struct Pool<F> {
     series: Series,
 }
 
-/// Runs until nobody can ask any more.
+/// Runs until nobody can ask any more. Changed `settings` are in force at once, for whoever waits, too.
 pub async fn run<F: Send + 'static>(
-    settings: Settings,
+    mut settings: watch::Receiver<Settings>,
     mut inbox: Inbox<F>,
     mut course: CourseInbox,
     stops: Stops,
 ) -> Result<Peaks, Fault> {
-    show(&settings);
+    let first = *settings.borrow_and_update();
+    show(&first);
     let mut pool = Pool {
-        state: State::new(settings),
+        state: State::new(first),
         slots: inbox.slots,
         reserving: BTreeMap::new(),
         drawing: BTreeMap::new(),
@@ -288,6 +290,11 @@ pub async fn run<F: Send + 'static>(
                 Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
                 Told::Skipped(job) => pool.state.on_skipped(job),
             },
+            () = changed(&mut settings) => {
+                let new = *settings.borrow_and_update();
+                show(&new);
+                pool.state.reconfigure(new)
+            }
             Some(back) = inbox.returns.recv() => pool.on_return(back),
             msg = inbox.inbox.recv() => {
                 requests += 1;

@@ -2,7 +2,7 @@
 
 use super::{Problem, StateDb, StateError, StateReader, Synced, now_ms, resume::newest_checkpoint, unsigned::Unsigned};
 use draftmill_actors::{
-    ledger::Ledger,
+    ledger::{Ledger, Note},
     metrics::CHECKPOINT_TIME,
     plan::Plan,
     types::{JobId, JobSpec, Outcome},
@@ -28,6 +28,14 @@ impl Ledger for StateDb {
             .map_err(|error| error.to_string())?;
         gauge!(CHECKPOINT_TIME).set(now_ms() as f64 / 1e3);
         Ok(())
+    }
+
+    fn note(&mut self, note: &Note) -> Result<(), String> {
+        let noted = match note {
+            Note::Changed { step, changes } => self.config_changed(*step, changes),
+            Note::Event { kind, text } => self.event(kind, text),
+        };
+        noted.map_err(|error| error.to_string())
     }
 }
 

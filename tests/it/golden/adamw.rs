@@ -6,7 +6,10 @@ use super::{
 };
 use draftmill::{
     checkpoint::{CheckpointError, FIRST_MOMENTS, SECOND_MOMENTS, Verified, WEIGHTS},
-    engines::{optimizer::TorchOptimizer, saving::Saving},
+    engines::{
+        optimizer::TorchOptimizer,
+        saving::{Kept, Saving},
+    },
     model::{
         adamw::{AdamW, Hyper},
         params::{Gradient, ParamSet},
@@ -16,6 +19,7 @@ use draftmill::{
 use draftmill_actors::engine::{Optimizer, StepRequest};
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
+use tokio::sync::watch;
 
 /// Limits of the golden README.
 const MAX: f64 = 5e-4;
@@ -67,9 +71,8 @@ fn saving(folder: &Path) -> Saving {
     let draft = Case::load().config();
     Saving {
         folder: folder.to_owned(),
-        keep: Keep { last: 2, ..Keep::default() },
+        kept: watch::channel(Kept { keep: Keep { last: 2, ..Keep::default() }, config: String::new() }).1,
         seed: 1,
-        config: String::new(),
         draft,
     }
 }
@@ -89,7 +92,8 @@ fn gradient(scale: f64) -> (f64, Gradient) {
 }
 
 fn request(step: u64, denominator: f64) -> StepRequest {
-    StepRequest { step, denominator, learning_rate: 1e-3, max_grad_norm: 1.0 }
+    let weight_decay = number(&Case::load().json["adamw"]["hyperparameters"]["weight_decay"]);
+    StepRequest { step, denominator, learning_rate: 1e-3, max_grad_norm: 1.0, weight_decay }
 }
 
 fn largest_gap(a: &ParamSet, b: &ParamSet) -> f64 {
