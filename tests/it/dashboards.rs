@@ -1,6 +1,8 @@
 //! The files of `dashboards/`: made of their source, right by Grafana's schema, and of metrics that exist.
 
+mod alerts;
 mod build;
+mod prometheus;
 mod promql;
 mod schema;
 

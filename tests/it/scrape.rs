@@ -48,7 +48,12 @@ impl Running {
 
     /// All series by name and labels, as they are now.
     pub fn scrape(&self) -> BTreeMap<String, f64> {
-        parse(&get(&self.address, "/metrics"), &format!("run=\"{}\"", self.run.dir().display()))
+        let text = get(&self.address, "/metrics");
+        let of_this_run = format!("{{run=\"{}\"", self.run.dir().display());
+        let stranger =
+            text.lines().find(|line| !line.is_empty() && !line.starts_with('#') && !line.contains(&of_this_run));
+        assert_eq!(stranger, None);
+        parse(&without_run(&text))
     }
 
     /// Waits until `holds`, and gives that scrape.
@@ -101,15 +106,23 @@ fn unchunked(mut body: &str) -> String {
     whole
 }
 
-/// `name{label="value",...}` with sorted labels, and the value. Every series has the label `of_all`, which is left out.
-fn parse(text: &str, of_all: &str) -> BTreeMap<String, f64> {
+/// A scrape without the label `run`, which every series has.
+pub fn without_run(text: &str) -> String {
+    let bare = |line: &str| {
+        let (head, rest) = line.split_once("run=\"")?;
+        let (_, rest) = rest.split_once('"')?;
+        Some(format!("{head}{}", rest.strip_prefix(',').unwrap_or(rest)).replace("{}", ""))
+    };
+    text.lines().map(|line| bare(line).unwrap_or_else(|| line.to_owned()) + "\n").collect()
+}
+
+/// `name{label="value",...}` with sorted labels, and the value.
+fn parse(text: &str) -> BTreeMap<String, f64> {
     let mut all = BTreeMap::new();
     for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
         let (series, value) = line.rsplit_once(' ').unwrap();
         let (name, labels) = series.split_once('{').unwrap_or((series, ""));
         let mut labels: Vec<_> = labels.trim_end_matches('}').split(',').filter(|label| !label.is_empty()).collect();
-        assert!(labels.contains(&of_all), "{series}");
-        labels.retain(|label| *label != of_all);
         labels.sort();
         let before = all.insert(format!("{name}{{{}}}", labels.join(",")), value.parse::<f64>().unwrap());
         assert_eq!(before, None, "{series} stands twice");
