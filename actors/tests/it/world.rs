@@ -61,6 +61,8 @@ pub struct World {
     pub bad_saves: Vec<u64>,
     /// Asks for an orderly end at this time.
     pub stop_at: Option<Duration>,
+    /// Asks for an end that trains what is in the pool.
+    pub close_at: Option<Duration>,
     pub abort_at: Option<Duration>,
     /// Counts what each target has extracted.
     pub counts: Vec<Arc<AtomicU64>>,
@@ -135,6 +137,7 @@ impl Default for World {
             save_takes: Duration::ZERO,
             bad_saves: Vec::new(),
             stop_at: None,
+            close_at: None,
             abort_at: None,
             counts: Vec::new(),
             steer: None,
@@ -264,7 +267,8 @@ impl World {
         let (steering, steered) = Steering::new(&settings);
         let steering = self.steer.clone().map(|steer| tokio::spawn(steer(steering, settings.clone())));
         let run = tokio::spawn(mill::run_steered(settings, parts, steered, stops.clone()));
-        for (after, token) in [(self.stop_at, &stops.stop), (self.abort_at, &stops.abort)] {
+        let tokens = [(self.close_at, &stops.close), (self.stop_at, &stops.stop), (self.abort_at, &stops.abort)];
+        for (after, token) in tokens {
             let (Some(after), token) = (after, token.clone()) else { continue };
             tokio::spawn(async move {
                 tokio::time::sleep(after).await;
