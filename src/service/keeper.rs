@@ -72,7 +72,7 @@ struct Seen {
 
 impl Keeper {
     /// Runs until `ended`.
-    pub async fn run(mut self, stop: CancellationToken, ended: CancellationToken) {
+    pub async fn run(mut self, close: CancellationToken, ended: CancellationToken) {
         self.publish();
         let mut seen = Seen::default();
         let mut looked = Instant::now();
@@ -83,7 +83,7 @@ impl Keeper {
             tokio::select! {
                 biased;
                 () = ended.cancelled() => return,
-                () = stop.cancelled(), if !stopping => {
+                () = close.cancelled(), if !stopping => {
                     stopping = true;
                     self.facts.send_modify(|facts| facts.stopping = true);
                 }
@@ -130,6 +130,7 @@ impl Keeper {
             tracing::info!("{text}");
             self.note(Note::Event { kind: if paused { "paused" } else { "resumed" }.into(), text: text.into() });
             self.facts.send_modify(|facts| facts.paused = paused);
+            gauge!(m::PAUSED).set(f64::from(u8::from(paused)));
             self.steer();
         }
         Ok(text.into())

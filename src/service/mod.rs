@@ -8,7 +8,10 @@ mod closing;
 pub mod facts;
 mod folder;
 mod keeper;
+mod logs;
 mod models;
+mod notify;
+mod opening;
 pub mod orders;
 mod process;
 mod progress;
@@ -23,6 +26,7 @@ mod torch;
 
 pub use folder::RunFolder;
 pub use keeper::SetLevel;
+pub use logs::Logs;
 pub use schedule::Schedule;
 pub(crate) use settings::{Place, mill_settings};
 pub use steps::{StepLog, Window};
@@ -56,6 +60,8 @@ use facts::Facts;
 use folder::{About, Opened};
 use keeper::Keeper;
 use models::Models;
+use notify::Manager;
+use opening::Opening;
 use progress::Progress;
 use reload::Ground;
 use settings::plan_settings;
@@ -66,7 +72,7 @@ use tokio::{
     sync::{mpsc, watch},
     time::Instant,
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 /// Step records on their way to the log: the trainer waits for the disk only when this is full.
 const RECORDS: usize = 64;
@@ -82,21 +88,35 @@ pub struct Start {
     pub force: bool,
     /// Where the configuration came from, to read it again.
     pub source: Source,
-    /// Changes the log's filter, where the configuration may.
-    pub set_level: Option<SetLevel>,
+    pub logs: Logs,
 }
 
-/// Trains until the plan is done, a signal comes, or the first fault. An interrupted run gives a summary that is not
-/// `finished`.
-pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
+/// How a start of a run came to its end.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its figures; one that was stopped before its plan was done is not `finished`. `None` where it was stopped before it began.
+    pub summary: Option<Summary>,
+    /// SIGTERM asked for it, and it was orderly.
+    pub terminated: bool,
+}
+
+/// Trains until the plan is done, a signal comes, or the first fault.
+pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
     let stops = Stops::default();
     let (in_force, watching) = watch::channel(loaded);
-    let signals = signals::listen(stops.clone(), watching).failed(Exit::Internal)?;
+    let signals = signals::listen(stops.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
     // From here on a SIGHUP does not end the process.
     let hangup = signal(SignalKind::hangup()).failed(Exit::Internal)?;
     let trained = train_until(in_force, start, hangup, &stops).await;
-    signals.abort();
-    trained
+    let terminated = signals.first() == Some(signals::Asked::Terminate) && !stops.abort.is_cancelled();
+    match trained {
+        Ok(summary) => Ok(Ended { summary: Some(summary), terminated }),
+        Err(failure) if failure.exit == Exit::Interrupted && terminated => {
+            tracing::info!("{failure}");
+            Ok(Ended { summary: None, terminated })
+        }
+        Err(failure) => Err(failure),
+    }
 }
 
 async fn train_until(
@@ -128,7 +148,7 @@ async fn train_until(
 
 /// What comes out of `work`, or the end of a run that was stopped before it began.
 async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Result<T, Failure> {
-    let done = stops.stop.run_until_cancelled(work).await;
+    let done = stops.close.run_until_cancelled(work).await;
     done.ok_or_else(|| Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint stays"))
 }
 
@@ -204,7 +224,8 @@ impl Prepared {
     }
 
     async fn run(mut self, listener: Option<TcpListener>, live: Live, stops: &Stops) -> Result<Summary, Failure> {
-        self.announce(listener.as_ref());
+        let address = listener.as_ref().and_then(|listener| listener.local_addr().ok());
+        Opening::announce(&self, address, live.start.source.file.as_deref(), live.start.logs.human);
         let (kept, for_saving) = watch::channel(Kept::of(&self.loaded));
         match self.loaded.config.run.engine {
             Engine::Simulated => {
@@ -243,24 +264,6 @@ impl Prepared {
 
     fn workers(&self) -> (usize, usize) {
         (self.loaded.config.target.devices.len(), self.loaded.config.drafter.devices.len())
-    }
-
-    fn announce(&self, listener: Option<&TcpListener>) {
-        let config = &self.loaded.config;
-        let (targets, drafters) = self.workers();
-        let port = listener.and_then(|l| l.local_addr().ok()).map_or("off".into(), |a| format!("http://{a}/metrics"));
-        tracing::info!(
-            run = %config.run.dir.display(),
-            samples = self.lengths.len(),
-            targets,
-            drafters,
-            steps = self.forecast.steps,
-            metrics = port,
-            "training"
-        );
-        if let Some(sentence) = self.resumed() {
-            tracing::info!("{sentence}");
-        }
     }
 
     /// Where this start goes on; `None` at the beginning of a run.
@@ -321,6 +324,8 @@ impl Prepared {
         let (reached, watched) = watch::channel(place);
         let recording = tokio::spawn(record(recorded, log, progress, reached, stops.clone()));
         let (steering, steered) = Steering::new(&settings);
+        let manager =
+            Manager::of_this_process().map(|m| m.keep(facts.subscribe(), watched.clone(), stops.close.clone()));
         let keeper = Keeper {
             source: live.start.source,
             ground: Ground { forecast, machine },
@@ -330,17 +335,18 @@ impl Prepared {
             in_force: live.in_force,
             kept,
             facts,
-            set_level: live.start.set_level,
+            set_level: live.start.logs.set_level,
             orders: given,
             hangup: live.hangup,
             place: watched,
             notes: Default::default(),
         };
         let ended = CancellationToken::new();
-        let keeping = tokio::spawn(keeper.run(stops.stop.clone(), ended.clone()));
+        let keeping = tokio::spawn(keeper.run(stops.close.clone(), ended.clone()));
 
         let Engines { targets, drafters, optimizer } = engines;
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
+        let telling = manager.map(|telling| AbortOnDropHandle::new(tokio::spawn(telling)));
         let born = Instant::now();
         let report = mill::run_steered(settings, parts, steered, stops.clone()).await;
         let seconds = born.elapsed().as_secs_f64();
@@ -353,7 +359,7 @@ impl Prepared {
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
         let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from)?;
-        drop(metrics);
+        drop((metrics, telling));
         Ok(summary)
     }
 }
