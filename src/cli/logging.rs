@@ -10,9 +10,7 @@ use std::{
     io::{self, IsTerminal, Write, stderr},
     sync::Arc,
 };
-use tracing_subscriber::{
-    EnvFilter, Layer, Registry, filter::FilterExt, fmt, layer::SubscriberExt, reload, util::SubscriberInitExt,
-};
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, layer::SubscriberExt, reload, util::SubscriberInitExt};
 
 /// Starts logging for the whole process. The command line wins over the configuration; where it says nothing, the level can be
 /// changed later by what comes back.
@@ -28,15 +26,12 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     let lines = fmt::layer().with_writer(move || OverProgress { terminal, begun: false });
     let human = !json(log.format, terminal);
     let lines: Box<dyn Layer<Registry> + Send + Sync> = if !human {
-        lines.json().flatten_event(true).boxed()
+        lines.json().flatten_event(true).map_event_format(repeats::few).boxed()
     } else {
-        lines.with_ansi(terminal).with_target(false).boxed()
+        lines.with_ansi(terminal).with_target(false).map_event_format(repeats::few).boxed()
     };
     let (filter, handle) = reload::Layer::new(filter);
-    tracing_subscriber::registry()
-        .with(lines.with_filter(filter.and(repeats::filter())))
-        .try_init()
-        .map_err(Failure::of(Exit::Internal))?;
+    tracing_subscriber::registry().with(lines.with_filter(filter)).try_init().map_err(Failure::of(Exit::Internal))?;
     let set_level = move |level: &str| {
         let filter = EnvFilter::try_new(level).map_err(|error| error.to_string())?;
         handle.reload(filter).map_err(|error| error.to_string())

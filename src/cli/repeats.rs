@@ -8,12 +8,14 @@ use std::{
 };
 use tokio::time::Instant;
 use tracing::{
-    Event, Level, Metadata,
+    Event, Level, Subscriber,
     callsite::Identifier,
     field::{Field, Visit},
-    subscriber::Interest,
 };
-use tracing_subscriber::layer::{Context, Filter};
+use tracing_subscriber::{
+    fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
+    registry::LookupSpan,
+};
 
 #[allow(clippy::disallowed_types, reason = "the log is written from any thread, and is no actor")]
 type Lock<T> = std::sync::Mutex<T>;
@@ -37,30 +39,41 @@ pub fn settle() {
     tell(with(&PROCESS, Repeats::all));
 }
 
-/// The filter for the lines of this process.
-pub fn filter() -> Few {
-    Few(&PROCESS)
+/// Makes `lines` leave out what repeats in this process.
+pub fn few<F>(lines: F) -> Few<F> {
+    Few { lines, repeats: &PROCESS }
 }
 
-/// Lets a few of each warning pass, and everything that is no warning or error.
-pub struct Few(&'static Lock<Repeats>);
+/// Formats a few of each warning, and everything that is no warning or error; of the others nothing is left to write.
+///
+/// (A filter would be the obvious place, but tracing-subscriber 0.3.23 loses count where a filter refuses an event late.)
+pub struct Few<F> {
+    lines: F,
+    repeats: &'static Lock<Repeats>,
+}
 
-impl<S> Filter<S> for Few {
-    fn enabled(&self, _: &Metadata<'_>, _: &Context<'_, S>) -> bool {
-        true
+impl<S, N, F> FormatEvent<S, N> for Few<F>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        match self.admit(event) {
+            true => self.lines.format_event(context, writer, event),
+            false => Ok(()),
+        }
     }
+}
 
-    fn callsite_enabled(&self, _: &'static Metadata<'static>) -> Interest {
-        Interest::always()
-    }
-
-    fn event_enabled(&self, event: &Event<'_>, _: &Context<'_, S>) -> bool {
+impl<F> Few<F> {
+    fn admit(&self, event: &Event<'_>) -> bool {
         let metadata = event.metadata();
         // Levels compare by how much they say.
         if *metadata.level() > Level::WARN || metadata.target() == TARGET {
             return true;
         }
-        with(self.0, |repeats| {
+        with(self.repeats, |repeats| {
             let shown = repeats.admit(metadata.callsite(), Instant::now(), || Text::of(event));
             if !shown && !std::mem::replace(&mut repeats.watched, true) {
                 // As long as the process lives. Without a thread it is told at the end.
@@ -181,7 +194,8 @@ impl Visit for Text {
 mod tests {
     use super::*;
     use std::{io, sync::Arc};
-    use tracing_subscriber::{EnvFilter, Layer, filter::FilterExt, fmt::MakeWriter, layer::SubscriberExt};
+    use tracing::{Metadata, subscriber::Interest};
+    use tracing_subscriber::{EnvFilter, Layer, fmt::MakeWriter, layer::SubscriberExt};
 
     #[derive(Clone, Default)]
     struct Lines(Arc<Lock<Vec<u8>>>);
@@ -222,7 +236,7 @@ mod tests {
         let state: &'static Lock<Repeats> = Box::leak(Box::new(Lock::new(Repeats::new(true))));
         let lines = Lines::default();
         let layer = tracing_subscriber::fmt::layer().with_writer(lines.clone()).without_time().with_ansi(false);
-        let layer = layer.with_filter(EnvFilter::new(level).and(Few(state)));
+        let layer = layer.map_event_format(|lines| Few { lines, repeats: state }).with_filter(EnvFilter::new(level));
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || work(state, &lines));
     }
 

@@ -175,7 +175,7 @@ mod tests {
             text.starts_with("  trains   a drafter\n  data     ") && text.ends_with("\n  stop     Ctrl-C"),
             "{text}"
         );
-        assert_eq!((some(1, "job", "jobs"), some(2000, "job", "jobs")), ("1 job".into(), "2 000 jobs".into()));
+        assert_eq!((some(1, "job", "jobs"), some(2000, "job", "jobs")), ("1 job".into(), "2,000 jobs".into()));
         assert_eq!((some_are(1), some_are(4)), ("1 batch is ready".into(), "4 batches are ready".into()));
     }
 }

@@ -8,6 +8,7 @@ mod dashboards;
 mod data;
 #[cfg(feature = "torch")]
 mod decode;
+mod ending;
 mod eval;
 mod export;
 #[cfg(feature = "failpoints")]

@@ -14,6 +14,7 @@ mod pipeline;
 mod planner;
 mod pool;
 mod replayed;
+mod soak;
 mod steered;
 mod stragglers;
 mod tags;

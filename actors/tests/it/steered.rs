@@ -35,7 +35,7 @@ fn steer<F: Future<Output = ()> + Send + 'static>(
 }
 
 /// Other settings at random, such as a reload lets through.
-fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Settings {
+pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Settings {
     let mut changed = base.clone();
     changed.pool = loop {
         let min_ready = rng.random_range(0..10);
