@@ -8,6 +8,7 @@ mod dashboards;
 mod data;
 #[cfg(feature = "torch")]
 mod decode;
+mod deploy;
 mod ending;
 mod eval;
 mod export;
