@@ -54,6 +54,8 @@ table! {
     BUSY_SECONDS = Histogram "draftmill_actor_busy_seconds" ["seconds"] { actor: [], index: [] } SECONDS;
     /// Time in which an actor waited, by what it waited for.
     WAIT_SECONDS = Histogram "draftmill_actor_wait_seconds" ["seconds"] { actor: [], index: [], cause: [] } SECONDS;
+    /// 1 for what an actor does at this moment: busy, or what it waits for. All are 0 between two of them, and once it has ended.
+    ACTOR_STATE = Gauge "draftmill_actor_state" ["bool"] { actor: [], index: [], state: [] };
     /// Jobs that reached their end, by outcome.
     JOBS = Counter "draftmill_jobs_total" ["jobs"] { outcome: ["trained", "skipped"] };
     /// Jobs that failed and were given back to the queue, or by a drafter to the pool, by why; the last try of a job counts too.
@@ -118,6 +120,8 @@ table! {
     CHECKPOINT_SECONDS = Histogram "draftmill_checkpoint_seconds" ["seconds"] {} SECONDS;
     /// Step of the newest checkpoint that exists.
     CHECKPOINT_STEP = Gauge "draftmill_checkpoint_step" ["steps"] {};
+    /// Requests and connections that the admin port refused, by why.
+    ADMIN_REFUSED = Counter "draftmill_admin_refused_total" ["requests"] { reason: ["connections", "streams", "origin", "host", "token", "body"] };
     /// Violations of an invariant of ARCHITECTURE.md; always 0 in a healthy program.
     INVARIANT_VIOLATIONS = Counter "draftmill_invariant_violations_total" ["violations"] { id: ["P1", "P2", "D1", "D2", "L1", "L2", "L3", "T1", "T2", "R1", "S1"] };
     /// Build information: always 1.
@@ -142,7 +146,7 @@ pub fn register(known: &Known) {
             Kind::Histogram => metrics::describe_histogram!(spec.name, spec.help),
         }
         match spec.name {
-            BUSY_SECONDS | WAIT_SECONDS => {} // an actor registers its own series when it starts (see `Meter::new`)
+            BUSY_SECONDS | WAIT_SECONDS | ACTOR_STATE => {} // an actor registers its own series when it starts (see `Meter::new`)
             BUILD_INFO => gauge!(BUILD_INFO, "version" => known.version).set(1.0),
             name => each_label_set(spec, known, &mut |labels| match spec.kind {
                 Kind::Counter => counter!(name, labels).absolute(0),

@@ -54,6 +54,9 @@ pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Pr
             }
         }
     }
+    if let Some(Err(why)) = config.admin.token() {
+        problems.push(written.problem("admin.token_file", why, "make one: openssl rand -hex 32 > FILE"));
+    }
     if let Some(address) = config.admin.listen.0.filter(|_| machine.ask_port)
         && let Err(source) = TcpListener::bind(address)
     {

@@ -2,11 +2,12 @@
 
 use super::LogArgs;
 use crate::{
+    admin::faults::FaultLayer,
     config::{Log, LogFormat},
     exit::{Exit, Failure},
 };
 use std::io::{self, IsTerminal, Write, stderr};
-use tracing_subscriber::{EnvFilter, fmt};
+use tracing_subscriber::{EnvFilter, Layer, filter::LevelFilter, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
 /// Starts logging for the whole process. The command line wins over the configuration.
 pub fn start(args: &LogArgs, log: &Log) -> Result<(), Failure> {
@@ -18,12 +19,14 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<(), Failure> {
         )
     })?;
     let terminal = stderr().is_terminal();
-    let builder = fmt().with_env_filter(filter).with_writer(move || OverProgress { terminal, begun: false });
-    let started = if json(log.format, terminal) {
-        builder.json().flatten_event(true).try_init()
+    let writer = move || OverProgress { terminal, begun: false };
+    let lines = if json(log.format, terminal) {
+        fmt::layer().json().flatten_event(true).with_writer(writer).boxed()
     } else {
-        builder.with_ansi(terminal).with_target(false).try_init()
+        fmt::layer().with_ansi(terminal).with_target(false).with_writer(writer).boxed()
     };
+    let faults = FaultLayer.with_filter(LevelFilter::WARN);
+    let started = tracing_subscriber::registry().with(lines.with_filter(filter)).with(faults).try_init();
     started.map_err(Failure::of(Exit::Internal))
 }
 

@@ -244,10 +244,13 @@ sections! {
         Live export_dtype: Dtype = Dtype::Bf16;
     }
 
-    /// The HTTP port with /metrics (Prometheus) and /livez.
+    /// The HTTP port: status page, /metrics (Prometheus), probes, and orders to the running service.
     admin: Admin {
-        /// Address to listen on; there is no authentication, so keep it on loopback. "off" = no port.
+        /// Address to listen on. Whoever reaches it may read; beyond loopback, orders need the token. "off" = no port.
         Restart listen: Listen = Listen(Some(([127, 0, 0, 1], 9464).into()));
+        /// File with the token that orders (pause, resume, checkpoint, reload) must carry: at least 16 characters, for example from
+        /// `openssl rand -hex 32`. "" = none, which is for loopback alone.
+        Restart token_file: PathBuf = PathBuf::new();
     }
 
     /// Log lines, on stderr.

@@ -45,12 +45,19 @@ use draftmill_actors::{
     sim::{self, SimOptimizer},
     trainer::StepRecord,
 };
+use facts::{Facts, now};
 use folder::{About, Opened};
 use models::Models;
+use orders::Orders;
 use progress::Progress;
 use settings::plan_settings;
+use sha2::{Digest, Sha256};
 use std::{fmt::Display, path::Path, sync::Arc};
-use tokio::{net::TcpListener, sync::mpsc, time::Instant};
+use tokio::{
+    net::TcpListener,
+    sync::{mpsc, watch},
+    time::Instant,
+};
 
 /// Step records on their way to the log: the trainer waits for the disk only when this is full.
 const RECORDS: usize = 64;
@@ -257,7 +264,10 @@ impl Prepared {
         let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
         let Prepared { loaded, source, forecast, opened, .. } = self;
         let Opened { folder, state, from, begun, .. } = opened;
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, forecast.buckets.len(), &stops)).transpose()?;
+        // Nobody takes orders yet: whoever gives one is told that the run is ending.
+        let (orders, _) = orders::channel();
+        let (_telling, facts) = watch::channel(facts(&loaded, &forecast, begun.run));
+        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, &stops, orders, facts)).transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let progress = Progress::new(forecast.steps, start_step, loaded.config.log.progress_every.0);
@@ -328,24 +338,48 @@ fn data_name(store: &Store) -> String {
     format!("{} ({})", store.fingerprint(), names.join(", "))
 }
 
+/// What is told of a run that begins.
+fn facts(loaded: &Loaded, forecast: &Forecast, run: u64) -> Facts {
+    let config = &loaded.config;
+    let text = annotated(&loaded.written.wire);
+    Facts {
+        run,
+        started: now(),
+        dir: config.run.dir.display().to_string(),
+        engine: config.run.engine.to_string(),
+        bounds: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
+        planned_steps: forecast.steps,
+        epochs: config.run.epochs.into(),
+        min_ready: config.pool.min_ready.into(),
+        max_batches: config.pool.max_batches.into(),
+        config_hash: Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect(),
+        config_since: now(),
+        ..Facts::default()
+    }
+}
+
 fn serve_metrics(
     listener: TcpListener,
     config: &Config,
-    buckets: usize,
     stops: &Stops,
-) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
+    orders: Orders,
+    facts: watch::Receiver<Facts>,
+) -> Result<tokio_util::task::AbortOnDropHandle<()>, Failure> {
+    let token =
+        config.admin.token().transpose().map_err(|why| format!("admin.token_file: {why}")).failed(Exit::Config)?;
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|s| !s.buckets.is_empty()).map(|s| (s.name, s.buckets)).collect();
     let handle = admin::install_recorder(&histograms).failed(Exit::Internal)?;
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
-        buckets,
+        buckets: facts.borrow().bounds.len(),
         version: env!("CARGO_PKG_VERSION"),
     });
-    let abort = stops.abort.clone();
-    let serving = admin::serve(listener, handle, async move { abort.cancelled().await });
-    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(serving)))
+    let faults = admin::faults::recent();
+    let server =
+        admin::Server { listener, metrics: handle, facts, faults, orders, token, limits: admin::Limits::default() };
+    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(server.run(stops.abort.clone()))))
 }
 
 /// Writes every step to the log and shows it. A disk that fails ends the run.
