@@ -1,6 +1,6 @@
 //! The newest warnings and errors of the process, kept for whoever asks what went wrong lately.
 //!
-//! Like the log itself this is one for the whole process. It is bounded, and a line that comes again is counted, not kept twice.
+//! Like the log itself this is one for the whole process. It is bounded, and a message that comes again is counted, not kept twice.
 
 use crate::service::facts::now;
 use serde::Serialize;
@@ -29,10 +29,12 @@ pub struct Fault {
     pub at: f64,
     /// "warn" or "error".
     pub level: &'static str,
-    /// The message with its fields.
+    /// The message with the fields of the newest time.
     pub text: String,
-    /// How often it came while it was kept.
+    /// How often the message came while it was kept, whatever its fields.
     pub count: u64,
+    #[serde(skip)]
+    message: String,
 }
 
 /// The lines that [`FaultLayer`] kept.
@@ -53,12 +55,13 @@ impl<S: Subscriber> Layer<S> for FaultLayer {
         };
         let mut text = Text::default();
         event.record(&mut text);
-        RECENT.send_modify(|faults| keep(faults, Fault { at: now(), level, text: text.whole(), count: 1 }));
+        let message = text.message.clone();
+        RECENT.send_modify(|faults| keep(faults, Fault { at: now(), level, text: text.whole(), count: 1, message }));
     }
 }
 
 fn keep(faults: &mut Faults, mut fault: Fault) {
-    let same = faults.iter().position(|kept| kept.level == fault.level && kept.text == fault.text);
+    let same = faults.iter().position(|kept| kept.level == fault.level && kept.message == fault.message);
     if let Some(kept) = same.and_then(|at| faults.remove(at)) {
         fault.count += kept.count;
     } else if faults.len() == KEPT {
@@ -110,22 +113,22 @@ mod tests {
     use super::*;
     use tracing_subscriber::layer::SubscriberExt;
 
-    fn fault(text: String) -> Fault {
-        Fault { at: 1.0, level: "warn", text, count: 1 }
+    fn fault(message: &str, field: u32) -> Fault {
+        Fault { at: 1.0, level: "warn", text: format!("{message} ({field})"), count: 1, message: message.into() }
     }
 
     #[test]
     fn the_newest_are_kept_and_repeats_are_counted() {
         let mut faults = Faults::default();
         for n in 0..KEPT + 5 {
-            keep(&mut faults, fault(format!("line {n}")));
+            keep(&mut faults, fault(&format!("line {n}"), 0));
         }
-        assert_eq!((faults.len(), faults[0].text.as_str()), (KEPT, "line 5"));
-        for _ in 0..3 {
-            keep(&mut faults, fault("line 7".into()));
+        assert_eq!((faults.len(), faults[0].text.as_str()), (KEPT, "line 5 (0)"));
+        for n in 1..=3 {
+            keep(&mut faults, fault("line 7", n));
         }
         let newest = faults.back().unwrap();
-        assert_eq!((faults.len(), newest.text.as_str(), newest.count), (KEPT, "line 7", 4));
+        assert_eq!((faults.len(), newest.text.as_str(), newest.count), (KEPT, "line 7 (3)", 4));
     }
 
     /// The other tests of this process may log as well: only these lines are looked at.

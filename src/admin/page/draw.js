@@ -2,6 +2,8 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const KEPT = 300;
+// Lines of a list that stand there unasked.
+const FEW = 5;
 const $ = (id) => document.getElementById(id);
 
 function make(tag, attributes, ...children) {
@@ -15,11 +17,11 @@ function put(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Brings the children of a list to the number of its items and fills each.
-function each(list, items, create, fill) {
-  while (list.children.length > items.length) list.lastElementChild.remove();
-  while (list.children.length < items.length) list.append(create());
-  items.forEach((item, index) => fill(list.children[index], item, index));
+// Brings the children of a list, behind those that stay, to the number of its items and fills each.
+function each(list, items, create, fill, stay = 0) {
+  while (list.children.length > stay + items.length) list.lastElementChild.remove();
+  while (list.children.length < stay + items.length) list.append(create());
+  items.forEach((item, index) => fill(list.children[stay + index], item));
 }
 
 function parts(bar, widths) {
@@ -31,13 +33,16 @@ function parts(bar, widths) {
 
 // === actors ===
 
-function actorRow() {
-  const time = make("td", { class: "time" }, make("span", { class: "bar", "aria-hidden": "true" }), make("span", { class: "does" }));
-  return make("tr", {}, make("th", { scope: "row" }), time, make("td", { class: "number" }), make("td", { class: "number" }));
+// Two rows: the figures, and below them what it does and what it waited for.
+function actorRows() {
+  const time = make("td", { class: "time" }, make("span", { class: "bar", "aria-hidden": "true" }));
+  return make("tbody", {},
+    make("tr", {}, make("th", { scope: "rowgroup", rowspan: "2" }), time, make("td", { class: "number" }), make("td", { class: "number" })),
+    make("tr", {}, make("td", { colspan: "3", class: "does" })));
 }
 
-function fillActor(row, actor) {
-  const [name, time, busy, tokens] = row.children;
+function fillActor(rows, actor) {
+  const [name, time, busy, tokens] = rows.firstElementChild.children;
   put(name, String(actor.index));
   name.setAttribute("aria-label", actor.actor + " " + actor.index);
   const waits = Object.entries(actor.waits).filter(([, share]) => share > 0);
@@ -45,15 +50,16 @@ function fillActor(row, actor) {
   const long = waits.filter(([, share]) => share >= 0.01).sort((a, b) => b[1] - a[1]);
   const waited = long.map(([cause, wait]) => CAUSES[cause] + " " + share(wait)).join(", ");
   const again = actor.restarts ? "; restarts: " + whole(actor.restarts) : "";
-  put(time.lastElementChild, (DOES[actor.state] || actor.state) + (waited ? " · waited for " + waited : "") + again);
-  row.classList.toggle("gone", actor.up === false);
+  put(rows.querySelector(".does"), (DOES[actor.state] || actor.state) + (waited ? " · waited: " + waited : "") + again);
+  rows.classList.toggle("gone", actor.up === false);
   put(busy, share(actor.busy));
   put(tokens, actor.tokens_per_second === null ? NONE : whole(actor.tokens_per_second));
 }
 
 function drawActors(status) {
   for (const [id, kind] of [["targets", "target"], ["drafters", "drafter"]]) {
-    each($(id).tBodies[0], status.actors.filter((actor) => actor.actor === kind), actorRow, fillActor);
+    // Caption and head stay.
+    each($(id), status.actors.filter((actor) => actor.actor === kind), actorRows, fillActor, 2);
   }
   const trainer = status.actors.find((actor) => actor.actor === "trainer");
   const [now, busy, waits] = $("trainer").querySelectorAll("dd");
@@ -65,7 +71,8 @@ function drawActors(status) {
     const actors = status.actors.filter((actor) => actor.actor === kind);
     const mean = actors.reduce((sum, actor) => sum + (actor.waits[cause] || 0), 0) / Math.max(1, actors.length);
     put(flow.lastElementChild, mean >= 0.005 ? kind + "s wait " + share(mean) : "");
-    flow.classList.toggle("held", mean >= 0.05);
+    // To wait for a step is part of one; to wait for others is not.
+    flow.classList.toggle("held", mean >= Number(flow.dataset.usual || 0.05));
   }
 }
 
@@ -81,13 +88,12 @@ function drawPool(pool) {
   put($("held"), bytes(pool.bytes + pool.reserved_bytes + pool.loaned_bytes));
   const all = Math.max(1, pool.max_bytes);
   parts($("bytes").firstElementChild, [["waiting", pool.bytes / all], ["reserved", pool.reserved_bytes / all], ["loaned", pool.loaned_bytes / all]]);
-  const largest = Math.max(1, ...pool.buckets.map((bucket) => bucket.batches));
   const create = () => make("tr", {}, make("th", { scope: "row" }), make("td", { class: "time" }, make("span", { class: "bar", "aria-hidden": "true" })),
     make("td", { class: "number" }), make("td", { class: "number" }));
   each($("lengths").tBodies[0], pool.buckets, create, (row, bucket) => {
     const [name, bar, waiting, drawn] = row.children;
     put(name, bucket.longest === null ? "bucket " + bucket.bucket : whole(bucket.longest));
-    parts(bar.firstElementChild, [["batch", bucket.batches / largest]]);
+    parts(bar.firstElementChild, [["batch", bucket.batches / most]]);
     put(waiting, whole(bucket.batches));
     put(drawn, whole(bucket.drawn));
   });
@@ -102,8 +108,12 @@ function when(element, time, now) {
   put(element, duration(now - time) + " ago");
 }
 
-function drawLines(list, none, lines, now) {
-  none.hidden = lines.length > 0;
+function drawLines(list, none, all, now) {
+  none.hidden = all.length > 0;
+  const more = list.nextElementSibling;
+  const lines = more.getAttribute("aria-expanded") === "true" ? all : all.slice(0, FEW);
+  more.hidden = all.length <= FEW;
+  put(more, lines.length < all.length ? "Show all " + all.length : "Show fewer");
   const create = () => make("li", {}, make("span", { class: "badge" }), make("span", { class: "text" }), make("time"));
   each(list, lines, create, (row, line) => {
     const [badge, text, time] = row.children;
@@ -191,7 +201,7 @@ function draw(status, now) {
   $("progress").firstElementChild.style.width = (planned ? Math.min(1, step / planned) * 100 : 0).toFixed(2) + "%";
   $("progress").setAttribute("aria-valuemax", planned);
   $("progress").setAttribute("aria-valuenow", step);
-  put($("start"), "start " + whole(status.run.number) + ", " + status.run.engine + ", " + duration(now - status.run.started));
+  put($("start"), "start " + whole(status.run.number) + " · " + status.run.engine + " · up " + duration(now - status.run.started));
   put($("pause"), status.run.paused ? "Resume" : "Pause");
   $("pause").dataset.order = status.run.paused ? "resume" : "pause";
   document.title = word + ", step " + whole(step) + " · Draftmill";

@@ -128,4 +128,11 @@ for (const button of document.querySelectorAll("[data-order]")) {
   });
 }
 
+for (const button of document.querySelectorAll(".more")) {
+  button.addEventListener("click", () => {
+    button.setAttribute("aria-expanded", String(button.getAttribute("aria-expanded") !== "true"));
+    if (status) drawService(status, clock());
+  });
+}
+
 open();
