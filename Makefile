@@ -41,8 +41,8 @@ lint: tools ## check the format, and clippy with warnings as errors
 	cargo clippy --workspace --all-targets --locked --no-default-features -- -D warnings; \
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-bench: tools ## measure dispatch: simulated nodes, the pipeline beside one in Python, draws; about 5 minutes
-	@cargo bench --locked --no-default-features --bench dispatch
+bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside one in Python; about 6 minutes
+	@$(TORCH) cargo bench --locked --bench dispatch
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked

@@ -7,7 +7,7 @@
 //! with "no more". Invariants: D1, D2, L3. The decisions are in `State`; `dispatcher_state.rs` has them.
 
 use crate::{
-    ask::until,
+    ask::{changed, until},
     dispatcher_state::{Action, State},
     fault::{Fault, Gone, Stops},
     job::Job,
@@ -22,7 +22,7 @@ use std::{
 use tokio::{
     sync::{
         mpsc::{self, OwnedPermit},
-        oneshot,
+        oneshot, watch,
     },
     task::JoinSet,
     time::Instant,
@@ -34,7 +34,7 @@ const INBOX: usize = 64;
 const LEASES: usize = 1024;
 
 /// What shapes the dispatcher's work.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Jobs that may wait in the queue.
     pub queue_jobs: usize,
@@ -47,6 +47,10 @@ pub struct Settings {
     /// Offer a straggler's job to another target; the first result counts.
     pub offer_stragglers: bool,
     pub policy: Policy,
+    /// Hand out nothing for now; what is under way goes on.
+    pub paused: bool,
+    /// Targets that get nothing for now.
+    pub paused_targets: Vec<usize>,
 }
 
 /// Who gets the next job.
@@ -226,9 +230,9 @@ struct Dispatcher<B, F> {
     barrier: Option<oneshot::Sender<()>>,
 }
 
-/// Runs until the plan has ended or was stopped, and every target is gone.
+/// Runs until the plan has ended or was stopped, and every target is gone. Changed `settings` are in force at once.
 pub async fn run<B: BatchSource, F: Send + 'static>(
-    settings: Settings,
+    mut settings: watch::Receiver<Settings>,
     source: Arc<B>,
     mut inbox: Inbox,
     mut feed: mpsc::Receiver<Feed>,
@@ -236,7 +240,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     stops: Stops,
 ) -> Result<(), Fault> {
     let mut d = Dispatcher {
-        state: State::new(settings),
+        state: State::new(settings.borrow_and_update().clone()),
         source,
         pool,
         leases: inbox.leases,
@@ -259,6 +263,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
                 feed.close();
                 d.state.on_stop()
             }
+            () = changed(&mut settings) => d.state.reconfigure(settings.borrow_and_update().clone()),
             Some(back) = inbox.returns.recv() => d.state.on_return(back),
             Some(done) = d.padding.join_next(), if B::BLOCKING => match done {
                 Ok((job, result)) => d.state.on_padded(job, result),

@@ -74,6 +74,8 @@ table! {
     TARGET_UP = Gauge "draftmill_target_up" ["bool"] { index: [] };
     /// Restarts of a target after which it answered again.
     TARGET_RESTARTS = Counter "draftmill_target_restarts_total" ["restarts"] { index: [] };
+    /// 1 while a target is told to pull nothing (target.paused).
+    TARGET_PAUSED = Gauge "draftmill_target_paused" ["bool"] { index: [] };
     /// Real tokens that a target extracted.
     TARGET_TOKENS = Counter "draftmill_target_tokens_total" ["tokens"] { index: [] };
     /// Token slots that a target computed, padding included.
@@ -90,6 +92,10 @@ table! {
     POOL_LOANED_BYTES = Gauge "draftmill_pool_loaned_bytes" ["bytes"] {};
     /// The limit on reserved, waiting and loaned bytes together.
     POOL_MAX_BYTES = Gauge "draftmill_pool_max_bytes" ["bytes"] {};
+    /// The limit on reserved and waiting batches together.
+    POOL_MAX_BATCHES = Gauge "draftmill_pool_max_batches" ["batches"] {};
+    /// Batches that must be ready before a draw is answered.
+    POOL_MIN_READY = Gauge "draftmill_pool_min_ready" ["batches"] {};
     /// 1 while the pool gives out its last batches without minding the minimum fill.
     POOL_DRAINING = Gauge "draftmill_pool_draining" ["bool"] {};
     /// Batches that were drawn from the pool, by length bucket.
@@ -100,6 +106,8 @@ table! {
     DRAFTER_MICRO_BATCHES = Counter "draftmill_drafter_micro_batches_total" ["micro-batches"] { index: [] };
     /// Blocks (anchors) that a drafter trained.
     DRAFTER_ANCHORS = Counter "draftmill_drafter_anchors_total" ["blocks"] { index: [] };
+    /// 1 while a drafter is told to draw nothing (drafter.paused).
+    DRAFTER_PAUSED = Gauge "draftmill_drafter_paused" ["bool"] { index: [] };
     /// Optimizer steps that are complete.
     STEP = Gauge "draftmill_step" ["steps"] {};
     /// Mean loss of the last step, in nats.
@@ -122,6 +130,14 @@ table! {
     CHECKPOINT_STEP = Gauge "draftmill_checkpoint_step" ["steps"] {};
     /// Requests and connections that the admin port refused, by why.
     ADMIN_REFUSED = Counter "draftmill_admin_refused_total" ["requests"] { reason: ["connections", "streams", "origin", "host", "token", "body"] };
+    /// 1 while no job is handed out because somebody asked for a pause.
+    PAUSED = Gauge "draftmill_paused" ["bool"] {};
+    /// Tries to change the configuration of the running service, by result.
+    CONFIG_RELOADS = Counter "draftmill_config_reloads_total" ["reloads"] { result: ["applied", "refused", "unchanged"] };
+    /// The first 48 bits of the SHA-256 of the configuration in force, as a number: equal numbers mean equal configurations.
+    CONFIG_HASH = Gauge "draftmill_config_hash" ["1"] {};
+    /// When the configuration in force came into force, in seconds since 1970.
+    CONFIG_APPLIED = Gauge "draftmill_config_applied_timestamp_seconds" ["seconds"] {};
     /// Violations of an invariant of ARCHITECTURE.md; always 0 in a healthy program.
     INVARIANT_VIOLATIONS = Counter "draftmill_invariant_violations_total" ["violations"] { id: ["P1", "P2", "D1", "D2", "L1", "L2", "L3", "T1", "T2", "R1", "S1"] };
     /// Build information: always 1.

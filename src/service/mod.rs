@@ -4,11 +4,14 @@
 //! folder (lock, identity, resume point), port, engines; then the actors run until the plan is trained, a signal asks
 //! for an orderly end, or the first fault.
 
+mod closing;
 pub mod facts;
 mod folder;
+mod keeper;
 mod models;
 pub mod orders;
 mod progress;
+mod reload;
 mod schedule;
 mod settings;
 mod signals;
@@ -18,46 +21,52 @@ mod summary;
 mod torch;
 
 pub use folder::RunFolder;
+pub use keeper::SetLevel;
 pub use schedule::Schedule;
-pub(crate) use settings::mill_settings;
+pub(crate) use settings::{Place, mill_settings};
 pub use steps::{StepLog, Window};
 pub use summary::{ActorShares, Summary};
 
 use crate::{
     admin,
     check::{Forecast, Machine, Samples, Stored, examine},
-    config::{Config, Engine, Loaded, annotated},
+    config::{Config, Engine, Loaded, Source},
     data::{Split, Store, StoreSource},
     engines::{
-        saving::Saving,
+        saving::{Kept, Saving},
         simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
     },
     exit::{Exit, Failure},
     simulate,
-    state::{Checkpoint, Identity, RunEnd, StateDb},
+    state::{Identity, RunEnd},
 };
+use closing::close;
 use draftmill_actors::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
-    mill::{self, Parts, Report},
+    mill::{self, Parts},
     plan::PlanSettings,
     sim::{self, SimOptimizer},
+    steering::Steering,
     trainer::StepRecord,
 };
-use facts::{Facts, now};
+use facts::Facts;
 use folder::{About, Opened};
+use keeper::Keeper;
 use models::Models;
 use orders::Orders;
 use progress::Progress;
+use reload::Ground;
 use settings::plan_settings;
-use sha2::{Digest, Sha256};
-use std::{fmt::Display, path::Path, sync::Arc};
+use std::{fmt::Display, sync::Arc};
 use tokio::{
     net::TcpListener,
+    signal::unix::{Signal, SignalKind, signal},
     sync::{mpsc, watch},
     time::Instant,
 };
+use tokio_util::sync::CancellationToken;
 
 /// Step records on their way to the log: the trainer waits for the disk only when this is full.
 const RECORDS: usize = 64;
@@ -65,27 +74,41 @@ const RECORDS: usize = 64;
 const MAX_FAILURES_IN_A_ROW: u32 = 5;
 
 /// How a run begins.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct Start {
     /// Begin anew instead of going on.
     pub fresh: bool,
     /// With `fresh`: throw an old run away.
     pub force: bool,
+    /// Where the configuration came from, to read it again.
+    pub source: Source,
+    /// Changes the log's filter, where the configuration may.
+    pub set_level: Option<SetLevel>,
 }
 
 /// Trains until the plan is done, a signal comes, or the first fault. An interrupted run gives a summary that is not
 /// `finished`.
 pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
     let stops = Stops::default();
-    let signals = signals::listen(stops.clone(), loaded.config.shutdown.grace.0).failed(Exit::Internal)?;
-    let trained = train_until(loaded, start, &stops).await;
+    let (in_force, watching) = watch::channel(loaded);
+    let signals = signals::listen(stops.clone(), watching).failed(Exit::Internal)?;
+    // From here on a SIGHUP does not end the process.
+    let hangup = signal(SignalKind::hangup()).failed(Exit::Internal)?;
+    let trained = train_until(in_force, start, hangup, &stops).await;
     signals.abort();
     trained
 }
 
-async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summary, Failure> {
+async fn train_until(
+    in_force: watch::Sender<Loaded>,
+    start: Start,
+    hangup: Signal,
+    stops: &Stops,
+) -> Result<Summary, Failure> {
+    let loaded = in_force.borrow().clone();
+    let asked = start.clone();
     // Reads and compares gigabytes; a signal need not wait for that.
-    let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, start));
+    let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, asked));
     let mut prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
@@ -96,7 +119,7 @@ async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summ
         None => None,
     };
     let (folder, run) = (prepared.opened.folder.clone(), prepared.opened.begun.run);
-    let ended = prepared.run(listener, stops).await;
+    let ended = prepared.run(listener, Live { in_force, start, hangup }, stops).await;
     if let Err(failure) = &ended {
         folder.note_failure(run, failure);
     }
@@ -109,12 +132,20 @@ async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Resu
     done.ok_or_else(|| Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint stays"))
 }
 
+/// What keeps the settings changeable.
+struct Live {
+    in_force: watch::Sender<Loaded>,
+    start: Start,
+    hangup: Signal,
+}
+
 /// Everything that a run needs but the engines.
 struct Prepared {
     loaded: Loaded,
     models: Option<Models>,
     source: StoreSource,
     lengths: Arc<[u32]>,
+    machine: Machine,
     forecast: Forecast,
     opened: Opened,
 }
@@ -140,7 +171,7 @@ impl Prepared {
         let folder = RunFolder::new(&config.run.dir);
         let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
         let opened = folder.open(&loaded, &about)?;
-        Ok(Prepared { loaded, models, source, lengths, forecast, opened })
+        Ok(Prepared { loaded, models, source, lengths, machine, forecast, opened })
     }
 
     fn start_step(&self) -> u64 {
@@ -172,8 +203,9 @@ impl Prepared {
         Ok(summary)
     }
 
-    async fn run(mut self, listener: Option<TcpListener>, stops: &Stops) -> Result<Summary, Failure> {
+    async fn run(mut self, listener: Option<TcpListener>, live: Live, stops: &Stops) -> Result<Summary, Failure> {
         self.announce(listener.as_ref());
+        let (kept, for_saving) = watch::channel(Kept::of(&self.loaded));
         match self.loaded.config.run.engine {
             Engine::Simulated => {
                 let config = &self.loaded.config;
@@ -185,9 +217,8 @@ impl Prepared {
                 };
                 let saving = Saving {
                     folder: checkpoints,
-                    keep: config.checkpoint.keep(),
+                    kept: for_saving,
                     seed: config.run.seed,
-                    config: annotated(&self.loaded.written.wire),
                     draft: simulated::stand_in(),
                 };
                 let optimizer = SimOptimizer::new(costs, 0.01 * self.start_step() as f64);
@@ -197,14 +228,15 @@ impl Prepared {
                     drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
                     optimizer: RememberingOptimizer::new(optimizer, trained, saving),
                 };
-                self.drive(engines, listener, stops.clone()).await
+                self.drive(engines, listener, (live, kept), stops.clone()).await
             }
             Engine::Torch => {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines = unless_stopped(stops, torch::load(&self.loaded, models, folder, from)).await??;
-                self.drive(engines, listener, stops.clone()).await
+                let engines =
+                    unless_stopped(stops, torch::load(&self.loaded, models, folder, from, for_saving)).await??;
+                self.drive(engines, listener, (live, kept), stops.clone()).await
             }
         }
     }
@@ -253,6 +285,7 @@ impl Prepared {
         self,
         engines: Engines<T, D, O>,
         listener: Option<TcpListener>,
+        (live, kept): (Live, watch::Sender<Kept>),
         stops: Stops,
     ) -> Result<Summary, Failure>
     where
@@ -261,24 +294,59 @@ impl Prepared {
         O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
     {
         let start_step = self.start_step();
-        let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
-        let Prepared { loaded, source, forecast, opened, .. } = self;
+        let trained = self.opened.state.counts().failed(Exit::Run)?.iter().map(|c| c.trained).sum();
+        let place = Place { step: start_step, micro_batches: trained };
+        let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, place);
+        let Prepared { loaded, source, lengths, machine, forecast, opened, .. } = self;
         let Opened { folder, state, from, begun, .. } = opened;
-        // Nobody takes orders yet: whoever gives one is told that the run is ending.
-        let (orders, _) = orders::channel();
-        let (_telling, facts) = watch::channel(facts(&loaded, &forecast, begun.run));
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, &stops, orders, facts)).transpose()?;
+        let facts = Facts {
+            run: begun.run,
+            started: facts::now(),
+            dir: loaded.config.run.dir.display().to_string(),
+            engine: loaded.config.run.engine.to_string(),
+            bounds: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
+            planned_steps: forecast.steps,
+            epochs: loaded.config.run.epochs.into(),
+            ..Facts::default()
+        };
+        let (facts, told) = watch::channel(facts);
+        let (orders, given) = orders::channel();
+        let asked = Asked { orders, facts: told.clone() };
+        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, asked, &stops)).transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
-        let progress = Progress::new(forecast.steps, start_step, loaded.config.log.progress_every.0);
+        let in_force = live.in_force.subscribe();
+        let progress = Progress::new(start_step, in_force.clone(), told);
         let (records, recorded) = mpsc::channel(RECORDS);
-        let recording = tokio::spawn(record(recorded, log, progress, stops.clone()));
+        let (reached, watched) = watch::channel(place);
+        let recording = tokio::spawn(record(recorded, log, progress, reached, stops.clone()));
+        let (steering, steered) = Steering::new(&settings);
+        let keeper = Keeper {
+            source: live.start.source,
+            ground: Ground { forecast, machine },
+            lengths,
+            folder: folder.clone(),
+            steering,
+            in_force: live.in_force,
+            kept,
+            facts,
+            set_level: live.start.set_level,
+            orders: given,
+            hangup: live.hangup,
+            place: watched,
+            notes: Default::default(),
+        };
+        let ended = CancellationToken::new();
+        let keeping = tokio::spawn(keeper.run(stops.stop.clone(), ended.clone()));
 
         let Engines { targets, drafters, optimizer } = engines;
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
         let born = Instant::now();
-        let report = mill::run(settings, parts, stops.clone()).await;
+        let report = mill::run_steered(settings, parts, steered, stops.clone()).await;
         let seconds = born.elapsed().as_secs_f64();
+        ended.cancel();
+        keeping.await.failed(Exit::Internal)?;
+        let loaded = in_force.borrow().clone();
         let log = recording.await.failed(Exit::Internal)?.map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let report = report.map_err(|fault| match fault.root {
             true => Failure::new(Exit::Run, fault),
@@ -338,32 +406,17 @@ fn data_name(store: &Store) -> String {
     format!("{} ({})", store.fingerprint(), names.join(", "))
 }
 
-/// What is told of a run that begins.
-fn facts(loaded: &Loaded, forecast: &Forecast, run: u64) -> Facts {
-    let config = &loaded.config;
-    let text = annotated(&loaded.written.wire);
-    Facts {
-        run,
-        started: now(),
-        dir: config.run.dir.display().to_string(),
-        engine: config.run.engine.to_string(),
-        bounds: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
-        planned_steps: forecast.steps,
-        epochs: config.run.epochs.into(),
-        min_ready: config.pool.min_ready.into(),
-        max_batches: config.pool.max_batches.into(),
-        config_hash: Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect(),
-        config_since: now(),
-        ..Facts::default()
-    }
+/// What the admin port needs of a running service: where orders go, and what is so.
+struct Asked {
+    orders: Orders,
+    facts: watch::Receiver<Facts>,
 }
 
 fn serve_metrics(
     listener: TcpListener,
     config: &Config,
+    Asked { orders, facts }: Asked,
     stops: &Stops,
-    orders: Orders,
-    facts: watch::Receiver<Facts>,
 ) -> Result<tokio_util::task::AbortOnDropHandle<()>, Failure> {
     let token =
         config.admin.token().transpose().map_err(|why| format!("admin.token_file: {why}")).failed(Exit::Config)?;
@@ -387,11 +440,15 @@ async fn record(
     mut records: mpsc::Receiver<StepRecord>,
     mut log: StepLog,
     mut progress: Progress,
+    place: watch::Sender<Place>,
     stops: Stops,
 ) -> std::io::Result<StepLog> {
     let mut result = Ok(());
     while let Some(record) = records.recv().await {
         progress.on_step(&record);
+        place.send_modify(|place| {
+            *place = Place { step: record.step, micro_batches: place.micro_batches + record.micro_batches };
+        });
         if result.is_ok() {
             result = log.push(record);
             if let Err(error) = &result {
@@ -402,57 +459,4 @@ async fn record(
     }
     progress.finish();
     result.map(|()| log)
-}
-
-/// Exports the drafter of a finished run and writes the figures. `before`: the checkpoint that the run went on from, which is
-/// its last where a kill came between the last step and the export.
-fn close(
-    loaded: &Loaded,
-    folder: &RunFolder,
-    run: u64,
-    mut report: Report<StateDb>,
-    log: &StepLog,
-    seconds: f64,
-    before: Option<Checkpoint>,
-) -> Result<Summary, Failure> {
-    let config = &loaded.config;
-    let (first, last) = log.windows();
-    let mut summary = Summary::of(&report, &first, &last, seconds);
-    summary.run_dir = folder.root().to_owned();
-    summary.target_dir = config.target.dir.clone();
-    summary.pool_max_bytes = config.pool.max_bytes.0;
-    let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
-    let end = match report.jobs.plan_ended && report.jobs.unfinished == 0 {
-        true => RunEnd::Finished,
-        false if at_limit => RunEnd::StepLimit,
-        false => RunEnd::Stopped,
-    };
-    summary.finished = end != RunEnd::Stopped;
-    summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
-    summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
-    let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
-    if let Err(error) = crate::checkpoint::retain(&folder.checkpoints(), config.checkpoint.keep())
-        && folder.checkpoints().exists()
-    {
-        tracing::warn!(%error, "old checkpoints could not be deleted");
-    }
-    let exports = summary.finished && config.run.engine == Engine::Torch;
-    if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
-        let export = folder.export();
-        crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)
-            .failed(Exit::Run)?;
-        summary.export_dir = Some(export);
-    }
-    write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
-    if let Some(state) = &mut report.ledger {
-        state.end_run(run, &end, Some(report.trainer.step)).failed(Exit::Run)?;
-    }
-    Ok(summary)
-}
-
-fn write_summary(summary: &Summary, path: &Path) -> std::io::Result<()> {
-    let fresh = path.with_extension("json.tmp");
-    crate::checkpoint::write_json(&fresh, summary)?;
-    crate::failpoint::point("rename", "summary.json")?;
-    std::fs::rename(fresh, path)
 }

@@ -2,7 +2,7 @@
 
 use super::{Problem, StateDb, StateError, StateReader, Synced, now_ms, resume::newest_checkpoint, unsigned::Unsigned};
 use draftmill_actors::{
-    ledger::Ledger,
+    ledger::{Ledger, Note},
     plan::Plan,
     types::{JobId, JobSpec, Outcome},
 };
@@ -24,6 +24,14 @@ impl Ledger for StateDb {
     fn checkpoint(&mut self, step: u64, name: &str) -> Result<(), String> {
         self.write("name a checkpoint in", Synced::AtOnce, |tx| checkpoint(tx, step, name))
             .map_err(|error| error.to_string())
+    }
+
+    fn note(&mut self, note: &Note) -> Result<(), String> {
+        let noted = match note {
+            Note::Changed { step, changes } => self.config_changed(*step, changes),
+            Note::Event { kind, text } => self.event(kind, text),
+        };
+        noted.map_err(|error| error.to_string())
     }
 }
 

@@ -20,6 +20,7 @@ mod identity;
 mod import;
 mod ledger;
 mod recovery;
+mod reload;
 mod simulate;
 mod templates;
 mod tidy;

@@ -34,6 +34,8 @@ pub fn settings() -> Settings {
         straggler_factor: 4.0,
         offer_stragglers: true,
         policy: Policy::Pull,
+        paused: false,
+        paused_targets: Vec::new(),
     }
 }
 
@@ -92,8 +94,8 @@ pub struct Outside {
 impl Outside {
     pub fn new(settings: Settings) -> Self {
         Self {
-            state: State::new(settings),
             max_attempts: settings.max_attempts,
+            state: State::new(settings),
             now: Instant::now(),
             next: 0,
             pulls: 0,

@@ -112,7 +112,7 @@ impl Outside {
             }
             Doing::Training(step, place) => {
                 self.doing[d] = Doing::Idle;
-                let ticket = Ticket { step, drafter: d };
+                let ticket = Ticket { step, drafter: d, anchors: 1 };
                 let order = self.ordered.then_some(place);
                 match fate {
                     Fate::Trained => {

@@ -6,7 +6,10 @@ use super::{
 };
 use draftmill::{
     checkpoint::{CheckpointError, FIRST_MOMENTS, SECOND_MOMENTS, Verified, WEIGHTS},
-    engines::{optimizer::TorchOptimizer, saving::Saving},
+    engines::{
+        optimizer::TorchOptimizer,
+        saving::{Kept, Saving},
+    },
     model::{
         adamw::{AdamW, Hyper},
         params::{Gradient, ParamSet},
@@ -16,6 +19,7 @@ use draftmill::{
 use draftmill_actors::engine::{Optimizer, StepRequest};
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
+use tokio::sync::watch;
 
 /// Limits of the golden README.
 const MAX: f64 = 5e-4;
@@ -67,9 +71,8 @@ fn saving(folder: &Path) -> Saving {
     let draft = Case::load().config();
     Saving {
         folder: folder.to_owned(),
-        keep: Keep { last: 2, ..Keep::default() },
+        kept: watch::channel(Kept { keep: Keep { last: 2, ..Keep::default() }, config: String::new() }).1,
         seed: 1,
-        config: String::new(),
         draft,
     }
 }
@@ -89,7 +92,8 @@ fn gradient(scale: f64) -> (f64, Gradient) {
 }
 
 fn request(step: u64, denominator: f64) -> StepRequest {
-    StepRequest { step, denominator, learning_rate: 1e-3, max_grad_norm: 1.0 }
+    let weight_decay = number(&Case::load().json["adamw"]["hyperparameters"]["weight_decay"]);
+    StepRequest { step, denominator, learning_rate: 1e-3, max_grad_norm: 1.0, weight_decay }
 }
 
 fn largest_gap(a: &ParamSet, b: &ParamSet) -> f64 {
@@ -209,33 +213,4 @@ async fn old_checkpoints_go_and_every_damage_is_found() {
         std::fs::write(&path, bytes).unwrap();
     }
     Verified::open(&whole).unwrap();
-}
-
-/// Run by hand: `cargo test --test it -- --ignored --nocapture stall_of_a_checkpoint`. Weights and moments of 1 GB together.
-#[tokio::test]
-#[ignore = "a measurement"]
-async fn stall_of_a_checkpoint_of_a_gigabyte() {
-    let dir = tempfile::tempdir().unwrap();
-    let set = || {
-        let tensor = |i: i64| (format!("layers.{i}"), Tensor::randn([1 << 20, 4], (Kind::Float, Device::Cpu)));
-        ParamSet::new((0..20).map(tensor).collect())
-    };
-    let hyper = hyper(&Case::load().json["adamw"]["hyperparameters"]);
-    let devices = vec![Device::Cpu];
-    let mut optimizer = TorchOptimizer::new(&set(), hyper, Device::Cpu, devices, saving(dir.path())).unwrap();
-    for step in 1..=3 {
-        let gradient = set();
-        let start = tokio::time::Instant::now();
-        optimizer.step(vec![gradient], request(step, 1.0)).await.unwrap();
-        optimizer.weights(0).await.unwrap();
-        let stepped = start.elapsed();
-        let start = tokio::time::Instant::now();
-        let writing = optimizer.save(step).await.unwrap();
-        let copied = start.elapsed();
-        writing.await.unwrap();
-        println!(
-            "update and weights {stepped:?}, stall of a checkpoint {copied:?}, written after {:?}",
-            start.elapsed()
-        );
-    }
 }
