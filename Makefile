@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench build clean tools
+.PHONY: help demo test test-ui lint bench build clean tools
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -24,7 +24,7 @@ endif
 TORCH = LIBTORCH="$$($(FETCH) libtorch $(CUDA_SET))"; export LIBTORCH;
 
 help: ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
@@ -35,6 +35,10 @@ test: tools ## run every test, first without libtorch, then with it
 	cargo test --workspace --locked --no-default-features; \
 	cargo test --workspace --locked --no-default-features --features failpoints --test it failpoints; \
 	cargo test --workspace --locked
+
+test-ui: tools ## look at the status page in a headless Chromium, which it installs where it may
+	@cargo build --locked --no-default-features; \
+	python3 -B tests/ui/page.py
 
 lint: tools ## check the format, and clippy with warnings as errors
 	@$(TORCH) cargo fmt --all --check; \

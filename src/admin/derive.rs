@@ -263,14 +263,13 @@ fn pool(samples: &Samples, facts: &Facts) -> Pool {
 
 /// `answers`: whether any target serves.
 fn state(status: &Status, facts: &Facts, answers: bool) -> State {
-    let waiting = |actor: &Actor| actor.actor != "drafter" || actor.state == "batch";
     match () {
         () if facts.stopping => State::Stopping,
         () if status.actors.is_empty() => State::Starting,
         () if status.pool.draining => State::Draining,
         () if !answers => State::NoTarget,
         () if facts.paused => State::Paused,
-        () if status.pool.batches < status.pool.min_ready && status.actors.iter().all(waiting) => State::Filling,
+        () if status.training.loss.is_none() => State::Filling,
         () => State::Training,
     }
 }
@@ -280,7 +279,7 @@ fn sentence(status: &Status) -> String {
     let percent = |share: f64| format!("{:.0} % of the time", share * 100.0);
     match status.state {
         State::Starting => "Starting: nothing was measured yet.".into(),
-        State::Filling => "The pool is filling: drafters wait for the first batches.".into(),
+        State::Filling => "The pool is filling: no step of this start is complete yet.".into(),
         State::Paused => "Paused: no new jobs are handed out, and what was under way is finished.".into(),
         State::Draining => "Draining: the plan has ended, and the pool gives out its last batches.".into(),
         State::NoTarget => "No target answers: all are taken out or gone.".into(),

@@ -45,7 +45,7 @@ pub enum State {
     /// Nothing was measured yet.
     #[default]
     Starting,
-    /// The pool has fewer batches than a draw needs, and all drafters wait.
+    /// No step of this start is complete yet.
     Filling,
     Training,
     /// An order stopped the plan; what was under way is finished.

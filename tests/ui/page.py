@@ -49,11 +49,12 @@ class Run:
     def __init__(self, *sets):
         self.folder = tempfile.mkdtemp(prefix="draftmill-ui-")
         self.sets = list(sets)
+        self.config = shutil.copy(os.path.join(HERE, "run.toml"), self.folder)
         self.process = self.address = None
         self._draftmill("prepare").communicate()
 
     def _draftmill(self, command, *more):
-        arguments = [DRAFTMILL, command, "--config", os.path.join(HERE, "run.toml")]
+        arguments = [DRAFTMILL, command, "--config", self.config]
         for setting in (f"run.dir={self.folder}/run", *self.sets, *more):
             arguments += ["--set", setting]
         return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -71,6 +72,15 @@ class Run:
                 threading.Thread(target=self.process.stderr.read, daemon=True).start()
                 return
         raise AssertionError("the run ended: " + "".join(lines))
+
+    def edit(self, old, new):
+        """Changes the configuration file, as an editor does."""
+        with open(self.config, encoding="utf-8") as file:
+            text = file.read()
+        assert old in text, old
+        with open(self.config + ".new", "w", encoding="utf-8") as file:
+            file.write(text.replace(old, new))
+        os.replace(self.config + ".new", self.config)
 
     def kill(self):
         self.process.kill()
@@ -179,7 +189,7 @@ class Tests:
         self.browser, self.run = browser, run
 
     def text(self, place):
-        return self.browser.script("return document.querySelector(arguments[0]).textContent", place)
+        return self.browser.script("return document.querySelector(arguments[0])?.textContent ?? ''", place)
 
     def drawn(self):
         return self.browser.script("return document.body.dataset.event")
@@ -292,11 +302,25 @@ class Tests:
         actors = self.run.status()["actors"]
         return all(actor["state"] != "busy" and actor["busy"] == 0 for actor in actors)
 
-    def test_reload_is_told(self):
-        told = self.order("[data-order=reload]")
-        wait("the reload is in the list", lambda: self.run.status()["config"]["reloads"])
+    def test_an_edited_file_is_confirmed_and_a_broken_one_refused_with_the_reason(self):
+        self.run.edit("min_ready = 4", "min_ready = 5")
+        try:
+            self._edited()
+        finally:
+            shutil.copy(os.path.join(HERE, "run.toml"), self.run.config)
+        wait("the old minimum is back", lambda: self.text("#draws").startswith("A draw needs 4"))
+
+    def _edited(self):
+        wait("the page shows the new minimum", lambda: self.text("#draws").startswith("A draw needs 5"))
+        wait("the reload is in the list", lambda: self.browser.script("return document.querySelectorAll('#reloads .fine').length"))
         self.shows_the_status()
-        assert told, "a sentence says what became of it"
+        self.run.edit("min_ready = 5", "min_ready = 500")
+        told = self.order("[data-order=reload]")
+        assert told.startswith("Refused: ") and "pool.min_ready" in told, told
+        wait("it is in the list", lambda: "pool.min_ready" in self.text("#reloads .error .text"))
+        step = self.run.status()["progress"]["step"]
+        wait("steps go on", lambda: self.run.status()["progress"]["step"] > step)
+        self.shows_the_status()
 
     def test_a_lost_connection_is_told_and_found_again(self):
         self.quiet_console("409")
