@@ -9,6 +9,8 @@ mod ledger;
 mod machine;
 mod pipeline;
 mod sim;
+#[cfg(feature = "torch")]
+mod step;
 mod table;
 
 use draftmill::simulate::{Policy, Report};
@@ -55,6 +57,8 @@ fn main() -> ExitCode {
             let mut table = Table::default();
             losses(&mut table).map(|()| println!("{}", table.text()))
         }
+        #[cfg(feature = "torch")]
+        ["--step", ref options @ ..] => step::run(options),
         [] => bench(),
         _ => Err(
             "give no argument for the whole table, --pipeline for one run of the pipeline alone, or --losses for what \

@@ -121,6 +121,7 @@ where
     S: BatchSource,
     L: Ledger,
 {
+    let told = steered.dispatcher.clone();
     let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new(), kill: settings.kill };
     let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
 
@@ -168,6 +169,14 @@ where
                     first_gone.get_or_insert_with(|| Fault::new(format!("target {i}"), cause));
                 }
                 report.targets[i] = work;
+                let paused = &told.borrow().paused_targets;
+                let gone = |i: usize| report.targets[i].gone.is_some();
+                if gone(i) && !paused.is_empty() && (0..n_targets).all(|i| gone(i) || paused.contains(&i)) {
+                    tracing::error!(
+                        ?paused,
+                        "the targets that are left are all paused: the run waits until one is added back"
+                    );
+                }
                 if report.targets.iter().all(|target| target.gone.is_some()) {
                     return Next::Fail(first_gone.take());
                 }

@@ -215,10 +215,8 @@ impl Keeper {
                 let list: Vec<_> = changes.iter().map(|c| format!("{}: {} -> {}", c.key, c.old, c.new)).collect();
                 let list = list.join("; ");
                 let step = self.place.borrow().step;
-                if let (Some(set), true) = (&self.set_level, changes.iter().any(|c| c.key == "log.level"))
-                    && let Err(error) = set(&new.config.log.level)
-                {
-                    tracing::warn!(error, "log.level could not be changed");
+                if changes.iter().any(|change| change.key == "log.level") {
+                    self.set_level(&new.config.log.level);
                 }
                 if let Err(error) = self.folder.keep_config(&annotated(&new.written.wire)) {
                     tracing::warn!(%error, "run.toml could not be written; it says what was in force before");
@@ -231,6 +229,17 @@ impl Keeper {
                 self.note(Note::Changed { step, changes });
                 self.remember(true, &list);
                 Ok(format!("applied after step {step}: {list}"))
+            }
+        }
+    }
+
+    fn set_level(&self, level: &str) {
+        match &self.set_level {
+            None => tracing::info!("log.level has no effect beside -v or --log-level"),
+            Some(set) => {
+                if let Err(error) = set(level) {
+                    tracing::warn!(error, "log.level could not be changed");
+                }
             }
         }
     }

@@ -117,6 +117,27 @@ async fn the_update_is_the_same_from_one_drafter_or_three() {
     }
 }
 
+/// `optimizer.weight_decay` changes while a run goes on: a step decays by what it is asked for, once per step.
+#[tokio::test]
+async fn a_step_decays_by_what_it_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut after = Vec::new();
+    for weight_decay in [0.0, 0.5] {
+        let mut optimizer = optimizer(dir.path());
+        let before = optimizer.weights(0).await.unwrap();
+        let (denominator, gradient) = gradient(1.0);
+        optimizer.step(vec![gradient], StepRequest { weight_decay, ..request(1, denominator) }).await.unwrap();
+        after.push((before, optimizer.weights(0).await.unwrap()));
+    }
+    let (before, plain) = &after[0];
+    let decayed = before.tensors().iter().zip(plain.tensors()).zip(after[1].1.tensors());
+    for ((before, plain), decayed) in decayed {
+        let expected = plain - before * (1e-3 * 0.5);
+        assert!(f64::try_from((expected - decayed).abs().max()).unwrap() <= 1e-6);
+        assert!(f64::try_from((plain - decayed).abs().max()).unwrap() > 1e-6 || before.numel() == 0);
+    }
+}
+
 #[tokio::test]
 async fn a_step_without_a_gradient_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
