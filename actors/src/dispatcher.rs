@@ -11,6 +11,7 @@ use crate::{
     dispatcher_state::{Action, State},
     fault::{Fault, Gone, Stops},
     job::Job,
+    meter::{Cause, Meter},
     metrics as m, pool,
     types::{BatchSource, JobId, PaddedBatch},
 };
@@ -250,6 +251,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     };
     let (mut feeding, mut stopping) = (true, false);
     let mut pulls: PullId = 0;
+    let mut meter = Meter::new("dispatcher", 0);
     loop {
         let (queued, padded) = d.state.depth();
         gauge!(m::QUEUE_JOBS).set(queued as f64);
@@ -257,6 +259,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
         let actions = tokio::select! {
             // Returns come first: a job that comes back goes before a new one.
             biased;
+            never = meter.rest(cause(d.state.pulls(), queued, padded)) => match never {},
             () = stops.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
             () = stops.stop.cancelled(), if !stopping => {
                 (stopping, feeding) = (true, false);
@@ -302,6 +305,18 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
         d.apply(actions).await?;
     }
     Ok(())
+}
+
+/// What everything waits for, with so many pulls that wait, jobs that are queued, and jobs of these that are padded.
+fn cause(pulls: usize, queued: usize, padded: usize) -> Cause {
+    match (pulls, queued, padded) {
+        (0, _, 0) => Cause::Idle,
+        (_, 0, _) => Cause::Job,
+        (0, ..) => Cause::Target,
+        (_, _, 0) => Cause::Padding,
+        // Both wait: for a target that is not paused, or whose turn it is.
+        _ => Cause::Target,
+    }
 }
 
 impl<B: BatchSource, F: Send + 'static> Dispatcher<B, F> {

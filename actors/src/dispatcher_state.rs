@@ -319,6 +319,11 @@ impl State {
         (self.queue.len(), self.queue.iter().filter(|e| e.is_ready()).count())
     }
 
+    /// Pulls that wait.
+    pub fn pulls(&self) -> usize {
+        self.pulls.len()
+    }
+
     /// Whose turn the next job is.
     fn turn(&self) -> Option<usize> {
         match self.settings.policy {
@@ -352,7 +357,7 @@ impl State {
         match self.work.get(&held.job) {
             Some(Work { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
                 if let Some(job) = self.work.remove(&held.job).and_then(|work| work.job) {
-                    give_up(job, message);
+                    give_up(job, failure.as_str(), message);
                 }
             }
             Some(Work { leases: 0, .. }) => self.requeue(held.job),
@@ -377,7 +382,7 @@ impl State {
         let attempts = entry.job.attempts;
         tracing::warn!(job = %entry.job.id(), attempts, message, "job could not be padded");
         if attempts >= self.settings.max_attempts {
-            give_up(entry.job, message);
+            give_up(entry.job, "padding", message);
         } else {
             self.queue.push_front(entry);
         }
@@ -483,7 +488,8 @@ fn serves(pull: &Pull, settings: &Settings) -> bool {
     !settings.paused && !settings.paused_targets.contains(&pull.target)
 }
 
-fn give_up(job: Job, reason: String) {
+fn give_up(job: Job, cause: &'static str, reason: String) {
+    counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
     journal!("given_up", job = %job.id());
     job.receipt.skip(reason, job.attempts);
 }

@@ -113,7 +113,7 @@ pub async fn run<E: DraftEngine>(
         below: 0,
         owes_draw: false,
         failed: BTreeSet::new(),
-        meter: Meter::new("drafter", index, &[Cause::Batch, Cause::Step]),
+        meter: Meter::new("drafter", index),
         series: Series::new(index),
         work: Work::default(),
         settings,
@@ -245,14 +245,12 @@ impl<E: DraftEngine> Drafter<E> {
         self.engine.set_anchors(ticket.anchors);
         let result = self.meter.busy(self.engine.micro_batch(job.id(), batch.features)).await;
         match result {
-            Ok(report) if !report.loss_numerator.is_finite() => Err(Fault::new(
-                &self.name,
-                format!(
-                    "the loss of job {} is {}; lower optimizer.learning_rate or train in f32",
-                    job.id(),
-                    report.loss_numerator
-                ),
-            )),
+            Ok(report) if !report.loss_numerator.is_finite() => {
+                counter!(m::NON_FINITE_LOSSES).increment(1);
+                let (id, loss) = (job.id(), report.loss_numerator);
+                let advice = "lower optimizer.learning_rate or train in f32";
+                Err(Fault::new(&self.name, format!("the loss of job {id} is {loss}; {advice}")))
+            }
             Ok(report) => {
                 drop(room);
                 self.failed.clear();
@@ -300,7 +298,11 @@ impl<E: DraftEngine> Drafter<E> {
                 Ok(false)
             }
             features => {
-                let lost = if features.is_none() { ", and its hidden states are lost" } else { "" };
+                let (cause, lost) = match features {
+                    Some(_) => ("drafter_failed", ""),
+                    None => ("features_lost", ", and its hidden states are lost"),
+                };
+                counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
                 let attempts = job.attempts;
                 journal!("given_up", job = %id);
                 job.receipt.skip(format!("the drafter could not train it{lost}: {error}"), attempts);

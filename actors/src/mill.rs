@@ -6,12 +6,13 @@ use crate::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::{Fault, Kill, Stops, panic_text},
     ledger::Ledger,
-    planner, pool, pool_state,
+    metrics as m, planner, pool, pool_state,
     steering::{Steered, Steering},
     target,
     trainer::{self, StepRecord},
     types::BatchSource,
 };
+use metrics::counter;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tokio::{
     sync::{mpsc, watch},
@@ -270,6 +271,8 @@ impl<L: Send + 'static> Mill<L> {
                 }
             };
             if fault.root {
+                let kind = fault.actor.split(' ').next().unwrap_or_default().to_owned();
+                counter!(m::FAULTS, "actor" => kind).increment(1);
                 tracing::error!(%fault, "an actor failed");
             }
             // A fault that another one caused never hides its cause.

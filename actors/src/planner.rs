@@ -13,6 +13,7 @@ use crate::{
     job::{Job, Receipt, Settled},
     journal::journal,
     ledger::{Ledger, Note},
+    meter::{Cause, Meter},
     metrics as m,
     plan::{PlanError, PlanSettings, plan_epoch},
     planner_state::{Next, State},
@@ -143,6 +144,7 @@ pub async fn run<L: Ledger>(
         trained: counter!(m::JOBS, "outcome" => "trained"),
         skipped: counter!(m::JOBS, "outcome" => "skipped"),
     };
+    let mut meter = Meter::new("planner", 0);
     let mut feed = Some(feed);
     let mut next: Option<Outgoing> = None;
     let mut slot: Option<OwnedPermit<Settled>> = None;
@@ -173,8 +175,15 @@ pub async fn run<L: Ledger>(
         }
         let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
         let listening = planner.outcomes.len() < RECORD_AT_ONCE;
+        let cause = match (early, barrier.is_some(), feed.is_some()) {
+            (true, ..) => Cause::Draw,
+            (_, true, _) => Cause::Barrier,
+            (_, _, true) => Cause::Queue,
+            (_, _, false) => Cause::Outcome,
+        };
         tokio::select! {
             biased;
+            never = meter.rest(cause) => match never {},
             () = stops.abort.cancelled() => {
                 // Whoever opens the ledger next must not find it in use.
                 if let Some(recording) = planner.recording.take() {

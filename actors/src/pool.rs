@@ -10,8 +10,9 @@ use crate::{
     ask::changed,
     fault::{Fault, Gone, Stops},
     job::Job,
+    meter::Meter,
     metrics as m,
-    pool_figures::{Depths, Series},
+    pool_figures::{Depths, Series, cause},
     pool_state::{Action, Entry, Settings, State},
     types::JobId,
 };
@@ -274,10 +275,12 @@ pub async fn run<F: Send + 'static>(
     };
     let mut requests: RequestId = 0;
     let mut stopping = false;
+    let mut meter = Meter::new("pool", 0);
     loop {
         let actions = tokio::select! {
             // What is to come, and returns, come first: room that is free serves the oldest request.
             biased;
+            never = meter.rest(cause(pool.state.waiting())) => match never {},
             () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
             () = stops.stop.cancelled(), if !stopping => {
                 stopping = true;
@@ -408,6 +411,8 @@ impl<F> Pool<F> {
     fn observe(&mut self) {
         let held = self.state.held();
         self.series.batches.set(held.ready_batches as f64);
+        self.series.reserved_batches.set(held.reserved_batches as f64);
+        self.series.loaned_batches.set((held.loaned_batches + held.leaving_batches) as f64);
         self.series.bytes.set(held.ready_bytes as f64);
         self.series.reserved_bytes.set(held.reserved_bytes as f64);
         self.series.loaned_bytes.set(held.loaned_bytes as f64);

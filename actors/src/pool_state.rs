@@ -318,6 +318,11 @@ impl<B> State<B> {
         self.held
     }
 
+    /// Draws and reservations that are not answered yet.
+    pub fn waiting(&self) -> (usize, usize) {
+        (self.draws.len(), self.reserves.len())
+    }
+
     pub fn is_draining(&self) -> bool {
         matches!(self.phase, Phase::Draining | Phase::Last)
     }

@@ -155,7 +155,9 @@ pub async fn run<E: TargetEngine>(
         engine,
         jobs,
         pool,
-        meter: Meter::new("target", index, &[Cause::Job, Cause::Room, Cause::Out]),
+        meter: Meter::new("target", index),
+        delivered: counter!(m::TARGET_JOBS, "index" => label.clone()),
+        failures: counter!(m::TARGET_FAILURES, "index" => label.clone()),
         tokens: counter!(m::TARGET_TOKENS, "index" => label.clone()),
         padded_tokens: counter!(m::TARGET_PADDED_TOKENS, "index" => label),
         work: Work::default(),
@@ -174,6 +176,8 @@ struct Target<E: TargetEngine> {
     jobs: dispatcher::Handle,
     pool: pool::Handle<E::Features>,
     meter: Meter,
+    delivered: Counter,
+    failures: Counter,
     tokens: Counter,
     padded_tokens: Counter,
     work: Work,
@@ -231,12 +235,14 @@ impl<E: TargetEngine> Target<E> {
                         self.work.jobs += 1;
                         self.work.tokens += tokens;
                         self.work.padded_tokens += slots;
+                        self.delivered.increment(1);
                         self.tokens.increment(tokens);
                         self.padded_tokens.increment(slots);
                     }
                 }
                 Err((failure, message)) => {
                     drop(room);
+                    self.failures.increment(1);
                     self.state.reconfigure(*self.settings.borrow_and_update());
                     tracing::warn!(target_index = self.index, job = %lease.job(), message, "extraction failed");
                     let out = self.state.on_failure(&message, lost);

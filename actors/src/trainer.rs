@@ -243,14 +243,14 @@ pub async fn run<O: Optimizer>(
         tickets: BTreeMap::new(),
         gradients: BTreeMap::new(),
         receipts: Vec::new(),
-        meter: Meter::new("trainer", 0, &[Cause::MicroBatches]),
+        meter: Meter::new("trainer", 0),
         series: Series::new(),
         born: Instant::now(),
         work: Work { step: start, ..Work::default() },
         next: settings.clone(),
         settings,
     };
-    t.series.step.set(start as f64);
+    t.series.begin(&t.settings);
     let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &mut wishes, &stops)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
     t.work.totals = t.meter.totals();
@@ -411,7 +411,7 @@ impl<O: Optimizer> Trainer<O> {
         self.work.step = step;
         self.trained += record.micro_batches;
         self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
-        self.series.observe(&record);
+        self.series.observe(&record, &self.settings);
         let _ = self.records.send(record).await;
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
             self.save().await;

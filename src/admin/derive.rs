@@ -6,7 +6,10 @@ use super::{
     status::{Actor, Bucket, Checkpoint, Config, Jobs, Pool, Progress, Queue, Run, State, Status, Training},
 };
 use crate::service::facts::Facts;
-use draftmill_actors::{meter::BUSY, metrics as m};
+use draftmill_actors::{
+    meter::{ACTORS, BUSY},
+    metrics as m,
+};
 use std::{
     collections::{BTreeMap, VecDeque},
     time::Duration,
@@ -28,11 +31,10 @@ const IDLE: &str = "idle";
 pub struct Derivation {
     moments: VecDeque<Moment>,
     tracks: BTreeMap<Key, Track>,
-    checkpoint: Option<(u64, Option<f64>)>,
 }
 
 /// An actor by its place on the page, its name and its index.
-type Key = (u8, String, u64);
+type Key = (usize, String, u64);
 
 /// Seconds of an actor by state.
 type Spent = BTreeMap<String, f64>;
@@ -105,7 +107,8 @@ impl Derivation {
                 stragglers: count(m::STRAGGLERS),
             },
             actors: actors(samples, &moment, short),
-            pool: pool(samples, facts),
+            pool: pool(samples),
+            checkpoint: checkpoint(samples),
             config: Config {
                 hash: facts.config_hash.clone(),
                 since: facts.config_since,
@@ -114,7 +117,6 @@ impl Derivation {
             faults: faults.clone(),
             ..Status::default()
         };
-        status.checkpoint = self.checkpoint(samples, at);
         let answers = samples.by(m::TARGET_UP, "index").any(|(_, up)| up > 0.0);
         status.state = state(&status, facts, answers);
         status.sentence = sentence(&status);
@@ -167,26 +169,10 @@ impl Derivation {
             actors,
         }
     }
-
-    fn checkpoint(&mut self, samples: &Samples, at: f64) -> Checkpoint {
-        let step = samples.sum(m::CHECKPOINT_STEP) as u64;
-        let seen = match self.checkpoint {
-            None => (step, None),
-            Some((known, since)) if known == step => (step, since),
-            Some(_) => (step, Some(at)),
-        };
-        self.checkpoint = Some(seen);
-        let by_result = |result| samples.with(m::CHECKPOINTS, &[("result", result)]) as u64;
-        Checkpoint { step, at: seen.1, written: by_result("written"), failed: by_result("failed") }
-    }
 }
 
 fn key(actor: &str, index: &str) -> Key {
-    let place = match actor {
-        "target" => 0,
-        "drafter" => 1,
-        _ => 2,
-    };
+    let place = ACTORS.iter().position(|(name, _)| *name == actor).unwrap_or(ACTORS.len());
     (place, actor.to_owned(), index.parse().unwrap_or(0))
 }
 
@@ -238,11 +224,11 @@ fn actors(samples: &Samples, new: &Moment, old: &Moment) -> Vec<Actor> {
     new.actors.iter().map(actor).collect()
 }
 
-fn pool(samples: &Samples, facts: &Facts) -> Pool {
+fn pool(samples: &Samples) -> Pool {
     let value = |name| samples.sum(name).max(0.0) as u64;
     let buckets = samples.by(m::POOL_BUCKET_BATCHES, "bucket").map(|(bucket, batches)| Bucket {
         bucket: bucket.parse().unwrap_or(0),
-        longest: bucket.parse().ok().and_then(|at: usize| facts.bounds.get(at)).copied(),
+        longest: samples.with(m::BUCKET_MAX_TOKENS, &[("bucket", bucket)]) as u32,
         batches: batches as u64,
         drawn: samples.with(m::POOL_DRAWS, &[("bucket", bucket)]) as u64,
     });
@@ -250,8 +236,8 @@ fn pool(samples: &Samples, facts: &Facts) -> Pool {
     buckets.sort_by_key(|bucket| bucket.bucket);
     Pool {
         batches: value(m::POOL_BATCHES),
-        min_ready: facts.min_ready,
-        max_batches: facts.max_batches,
+        min_ready: value(m::POOL_MIN_READY),
+        max_batches: value(m::POOL_MAX_BATCHES),
         bytes: value(m::POOL_BYTES),
         reserved_bytes: value(m::POOL_RESERVED_BYTES),
         loaned_bytes: value(m::POOL_LOANED_BYTES),
@@ -263,14 +249,26 @@ fn pool(samples: &Samples, facts: &Facts) -> Pool {
 
 /// `answers`: whether any target serves.
 fn state(status: &Status, facts: &Facts, answers: bool) -> State {
+    // Series are there before their actors are.
+    let untouched = status.training.loss.is_none() && status.actors.iter().all(|actor| actor.state == IDLE);
     match () {
         () if facts.stopping => State::Stopping,
-        () if status.actors.is_empty() => State::Starting,
+        () if untouched => State::Starting,
         () if status.pool.draining => State::Draining,
         () if !answers => State::NoTarget,
         () if facts.paused => State::Paused,
         () if status.training.loss.is_none() => State::Filling,
         () => State::Training,
+    }
+}
+
+fn checkpoint(samples: &Samples) -> Checkpoint {
+    let by_result = |result| samples.with(m::CHECKPOINTS, &[("result", result)]) as u64;
+    Checkpoint {
+        step: samples.sum(m::CHECKPOINT_STEP) as u64,
+        at: samples.get(m::CHECKPOINT_TIME).filter(|at| *at > 0.0),
+        written: by_result("written"),
+        failed: by_result("failed"),
     }
 }
 

@@ -19,7 +19,7 @@ pub struct Status {
     pub training: Training,
     pub jobs: Jobs,
     pub queue: Queue,
-    /// Targets, drafters, and the trainer.
+    /// In the order in which a batch passes them.
     pub actors: Vec<Actor>,
     pub pool: Pool,
     pub checkpoint: Checkpoint,
@@ -105,12 +105,12 @@ pub struct Queue {
 pub struct Actor {
     pub actor: String,
     pub index: u64,
-    /// "busy", what it waits for, or "idle".
+    /// "busy", what it waits for, or "idle" between the two and after its end.
     pub state: String,
     pub busy: f64,
     /// By what it waited for.
     pub waits: BTreeMap<String, f64>,
-    /// Real tokens; absent for the trainer.
+    /// Real tokens of a target or drafter.
     pub tokens_per_second: Option<f64>,
     /// Of a target: whether it serves, and how often it came back.
     pub up: Option<bool>,
@@ -135,7 +135,7 @@ pub struct Pool {
 pub struct Bucket {
     pub bucket: u64,
     /// Its longest sample, in tokens.
-    pub longest: Option<u32>,
+    pub longest: u32,
     pub batches: u64,
     pub drawn: u64,
 }
@@ -144,7 +144,7 @@ pub struct Bucket {
 pub struct Checkpoint {
     /// Of the newest one; 0 before the first.
     pub step: u64,
-    /// When it was seen first; absent where it is of an earlier start.
+    /// When it came to exist.
     pub at: Option<f64>,
     pub written: u64,
     pub failed: u64,

@@ -19,8 +19,6 @@ pub struct Facts {
     pub dir: String,
     /// "torch" or "simulated".
     pub engine: String,
-    /// Longest sample of each length bucket, in tokens.
-    pub bounds: Vec<u32>,
     /// Steps that the whole plan will take; the estimate changes with accumulation.
     pub planned_steps: u64,
     pub epochs: u64,

@@ -278,6 +278,7 @@ impl Keeper {
             }
         }
         let planned_steps = self.ground.planned_steps(config, place.step, place.micro_batches);
+        gauge!(m::PLANNED_STEPS).set(planned_steps as f64);
         self.facts.send_modify(|facts| {
             facts.planned_steps = planned_steps;
             facts.min_ready = config.pool.min_ready.into();

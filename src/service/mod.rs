@@ -10,6 +10,7 @@ mod folder;
 mod keeper;
 mod models;
 pub mod orders;
+mod process;
 mod progress;
 mod reload;
 mod schedule;
@@ -299,12 +300,12 @@ impl Prepared {
         let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, place);
         let Prepared { loaded, source, lengths, machine, forecast, opened, .. } = self;
         let Opened { folder, state, from, begun, .. } = opened;
+        let checkpoint_time = state.checkpoint_time().failed(Exit::Run)?.unwrap_or(0.0);
         let facts = Facts {
             run: begun.run,
             started: facts::now(),
             dir: loaded.config.run.dir.display().to_string(),
             engine: loaded.config.run.engine.to_string(),
-            bounds: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
             planned_steps: forecast.steps,
             epochs: loaded.config.run.epochs.into(),
             ..Facts::default()
@@ -312,7 +313,9 @@ impl Prepared {
         let (facts, told) = watch::channel(facts);
         let (orders, given) = orders::channel();
         let asked = Asked { orders, facts: told.clone() };
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, asked, &stops)).transpose()?;
+        let metrics = listener
+            .map(|listener| serve_metrics(listener, &loaded.config, &forecast, checkpoint_time, asked, &stops))
+            .transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let in_force = live.in_force.subscribe();
@@ -415,6 +418,8 @@ struct Asked {
 fn serve_metrics(
     listener: TcpListener,
     config: &Config,
+    forecast: &Forecast,
+    checkpoint_time: f64,
     Asked { orders, facts }: Asked,
     stops: &Stops,
 ) -> Result<tokio_util::task::AbortOnDropHandle<()>, Failure> {
@@ -422,17 +427,26 @@ fn serve_metrics(
         config.admin.token().transpose().map_err(|why| format!("admin.token_file: {why}")).failed(Exit::Config)?;
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|s| !s.buckets.is_empty()).map(|s| (s.name, s.buckets)).collect();
-    let handle = admin::install_recorder(&histograms).failed(Exit::Internal)?;
+    let handle = admin::install_recorder(&config.run.dir.display().to_string(), &histograms).failed(Exit::Internal)?;
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
-        buckets: facts.borrow().bounds.len(),
+        buckets: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
         version: env!("CARGO_PKG_VERSION"),
+        planned_steps: forecast.steps,
+        checkpoint_time,
     });
+    let watching = process::watch();
     let faults = admin::faults::recent();
     let server =
         admin::Server { listener, metrics: handle, facts, faults, orders, token, limits: admin::Limits::default() };
-    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(server.run(stops.abort.clone()))))
+    let serving = server.run(stops.abort.clone());
+    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(async move {
+        tokio::select! {
+            () = serving => {}
+            () = watching => {}
+        }
+    })))
 }
 
 /// Writes every step to the log and shows it. A disk that fails ends the run.

@@ -43,10 +43,10 @@ impl World {
         let metrics = recorder.handle();
         // Lives as long as the process: a guard cannot stand beside what it borrows.
         let guard = metrics::set_default_local_recorder(Box::leak(Box::new(recorder)));
-        m::register(&m::Known { targets: 1, drafters: 1, buckets: 2, version: "tests" });
+        m::register(&m::Known { targets: 1, drafters: 1, buckets: vec![64, 128], ..m::Known::default() });
         let listener = admin::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (facts, told) = watch::channel(Facts { planned_steps: 10, min_ready: 1, ..Facts::default() });
+        let (facts, told) = watch::channel(Facts { planned_steps: 10, ..Facts::default() });
         let (_, faults) = watch::channel(Default::default());
         let (orders, given) = orders::channel();
         let (token, shutdown) = (token.map(Token::new), CancellationToken::new());

@@ -5,6 +5,7 @@
 mod admin;
 mod cli;
 mod config;
+mod dashboards;
 mod data;
 #[cfg(feature = "torch")]
 mod decode;
@@ -21,6 +22,7 @@ mod import;
 mod ledger;
 mod recovery;
 mod reload;
+mod scrape;
 mod simulate;
 mod templates;
 mod tidy;

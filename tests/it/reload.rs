@@ -1,6 +1,9 @@
 //! Changed settings of a running service, through the binary: taken, refused, told in the log, the metrics and state.db.
 
-use crate::train::{interrupt, signal};
+use crate::{
+    scrape::without_run,
+    train::{interrupt, signal},
+};
 use draftmill::state::{STEP_SIZE, StateReader};
 use rusqlite::Connection;
 use serde_json::Value;
@@ -129,6 +132,7 @@ impl Service {
         stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n").unwrap();
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
+        let text = without_run(&text);
         let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} in\n{text}"));
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }

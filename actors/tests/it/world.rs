@@ -398,7 +398,8 @@ impl DraftEngine for BreakableDrafter {
         if self.trouble.breakage.poison.is_some_and(|n| job.index % n == 3) {
             return failed(EngineError::Failed("poison".into()));
         }
-        match self.trouble.strike().await {
+        let struck = self.trouble.strike().await;
+        match struck {
             Some(Wrong::Fail) => {
                 // In the middle of the work: by then the next batch has been drawn.
                 let seconds = self.inner.costs.seconds_per_micro_batch * self.inner.slowness;
@@ -415,6 +416,9 @@ impl DraftEngine for BreakableDrafter {
         if job.index.is_multiple_of(17) {
             // A batch without a valid anchor: nothing to train, and no hang (Automodel#2468).
             report = MicroReport { tokens: report.tokens, ..MicroReport::default() };
+        }
+        if struck == Some(Wrong::Nan) {
+            report.loss_numerator = f64::NAN;
         }
         Ok(report)
     }

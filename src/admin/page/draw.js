@@ -41,16 +41,20 @@ function actorRows() {
     make("tr", {}, make("td", { colspan: "3", class: "does" })));
 }
 
+// "busy · waited: room 4 %"
+function does(actor) {
+  const waits = Object.entries(actor.waits).filter(([, share]) => share >= 0.01).sort((a, b) => b[1] - a[1]);
+  const waited = waits.map(([cause, wait]) => CAUSES[cause] + " " + share(wait)).join(", ");
+  return (DOES[actor.state] || actor.state) + (waited ? " · waited: " + waited : "") + (actor.restarts ? "; restarts: " + whole(actor.restarts) : "");
+}
+
 function fillActor(rows, actor) {
   const [name, time, busy, tokens] = rows.firstElementChild.children;
   put(name, String(actor.index));
   name.setAttribute("aria-label", actor.actor + " " + actor.index);
   const waits = Object.entries(actor.waits).filter(([, share]) => share > 0);
   parts(time.firstElementChild, [["busy", actor.busy], ...waits.map(([cause, share]) => [cause === "out" ? "out" : "wait", share])]);
-  const long = waits.filter(([, share]) => share >= 0.01).sort((a, b) => b[1] - a[1]);
-  const waited = long.map(([cause, wait]) => CAUSES[cause] + " " + share(wait)).join(", ");
-  const again = actor.restarts ? "; restarts: " + whole(actor.restarts) : "";
-  put(rows.querySelector(".does"), (DOES[actor.state] || actor.state) + (waited ? " · waited: " + waited : "") + again);
+  put(rows.querySelector(".does"), does(actor));
   rows.classList.toggle("gone", actor.up === false);
   put(busy, share(actor.busy));
   put(tokens, actor.tokens_per_second === null ? NONE : whole(actor.tokens_per_second));
@@ -61,11 +65,10 @@ function drawActors(status) {
     // Caption and head stay.
     each($(id), status.actors.filter((actor) => actor.actor === kind), actorRows, fillActor, 2);
   }
-  const trainer = status.actors.find((actor) => actor.actor === "trainer");
-  const [now, busy, waits] = $("trainer").querySelectorAll("dd");
-  put(now, trainer ? (trainer.state === "busy" ? "steps" : trainer.state === "idle" ? "idle" : "waits") : NONE);
-  put(busy, trainer ? share(trainer.busy) : NONE);
-  put(waits, trainer ? share(trainer.waits.micro_batches || 0) : NONE);
+  for (const line of document.querySelectorAll("[data-does]")) {
+    const actor = status.actors.find((actor) => actor.actor === line.dataset.does);
+    put(line, actor ? "Busy " + share(actor.busy) + ". Now: " + does(actor) : "");
+  }
   for (const flow of document.querySelectorAll("[data-waits]")) {
     const [kind, cause] = flow.dataset.waits.split(" ");
     const actors = status.actors.filter((actor) => actor.actor === kind);
@@ -92,7 +95,7 @@ function drawPool(pool) {
     make("td", { class: "number" }), make("td", { class: "number" }));
   each($("lengths").tBodies[0], pool.buckets, create, (row, bucket) => {
     const [name, bar, waiting, drawn] = row.children;
-    put(name, bucket.longest === null ? "bucket " + bucket.bucket : whole(bucket.longest));
+    put(name, whole(bucket.longest));
     parts(bar.firstElementChild, [["batch", bucket.batches / most]]);
     put(waiting, whole(bucket.batches));
     put(drawn, whole(bucket.drawn));

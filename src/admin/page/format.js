@@ -87,9 +87,31 @@ const DOES = {
   batch: "waits for a batch",
   step: "waits for the step",
   micro_batches: "waits for micro-batches",
+  queue: "waits for room in the queue",
+  draw: "waits for a draw",
+  barrier: "waits for the epoch to end",
+  outcome: "waits for outcomes",
+  padding: "waits for padding",
+  target: "waits for targets",
+  drafter: "waits for drafters",
 };
 
-const CAUSES = { job: "job", room: "room", out: "out", batch: "batch", step: "step", micro_batches: "micro-batches" };
+const CAUSES = {
+  idle: "nothing to do",
+  job: "job",
+  room: "room",
+  out: "out",
+  batch: "batch",
+  step: "step",
+  micro_batches: "micro-batches",
+  queue: "full queue",
+  draw: "draw",
+  barrier: "epoch barrier",
+  outcome: "outcomes",
+  padding: "padding",
+  target: "targets",
+  drafter: "drafters",
+};
 
 function at(status, key) {
   return key.split(".").reduce((value, name) => (value === null || value === undefined ? value : value[name]), status);
