@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-dashboards test-ui lint bench build clean tools prometheus
+.PHONY: help demo test test-dashboards test-ui lint bench bench-peers build clean tools prometheus
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -50,6 +50,9 @@ lint: tools ## check the format, and clippy with warnings as errors
 
 bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside one in Python; about 6 minutes
 	@$(TORCH) cargo bench --locked --bench dispatch
+
+bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about 25 minutes
+	@$(TORCH) python3 bench/peers/compare.py
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked

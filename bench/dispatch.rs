@@ -4,10 +4,14 @@
 #[cfg(feature = "torch")]
 mod checkpoint;
 mod draw;
+#[cfg(feature = "torch")]
+mod extract;
 mod free;
 mod ledger;
 mod machine;
 mod pipeline;
+#[cfg(feature = "torch")]
+mod sampled;
 mod sim;
 #[cfg(feature = "torch")]
 mod step;
@@ -59,6 +63,8 @@ fn main() -> ExitCode {
         }
         #[cfg(feature = "torch")]
         ["--step", ref options @ ..] => step::run(options),
+        #[cfg(feature = "torch")]
+        ["--extract", ref options @ ..] => extract::run(options),
         [] => bench(),
         _ => Err(
             "give no argument for the whole table, --pipeline for one run of the pipeline alone, or --losses for what \

@@ -35,29 +35,11 @@ pub fn peak_rss() -> Option<u64> {
     status("VmHWM:")
 }
 
-/// Memory that this process has resident now.
-#[cfg(feature = "torch")]
-pub fn resident() -> Option<u64> {
-    status("VmRSS:")
-}
-
-fn status(name: &str) -> Option<u64> {
+/// A figure of /proc/self/status, in bytes.
+pub fn status(name: &str) -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
-}
-
-/// Seconds that all threads of this process have run on a core, in user and kernel.
-#[cfg(feature = "torch")]
-pub fn process_cpu_seconds() -> f64 {
-    // SAFETY: fills the structure that it is given, and cannot fail for this process.
-    let usage = unsafe {
-        let mut usage = std::mem::zeroed::<libc::rusage>();
-        libc::getrusage(libc::RUSAGE_SELF, &mut usage);
-        usage
-    };
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
-    seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
 /// Seconds that this thread has run on a core; `None` where /proc does not tell. Unlike wall time it does not count what others took.

@@ -3,7 +3,10 @@
 //! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
 //! how far the peak of memory rose above the weights. Random data and weights, f32, two threads.
 
-use crate::machine::{Failed, Outcome, median, peak_rss, process_cpu_seconds, resident};
+use crate::{
+    machine::{Failed, Outcome},
+    sampled::{Options, Sampled},
+};
 use draftmill::{
     hf::{
         Dtype,
@@ -17,16 +20,17 @@ use draftmill::{
         params::init_params,
     },
 };
-
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
-use serde_json::json;
-use std::{collections::BTreeMap, time::Instant};
 use tch::{Device, Kind, Tensor};
 
 /// Tokens of a row that are prompt and so not supervised.
 const PROMPT: usize = 64;
 const SEED: u64 = 1;
+/// Layers whose outputs are extracted.
+pub const TAPS: [usize; 5] = [1, 7, 14, 20, 27];
+/// Threads of libtorch.
+pub const THREADS: i32 = 2;
 
 /// What is measured; every field is an option of the same name.
 struct Shape {
@@ -40,29 +44,20 @@ struct Shape {
     group_slots: usize,
 }
 
-fn shape(options: &[&str]) -> Outcome<Shape> {
-    let mut given: BTreeMap<&str, usize> = BTreeMap::new();
-    for pair in options.chunks(2) {
-        let name = pair[0].strip_prefix("--").filter(|_| pair.len() == 2);
-        let name = name.ok_or_else(|| format!("{pair:?} is not an option with a number, such as --rows 2"))?;
-        given.insert(name, pair[1].parse().failed(&format!("read --{name}"))?);
-    }
+fn shape(arguments: &[&str]) -> Outcome<Shape> {
+    let mut given = Options::read(arguments)?;
     let defaults = DraftOptions::new(Device::Cpu);
-    let mut take = |name, default| given.remove(name).unwrap_or(default);
     let shape = Shape {
-        rows: take("rows", 2),
-        length: take("length", 512),
-        anchors: take("anchors", 64),
-        layers: take("layers", 2),
-        vocab: take("vocab", 49_152),
-        steps: take("steps", 5),
-        head_rows: take("head-rows", defaults.head_rows),
-        group_slots: take("group-slots", defaults.group_slots),
+        rows: given.number("rows", 2)?,
+        length: given.number("length", 512)?,
+        anchors: given.number("anchors", 64)?,
+        layers: given.number("layers", 2)?,
+        vocab: given.number("vocab", 49_152)?,
+        steps: given.number("steps", 5)?,
+        head_rows: given.number("head-rows", defaults.head_rows)?,
+        group_slots: given.number("group-slots", defaults.group_slots)?,
     };
-    match given.keys().next() {
-        Some(name) => Err(format!("there is no option --{name}")),
-        None => Ok(shape),
-    }
+    given.done().map(|()| shape)
 }
 
 /// SmolLM2's widths.
@@ -79,7 +74,7 @@ fn config(shape: &Shape) -> DraftConfig {
         vocab_size: shape.vocab,
         block_size: 16,
         mask_token_id: shape.vocab as u32 - 1,
-        target_layer_ids: vec![1, 7, 14, 20, 27],
+        target_layer_ids: TAPS.to_vec(),
         num_target_layers: 30,
         max_position_embeddings: 8192,
         layer_types: vec![LayerType::Full; shape.layers],
@@ -92,9 +87,9 @@ fn config(shape: &Shape) -> DraftConfig {
 }
 
 /// Measures and prints.
-pub fn run(options: &[&str]) -> Outcome<()> {
-    let shape = &shape(options)?;
-    tch::set_num_threads(2);
+pub fn run(arguments: &[&str]) -> Outcome<()> {
+    let shape = &shape(arguments)?;
+    tch::set_num_threads(THREADS);
     tch::manual_seed(SEED as i64);
     let config = config(shape);
     let options = DraftOptions {
@@ -121,30 +116,17 @@ pub fn run(options: &[&str]) -> Outcome<()> {
     let batch = Packed { hidden: &hidden, ids: &ids, loss_mask: &loss_mask, lengths: &lengths };
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
 
-    let base = resident();
-    let (mut seconds, mut cpu, mut gradients) = (Vec::new(), Vec::new(), Vec::new());
-    // The first is the warm-up.
-    for step in 0..=shape.steps {
+    let mut sampled = Sampled::begin();
+    for _ in 0..=shape.steps {
         let anchors = Anchors::sample(&loss_mask, &lengths, shape.anchors, &mut rng).failed("draw anchors")?;
-        let (born, began) = (Instant::now(), process_cpu_seconds());
-        let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
-        let computed = born.elapsed().as_secs_f64();
-        let gradient = gradient.ok_or("nothing was supervised")?;
-        adamw.step(&gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
-        let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
-        drafter.load_weights(weights).failed("load weights")?;
-        if step > 0 {
-            gradients.push(computed);
-            seconds.push(born.elapsed().as_secs_f64());
-            cpu.push(process_cpu_seconds() - began);
-        }
+        sampled.step(|| {
+            let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
+            let gradient = gradient.ok_or("nothing was supervised")?;
+            adamw.step(&gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
+            let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
+            drafter.load_weights(weights).failed("load weights")
+        })?;
     }
-    let over = peak_rss().zip(base).map(|(peak, base)| peak.saturating_sub(base));
-    let all = json!(seconds);
-    let line = json!({
-        "seconds": median(seconds), "cpu_seconds": median(cpu), "gradient_seconds": median(gradients), "all": all,
-        "peak_over_weights": over,
-    });
-    println!("{line}");
+    println!("{}", sampled.json());
     Ok(())
 }

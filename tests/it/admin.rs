@@ -1,5 +1,6 @@
 //! The admin port over raw sockets: what it tells, what it refuses, and clients that are slow on purpose.
 
+use crate::train::{Run, SLOW, text};
 use draftmill::{
     admin::{self, Limits, Server, Token},
     service::{
@@ -382,4 +383,23 @@ async fn a_client_that_never_reads_events_is_dropped() {
         sleep(Duration::from_millis(200)).await;
     }
     drop(asleep);
+}
+
+#[test]
+fn a_port_that_others_reach_needs_a_token_before_a_run_begins() {
+    let run = Run::new(SLOW);
+    let open = ["--set", "admin.listen=0.0.0.0:0"];
+    let refused = run.train(&open);
+    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
+    assert!(text(&refused).contains("admin.token_file = \"\": admin.listen = \"0.0.0.0:0\""), "{}", text(&refused));
+    let empty = run.dir().join("token");
+    std::fs::write(&empty, "\n").unwrap();
+    let file = format!("admin.token_file={}", empty.display());
+    let refused = run.train(&[&open[..], &["--set", &file]].concat());
+    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
+    assert!(text(&refused).contains("it holds no token"), "{}", text(&refused));
+    std::fs::write(&empty, SECRET).unwrap();
+    let trained = run.train(&[&open[..], &["--set", &file]].concat());
+    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
+    assert!(!text(&trained).contains(SECRET), "no log tells the token");
 }

@@ -41,10 +41,14 @@ function actorRows() {
     make("tr", {}, make("td", { colspan: "3", class: "does" })));
 }
 
-// "busy · waited: room 4 %"
+// "room 4 %, job 1 %", the longest first
+function waits(actor) {
+  const told = Object.entries(actor.waits).filter(([, share]) => share >= 0.01).sort((a, b) => b[1] - a[1]);
+  return told.map(([cause, wait]) => CAUSES[cause] + " " + share(wait)).join(", ");
+}
+
 function does(actor) {
-  const waits = Object.entries(actor.waits).filter(([, share]) => share >= 0.01).sort((a, b) => b[1] - a[1]);
-  const waited = waits.map(([cause, wait]) => CAUSES[cause] + " " + share(wait)).join(", ");
+  const waited = waits(actor);
   return (DOES[actor.state] || actor.state) + (waited ? " · waited: " + waited : "") + (actor.restarts ? "; restarts: " + whole(actor.restarts) : "");
 }
 
@@ -52,8 +56,8 @@ function fillActor(rows, actor) {
   const [name, time, busy, tokens] = rows.firstElementChild.children;
   put(name, String(actor.index));
   name.setAttribute("aria-label", actor.actor + " " + actor.index);
-  const waits = Object.entries(actor.waits).filter(([, share]) => share > 0);
-  parts(time.firstElementChild, [["busy", actor.busy], ...waits.map(([cause, share]) => [cause === "out" ? "out" : "wait", share])]);
+  const all = Object.entries(actor.waits).filter(([, share]) => share > 0);
+  parts(time.firstElementChild, [["busy", actor.busy], ...all.map(([cause, share]) => [cause === "out" ? "out" : "wait", share])]);
   put(rows.querySelector(".does"), does(actor));
   rows.classList.toggle("gone", actor.up === false);
   put(busy, share(actor.busy));
@@ -67,7 +71,7 @@ function drawActors(status) {
   }
   for (const line of document.querySelectorAll("[data-does]")) {
     const actor = status.actors.find((actor) => actor.actor === line.dataset.does);
-    put(line, actor ? "Busy " + share(actor.busy) + ". Now: " + does(actor) : "");
+    put(line, actor ? "Busy " + share(actor.busy) + "; waits: " + (waits(actor) || "none") : "");
   }
   for (const flow of document.querySelectorAll("[data-waits]")) {
     const [kind, cause] = flow.dataset.waits.split(" ");
