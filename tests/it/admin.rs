@@ -98,7 +98,13 @@ impl World {
         admin::Samples::parse(&self.metrics.render()).with(m::ADMIN_REFUSED, &[("reason", reason)])
     }
 
-    /// Opens `/events` and reads its head.
+    async fn has_place_for_a_reader(&self) -> bool {
+        let mut text = String::new();
+        read_until(&mut self.events().await, &mut text, "\r\n\r\n", 1).await;
+        text.starts_with("HTTP/1.1 200")
+    }
+
+    /// Asks for `/events`.
     async fn events(&self) -> TcpStream {
         let mut stream = self.connect().await;
         stream.write_all(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
@@ -130,6 +136,16 @@ async fn read_until(stream: &mut TcpStream, text: &mut String, part: &str, times
         assert!(n > 0, "the connection ended after {text}");
         text.push_str(std::str::from_utf8(&buffer[..n]).unwrap());
     }
+}
+
+/// Asks again and again until the answer is yes.
+async fn eventually(what: &str, ask: impl AsyncFn() -> bool) {
+    let asking = async {
+        while !ask().await {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(PATIENCE, asking).await.unwrap_or_else(|_| panic!("waited in vain: {what}"));
 }
 
 fn body(answer: &str) -> &str {
@@ -175,16 +191,12 @@ async fn readiness_goes_when_no_target_answers_and_at_once_when_the_run_ends() {
     let starting = world.get("/readyz").await;
     is(&starting, 503);
     gauge!(m::ACTOR_STATE, "actor" => "target", "index" => "0", "state" => "out").set(1.0);
-    while !world.get("/readyz").await.contains("no target") {
-        sleep(Duration::from_millis(50)).await;
-    }
+    eventually("no target", async || world.get("/readyz").await.contains("no target")).await;
     let out = world.get("/readyz").await;
     is(&out, 503);
     assert_eq!(body(&out), "no target answers: all are taken out or gone\n");
     gauge!(m::TARGET_UP, "index" => "0").set(1.0);
-    while !world.get("/readyz").await.ends_with("\r\n\r\nok\n") {
-        sleep(Duration::from_millis(50)).await;
-    }
+    eventually("ready", async || world.get("/readyz").await.ends_with("\r\n\r\nok\n")).await;
     world.facts.send_modify(|facts| facts.stopping = true);
     let ending = world.get("/readyz").await;
     is(&ending, 503);
@@ -283,16 +295,11 @@ async fn readers_of_events_are_limited_and_the_last_words_of_a_server_are_an_end
     assert!(third.contains("too many readers") && world.refused("streams") == 1.0, "{third}");
     drop(two);
     // The server notices when it next writes.
-    loop {
+    eventually("a place", async || {
         gauge!(m::QUEUE_JOBS).increment(1.0);
-        let mut again = world.events().await;
-        let mut text = String::new();
-        read_until(&mut again, &mut text, "\r\n\r\n", 1).await;
-        if text.starts_with("HTTP/1.1 200") {
-            break;
-        }
-        sleep(Duration::from_millis(100)).await;
-    }
+        world.has_place_for_a_reader().await
+    })
+    .await;
     world.shutdown.cancel();
     rest(&mut one).await;
     timeout(PATIENCE, world.running).await.unwrap().unwrap();
@@ -357,9 +364,7 @@ async fn one_connection_too_many_is_told_so_and_room_is_made_again() {
     is(&answer, 503);
     assert!(answer.contains("too many connections") && world.refused("connections") == 1.0, "{answer}");
     drop(open);
-    while !world.get("/livez").await.starts_with("HTTP/1.1 200") {
-        sleep(Duration::from_millis(20)).await;
-    }
+    eventually("room", async || world.get("/livez").await.starts_with("HTTP/1.1 200")).await;
 }
 
 /// The only place among the readers is taken by one that never reads; it is lost when the server's buffers are full.
@@ -370,18 +375,13 @@ async fn a_client_that_never_reads_events_is_dropped() {
     let mut asleep = world.events().await;
     let mut text = String::new();
     read_until(&mut asleep, &mut text, "\n\n", 1).await;
-    for size in 1.. {
-        // More than the buffers of both ends hold.
-        world.facts.send_modify(|facts| facts.dir = "x".repeat((4 << 20) + size));
-        let mut next = world.events().await;
-        let mut text = String::new();
-        read_until(&mut next, &mut text, "\r\n\r\n", 1).await;
+    eventually("its place is free", async || {
+        // More and more, until it is more than the buffers of both ends hold.
+        world.facts.send_modify(|facts| facts.dir.push_str(&"x".repeat(1 << 20)));
         is(&world.get("/livez").await, 200);
-        if text.starts_with("HTTP/1.1 200") {
-            break;
-        }
-        sleep(Duration::from_millis(200)).await;
-    }
+        world.has_place_for_a_reader().await
+    })
+    .await;
     drop(asleep);
 }
 
