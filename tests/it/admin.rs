@@ -319,9 +319,12 @@ async fn slowloris_loses_its_connection_and_others_do_not_notice() {
     is(&world.get("/livez").await, 200);
     for mut stream in slow {
         // A letter now and then wins no time.
-        while stream.write_all(b"a").await.is_ok() {
-            sleep(Duration::from_millis(20)).await;
-        }
+        let dripping = async {
+            while stream.write_all(b"a").await.is_ok() {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(PATIENCE, dripping).await.expect("the server ends the connection");
     }
     let mut silent = world.connect().await;
     assert_eq!(rest(&mut silent).await, "", "who says nothing is not waited for either");
@@ -329,7 +332,8 @@ async fn slowloris_loses_its_connection_and_others_do_not_notice() {
 
 #[tokio::test]
 async fn heads_and_bodies_have_a_limit() {
-    let limits = Limits { body: Duration::from_millis(300), ..Limits::default() };
+    // It is the size of a head that ends the connection, not its time.
+    let limits = Limits { body: Duration::from_millis(300), head: 10 * PATIENCE, ..Limits::default() };
     let world = World::new(limits, None).await;
     let mut stream = world.connect().await;
     let head = format!("GET /status HTTP/1.1\r\nHost: localhost\r\nX-Long: {}", "a".repeat(64 << 10));
