@@ -182,8 +182,8 @@ sections! {
         /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch; "replay" = an order
         /// that plan and seed fix, so that two runs train the same steps whatever the timing: it waits for the one batch
         /// that is next, whatever min_ready says. To "replay" and from it only at a start.
-        Live draw: Draw = Draw::Proportional;
-        /// For draw = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
+        Live order: Draw = Draw::Proportional;
+        /// For order = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
         /// holds.
         Restart replay_window: Auto<u32> = Auto::Auto;
     }
