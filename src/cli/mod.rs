@@ -84,6 +84,7 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             eval::run(args)
         }
         Command::Export(args) => {
+            open_libtorch()?;
             logging::start(&cli.log, &Log::default())?;
             export::run(args)
         }

@@ -1,5 +1,7 @@
 //! What a drafter is worth: acceptance and speed of speculative decoding, measured with the target it was trained for.
 
+#[cfg(feature = "torch")]
+mod bench;
 mod figures;
 #[cfg(feature = "torch")]
 mod measure;
@@ -8,7 +10,7 @@ mod prompts;
 mod table;
 
 #[cfg(feature = "torch")]
-pub use self::measure::measure;
+pub use self::{bench::Bench, measure::measure};
 pub use self::{
     figures::{Category, Figures, Record, Report, Step},
     plot::svg,

@@ -4,6 +4,7 @@ mod cached;
 
 pub use cached::Extended;
 
+use super::draft::Shared;
 use super::load::weight;
 use super::ops::{attention, linear, rms_norm};
 use super::rope::{Rope, RopeTable};
@@ -137,6 +138,19 @@ impl Target {
 
     pub fn device(&self) -> Device {
         self.device
+    }
+
+    /// Number type of weights and activations.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// What a drafter on the same device shares with this target, at no cost. Needs [`Depth::Whole`].
+    pub fn shared(&self) -> Result<Shared, ModelError> {
+        match &self.top {
+            Some(top) => Ok(Shared { embedding: self.embedding.shallow_clone(), head: top.head.shallow_clone() }),
+            None => Err(ModelError::Input("the head is not loaded, only the target's lower layers are".into())),
+        }
     }
 
     /// Residual streams after the layers `taps`, side by side, of the real tokens alone: `[tokens, taps * hidden]` of

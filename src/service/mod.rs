@@ -405,8 +405,7 @@ fn close(
     let exports = summary.finished && config.run.engine == Engine::Torch;
     if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
         let export = folder.export();
-        crate::export::export_checkpoint(&checkpoint, &export, config.checkpoint.export_dtype.into(), true)
-            .failed(Exit::Run)?;
+        crate::export::export_run(&checkpoint, &export, config).failed(Exit::Run)?;
         summary.export_dir = Some(export);
     }
     write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
