@@ -16,7 +16,7 @@ use crate::{
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
-        pool_problem, step_problem,
+        pool_problem, start_from, step_problem,
     },
     exit::Exit,
     hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
@@ -117,7 +117,12 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     let mask = mask_token_id(config, written, &target, report);
     // Without a mask token the rest of the shape can still be judged: row 0 always exists.
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
-        Ok(drafter) => Some((target, drafter)),
+        Ok(drafter) => {
+            let init = config.drafter.init.as_deref().filter(|_| mask.is_some());
+            let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));
+            let started = started.map_err(|problem| report.fail(Exit::Model, problem));
+            Some((target, started.unwrap_or(drafter)))
+        }
         Err(problems) => {
             problems.0.into_iter().for_each(|problem| report.fail(Exit::Config, problem));
             None

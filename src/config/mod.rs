@@ -6,6 +6,7 @@
 //! The wire types are declared in [`wire`], once; what depends on the target's own config.json waits for [`shape`].
 
 mod example;
+mod init;
 mod load;
 pub mod mask;
 mod problem;
@@ -17,6 +18,7 @@ pub mod wire;
 
 pub use self::{
     example::{annotated, differences, example},
+    init::start_from,
     load::Written,
     problem::{Problem, Problems},
     resolve::{Config, Data, Drafter, Plan, Run, Target, resolve},

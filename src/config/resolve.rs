@@ -78,6 +78,8 @@ pub struct Plan {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Drafter {
     pub devices: Vec<Device>,
+    /// Folder of a drafter to start from.
+    pub init: Option<PathBuf>,
     pub layers: u32,
     pub block_size: u32,
     pub anchors: u32,
@@ -151,6 +153,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         drafter: Drafter {
             dtype: drafter.dtype.or(|| natural_dtype(&drafter.devices)),
             devices: drafter.devices,
+            init: drafter.init.given().cloned(),
             layers: drafter.layers,
             block_size: drafter.block_size,
             anchors: drafter.anchors,

@@ -181,6 +181,9 @@ sections! {
     drafter: Drafter {
         /// One drafter per entry: "cpu" or "cuda:0"; "cpu" may be repeated.
         Restart devices: Vec<Device> = vec![Device::Cpu];
+        /// Folder of a drafter to start from, as `draftmill import --draft` or an export writes it, in either layout; its sizes
+        /// and taps must be those of this section. "auto" = new weights, which follow from run.seed.
+        Restart init: Auto<PathBuf> = Auto::Auto;
         /// Decoder layers.
         Restart layers: u32 = 5;
         /// Tokens of a block: one that is known and block_size - 1 that are predicted.

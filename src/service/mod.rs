@@ -315,7 +315,7 @@ fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<
         identity.insert(name.into(), value);
     }
     if let Some(models) = models {
-        models.identity(&config.target.dir, &mut identity).failed(Exit::Model)?;
+        models.identity(&config.target.dir, config.drafter.init.as_deref(), &mut identity).failed(Exit::Model)?;
     }
     Ok(identity)
 }

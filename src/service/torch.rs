@@ -10,13 +10,13 @@ use crate::{
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
     },
     exit::{Exit, Failure},
-    hf::tensors::TensorFiles,
+    hf::{layout::DraftFolder, tensors::TensorFiles},
     model::{
         adamw::Hyper,
         draft::{DraftOptions, Shared},
         libtorch::set_threads,
         load::kind_of,
-        params::{Weights, init_params},
+        params::{Weights, folder_params, init_params},
     },
 };
 use draftmill_actors::engine::DraftEngine;
@@ -93,7 +93,13 @@ fn blocking(
     let optimizer = match from {
         Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
         None => {
-            let weights = init_params(&draft, config.run.seed).failed(Exit::Model)?;
+            let weights = match &config.drafter.init {
+                Some(folder) => {
+                    let folder = DraftFolder::open(folder, Some(draft.num_target_layers)).failed(Exit::Model)?;
+                    folder_params(&folder).failed(Exit::Model)?
+                }
+                None => init_params(&draft, config.run.seed).failed(Exit::Model)?,
+            };
             TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
         }
     };

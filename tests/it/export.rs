@@ -121,9 +121,9 @@ fn a_sound_export_has_no_finding_and_the_values_of_the_checkpoint() {
 }
 
 #[test]
-fn each_broken_key_is_found_by_name() {
+fn automodel_2461_vllm_53063_each_broken_key_is_found_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change); 14] = [
+    let cases: [(&str, &str, Change); 18] = [
         ("architectures", "missing", |c| drop(c.as_object_mut().unwrap().remove("architectures"))),
         ("model_type", "missing", |c| drop(c.as_object_mut().unwrap().remove("model_type"))),
         ("layer_types", "missing", |c| drop(c.as_object_mut().unwrap().remove("layer_types"))),
@@ -138,6 +138,15 @@ fn each_broken_key_is_found_by_name() {
         ("target_layer_ids", "[3, 1]", |c| c["dflash_config"]["target_layer_ids"] = json!([3, 1])),
         ("target_layer_ids", "[1, 5]", |c| c["dflash_config"]["target_layer_ids"] = json!([1, 5])),
         ("mask_token_id", "32", |c| c["dflash_config"]["mask_token_id"] = json!(32)),
+        // Automodel#2461: the mask token fell back to the one that ends responses.
+        ("mask_token_id", "ends a response", |c| c["eos_token_id"] = json!([2, 31])),
+        ("mask_token_id", "lacks the key", |c| {
+            drop(c["dflash_config"].as_object_mut().unwrap().remove("mask_token_id"))
+        }),
+        // vllm#53063: rotary halves in the target's order, not in the drafter's, gave an acceptance of 1 without a word.
+        ("rope_interleaved", "true", |c| c["rope_parameters"]["rope_interleaved"] = json!(true)),
+        // vllm#42704: the same taps by another count.
+        ("aux_hidden_state_layer_ids", "one higher", |c| c["aux_hidden_state_layer_ids"] = json!([1, 3])),
     ];
     for (key, part, change) in cases {
         let findings = export(Dtype::Bf16).edit(change);
