@@ -118,6 +118,24 @@ table! {
     CHECKPOINT_SECONDS = Histogram "draftmill_checkpoint_seconds" ["seconds"] {} SECONDS;
     /// Step of the newest checkpoint that exists.
     CHECKPOINT_STEP = Gauge "draftmill_checkpoint_step" ["steps"] {};
+    /// Measures beside the steps (section [eval]) by result; one that is due while another is under way, or rests, is skipped.
+    EVALS = Counter "draftmill_evals_total" ["measures"] { result: ["done", "skipped", "failed"] };
+    /// Time that measures beside the steps took, the decoding of prompts included.
+    EVAL_SECONDS = Histogram "draftmill_eval_seconds" ["seconds"] {} SECONDS;
+    /// Step of the newest measure.
+    EVAL_STEP = Gauge "draftmill_eval_step" ["steps"] {};
+    /// Mean loss on held-out samples, in nats.
+    EVAL_LOSS = Gauge "draftmill_eval_loss" ["nats"] {};
+    /// Share of the supervised positions of held-out samples that were predicted right.
+    EVAL_ACCURACY = Gauge "draftmill_eval_accuracy" ["ratio"] {};
+    /// The same by the place in the block; the first predicted token is 1.
+    EVAL_POSITION_ACCURACY = Gauge "draftmill_eval_position_accuracy" ["ratio"] { position: [] };
+    /// Tokens per verification that these accuracies predict.
+    EVAL_PREDICTED = Gauge "draftmill_eval_predicted_acceptance" ["tokens"] {};
+    /// Tokens per verification in real decoding, all responses together.
+    EVAL_ACCEPTANCE = Gauge "draftmill_eval_acceptance" ["tokens"] {};
+    /// The best of them so far in this run.
+    EVAL_BEST_ACCEPTANCE = Gauge "draftmill_eval_best_acceptance" ["tokens"] {};
     /// Violations of an invariant of ARCHITECTURE.md; always 0 in a healthy program.
     INVARIANT_VIOLATIONS = Counter "draftmill_invariant_violations_total" ["violations"] { id: ["P1", "P2", "D1", "D2", "L1", "L2", "L3", "T1", "T2", "R1", "S1"] };
     /// Build information: always 1.
@@ -130,6 +148,8 @@ pub struct Known {
     pub targets: usize,
     pub drafters: usize,
     pub buckets: usize,
+    /// Predicted slots of a block.
+    pub positions: usize,
     pub version: &'static str,
 }
 
@@ -159,9 +179,12 @@ fn each_label_set(spec: &Spec, known: &Known, visit: &mut dyn FnMut(Vec<metrics:
         "bucket" => known.buckets,
         "index" if spec.name.starts_with("draftmill_target") => known.targets,
         "index" => known.drafters,
+        "position" => known.positions,
         _ => 0,
     };
-    for value in values.iter().map(|v| (*v).to_owned()).chain((0..count).map(|i| i.to_string())) {
+    // Positions are counted from the first predicted one.
+    let from = usize::from(*label == "position");
+    for value in values.iter().map(|v| (*v).to_owned()).chain((from..count + from).map(|i| i.to_string())) {
         visit(vec![metrics::Label::new(*label, value)]);
     }
 }

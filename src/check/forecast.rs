@@ -82,7 +82,7 @@ pub struct DeviceMemory {
 pub struct Disk {
     /// f32 weights and both moments.
     pub checkpoint: u64,
-    /// `keep_last` of them, those of `keep_every`, and the one that is being written.
+    /// `keep_last` of them, those of `keep_every` and `keep_best`, and the one that is being written.
     pub checkpoints: u64,
     pub export: u64,
     pub total: u64,
@@ -195,9 +195,9 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
 fn disk(config: &Config, drafter: &DraftConfig, steps: u64) -> Disk {
     let trained = count(&drafter.tensor_shapes(), |_| true);
     let checkpoint = trained * 3 * F32;
-    let config::Checkpoint { every_steps, keep_last, keep_every, .. } = config.checkpoint;
+    let config::Checkpoint { every_steps, keep_last, keep_every, keep_best, .. } = config.checkpoint;
     let kept_for_good = if keep_every > 0 { steps / keep_every.max(every_steps) } else { 0 };
-    let checkpoints = checkpoint * (u64::from(keep_last) + kept_for_good + 1);
+    let checkpoints = checkpoint * (u64::from(keep_last) + kept_for_good + u64::from(keep_best) + 1);
     let export = trained * config.checkpoint.export_dtype.bytes();
     Disk { checkpoint, checkpoints, export, total: checkpoints + export }
 }
@@ -243,7 +243,8 @@ mod tests {
         [target]\nlayer_ids = [0, 1]\ndevices = [\"cpu\", \"cuda:0\"]
         [drafter]\nlayers = 1\nblock_size = 4\ndevices = [\"cuda:0\", \"cuda:1\"]\ndtype = \"bf16\"
         [optimizer]\naccumulation = 2
-        [checkpoint]\nkeep_last = 2
+        [checkpoint]\nkeep_last = 2\nkeep_best = 0
+        [eval]\ndecode_every_steps = 0
         [pool]\nmax_bytes = \"1 MB\"\nmax_batches = 9";
 
     #[test]

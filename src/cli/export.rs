@@ -4,6 +4,7 @@ use super::{ExportArgs, WhichCheckpoint, output};
 use crate::{
     checkpoint::{self, Verified},
     config::{Config, Engine, load_text},
+    eval,
     exit::{Exit, Failure},
     export::{self, ExportOptions, Severity},
     hf::{Dtype, config::TargetConfig, layout::DraftFolder},
@@ -61,16 +62,6 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         };
         return Err(Failure::new(Exit::Model, format!("{} {why}", run.display())));
     }
-    if args.checkpoint == WhichCheckpoint::Best {
-        return Err(Failure::new(
-            Exit::Model,
-            format!(
-                "no acceptance was measured of any checkpoint of {} yet, so none is the best; use --checkpoint latest, or a \
-                 step",
-                run.display()
-            ),
-        ));
-    }
     let config = crate::config::load(Some(&folder.config()), &[]).map(|loaded| loaded.config).ok();
     if config.as_ref().is_some_and(|config| config.run.engine == Engine::Simulated) {
         let run = run.display();
@@ -80,7 +71,8 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         ));
     }
     let step = match args.checkpoint {
-        WhichCheckpoint::Latest | WhichCheckpoint::Best => steps.last().copied(),
+        WhichCheckpoint::Latest => steps.last().copied(),
+        WhichCheckpoint::Best => Some(best(run, &steps)?),
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
     };
     let step = step.ok_or_else(|| {
@@ -131,6 +123,23 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         report.bytes >> 20,
         report.dtype
     ))
+}
+
+/// The checkpoint whose drafter had the best measured acceptance; of two that are as good the later one.
+fn best(run: &Path, steps: &[u64]) -> Result<u64, Failure> {
+    let scores = eval::scores(run);
+    let scored = steps.iter().filter_map(|step| Some((*step, *scores.get(step)?)));
+    let best = scored.max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
+    best.map(|(step, _)| step).ok_or_else(|| {
+        let run = run.display();
+        Failure::new(
+            Exit::Model,
+            format!(
+                "no acceptance was measured of any checkpoint of {run}, so none is the best; use --checkpoint latest, or a \
+                 step ({steps:?}). Section [eval] has it measured"
+            ),
+        )
+    })
 }
 
 /// The target's folder: as named, or as the checkpoint's configuration has it.

@@ -21,7 +21,7 @@ pub use self::{
     init::start_from,
     load::Written,
     problem::{Problem, Problems},
-    resolve::{Config, Data, Drafter, Plan, Run, Target, resolve},
+    resolve::{Config, Data, Drafter, Eval, Plan, Run, Target, resolve},
     shape::{
         ROW_BYTES, draft_config, feature_bytes_per_token, pool_problem, pool_settings, replay_window, step_problem,
     },

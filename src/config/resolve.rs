@@ -23,6 +23,7 @@ pub struct Config {
     pub drafter: Drafter,
     pub optimizer: wire::Optimizer,
     pub checkpoint: wire::Checkpoint,
+    pub eval: Eval,
     pub admin: wire::Admin,
     pub log: wire::Log,
     pub shutdown: wire::Shutdown,
@@ -94,6 +95,23 @@ pub struct Drafter {
     pub prefetch: u32,
 }
 
+/// Measures beside the steps.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Eval {
+    /// `None`: nothing is measured on held-out samples.
+    pub every_steps: Option<u64>,
+    pub samples: u32,
+    /// `None`: nothing is decoded.
+    pub decode_every_steps: Option<u64>,
+    pub prompts: u32,
+    /// `None`: the beginnings of held-out samples.
+    pub prompt_file: Option<PathBuf>,
+    pub max_new_tokens: u32,
+    pub device: Device,
+    /// In 0..=1.
+    pub max_share: f64,
+}
+
 impl From<Dtype> for FeatureDtype {
     fn from(dtype: Dtype) -> Self {
         match dtype {
@@ -111,8 +129,10 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         return Err(problems);
     }
 
-    let Wire { run, data, target, plan, drafter, .. } = written.wire.clone();
+    let Wire { run, data, target, plan, drafter, eval, .. } = written.wire.clone();
     let store = data.store.or(|| run.dir.join("data.safetensors"));
+    let first = target.devices.first().copied().unwrap_or(Device::Cpu);
+    let often = |steps: u64| (steps > 0).then_some(steps);
     let target_dtype = target.dtype.or(|| natural_dtype(&target.devices));
     let gamma = drafter.loss_decay_gamma.or(|| published_gamma(drafter.block_size));
     let threads = run.threads.given().map(|&threads| threads as usize);
@@ -169,6 +189,16 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         pool: written.wire.pool.clone(),
         optimizer: written.wire.optimizer.clone(),
         checkpoint: written.wire.checkpoint.clone(),
+        eval: Eval {
+            every_steps: often(eval.every_steps),
+            samples: eval.samples,
+            decode_every_steps: often(eval.decode_every_steps.or(|| written.wire.checkpoint.every_steps)),
+            prompts: eval.prompts,
+            prompt_file: eval.prompt_file.given().cloned(),
+            max_new_tokens: eval.max_new_tokens,
+            device: eval.device.or(|| first),
+            max_share: eval.max_share,
+        },
         admin: written.wire.admin.clone(),
         log: written.wire.log.clone(),
         shutdown: written.wire.shutdown.clone(),
@@ -179,7 +209,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
 impl wire::Checkpoint {
     /// What is kept when a run ends.
     pub fn keep(&self) -> Keep {
-        Keep { last: self.keep_last as usize, every: self.keep_every, ..Keep::default() }
+        Keep { last: self.keep_last as usize, every: self.keep_every, best: self.keep_best as usize }
     }
 }
 

@@ -243,8 +243,33 @@ sections! {
         Live keep_last: u32 = 3;
         /// Checkpoints that are kept besides, for good: the first of every so many steps. 0 = none.
         Live keep_every: u64 = 0;
+        /// Checkpoints that are kept besides: those whose drafter had the best measured acceptance (section [eval]).
+        Live keep_best: u32 = 1;
         /// Number type of exported weights.
         Live export_dtype: Dtype = Dtype::Bf16;
+    }
+
+    /// What the drafter is worth while it trains, measured beside the steps with a whole target of its own: on held-out samples
+    /// (data.validation_fraction), which are never trained, and by decoding. A measure that is due while another one is under way
+    /// is left out. The weights of the beginning and of the end are always decoded with.
+    eval: Eval {
+        /// Optimizer steps between measures of loss, accuracy by position and the acceptance that these predict; 0 = never.
+        Restart every_steps: u64 = 250;
+        /// Held-out samples of such a measure, the same ones each time.
+        Restart samples: u32 = 32;
+        /// Optimizer steps between measures of acceptance by real decoding; 0 = never. "auto" = those of
+        /// checkpoint.every_steps, so that each checkpoint has its acceptance.
+        Restart decode_every_steps: Auto<u64> = Auto::Auto;
+        /// Prompts that are decoded, the same ones each time.
+        Restart prompts: u32 = 8;
+        /// JSONL of prompts, as `draftmill eval` takes them; "auto" = the beginnings of held-out samples.
+        Restart prompt_file: Auto<PathBuf> = Auto::Auto;
+        /// Tokens of a decoded response at most.
+        Restart max_new_tokens: u32 = 64;
+        /// Where it computes; "auto" = beside the first target.
+        Restart device: Auto<Device> = Auto::Auto;
+        /// Most share of the run's time that is spent on it: after a measure it rests as long as that takes.
+        Restart max_share: f64 = 0.1;
     }
 
     /// The HTTP port with /metrics (Prometheus) and /livez.

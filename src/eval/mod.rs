@@ -2,7 +2,11 @@
 
 #[cfg(feature = "torch")]
 mod bench;
+pub mod during;
+#[cfg(feature = "torch")]
+pub mod evaluator;
 mod figures;
+mod history;
 #[cfg(feature = "torch")]
 mod measure;
 mod plot;
@@ -13,6 +17,7 @@ mod table;
 pub use self::{bench::Bench, measure::measure};
 pub use self::{
     figures::{Category, Figures, Record, Report, Step},
+    history::{Decoded, EvalLog, HeldOut, History, Measured, read as read_history, scores},
     plot::svg,
     prompts::{Prompt, PromptError, parse, read},
 };

@@ -21,7 +21,7 @@ pub use folder::RunFolder;
 pub use schedule::Schedule;
 pub(crate) use settings::mill_settings;
 pub use steps::{StepLog, Window};
-pub use summary::{ActorShares, Summary};
+pub use summary::{ActorShares, Evaluation, Summary};
 
 use crate::{
     admin,
@@ -31,6 +31,10 @@ use crate::{
     engines::{
         saving::Saving,
         simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
+    },
+    eval::{
+        History,
+        during::{Evaluator, Last},
     },
     exit::{Exit, Failure},
     simulate,
@@ -106,6 +110,7 @@ async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Resu
 struct Prepared {
     loaded: Loaded,
     models: Option<Models>,
+    store: Arc<Store>,
     source: StoreSource,
     lengths: Arc<[u32]>,
     forecast: Forecast,
@@ -133,7 +138,7 @@ impl Prepared {
         let folder = RunFolder::new(&config.run.dir);
         let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
         let opened = folder.open(&loaded, &about)?;
-        Ok(Prepared { loaded, models, source, lengths, forecast, opened })
+        Ok(Prepared { loaded, models, store, source, lengths, forecast, opened })
     }
 
     fn start_step(&self) -> u64 {
@@ -189,6 +194,8 @@ impl Prepared {
                     targets: sim::targets(costs, &simulate::target_speeds(config)),
                     drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
                     optimizer: RememberingOptimizer::new(optimizer, trained, saving),
+                    // There is no drafter to measure.
+                    evaluator: None,
                 };
                 self.drive(engines, listener, stops.clone()).await
             }
@@ -196,7 +203,9 @@ impl Prepared {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines = unless_stopped(stops, torch::load(&self.loaded, models, folder, from)).await??;
+                let engines =
+                    unless_stopped(stops, torch::load(&self.loaded, models, folder, from, self.store.clone()))
+                        .await??;
                 self.drive(engines, listener, stops.clone()).await
             }
         }
@@ -257,14 +266,15 @@ impl Prepared {
         let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
         let Prepared { loaded, source, forecast, opened, .. } = self;
         let Opened { folder, state, from, begun, .. } = opened;
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, forecast.buckets.len(), &stops)).transpose()?;
+        let known = (forecast.buckets.len(), loaded.config.drafter.block_size as usize - 1);
+        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, known, &stops)).transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let progress = Progress::new(forecast.steps, start_step, loaded.config.log.progress_every.0);
         let (records, recorded) = mpsc::channel(RECORDS);
         let recording = tokio::spawn(record(recorded, log, progress, stops.clone()));
 
-        let Engines { targets, drafters, optimizer } = engines;
+        let Engines { targets, drafters, optimizer, evaluator } = engines;
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
         let born = Instant::now();
         let report = mill::run(settings, parts, stops.clone()).await;
@@ -274,7 +284,13 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from)?;
+        let evaluated = match (evaluator, last_checkpoint(&folder, &report, from.as_ref())) {
+            (Some(evaluator), Some(last)) if how_it_ended(&loaded.config, &report) != RunEnd::Stopped => {
+                Some(evaluator.finish(last).await)
+            }
+            (evaluator, _) => evaluator.map(|evaluator| evaluator.history().borrow().clone()),
+        };
+        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from, evaluated)?;
         drop(metrics);
         Ok(summary)
     }
@@ -284,6 +300,13 @@ struct Engines<T, D, O> {
     targets: Vec<T>,
     drafters: Vec<D>,
     optimizer: O,
+    evaluator: Option<Evaluator>,
+}
+
+/// The weights that a run ended with.
+fn last_checkpoint(folder: &RunFolder, report: &Report<StateDb>, before: Option<&Checkpoint>) -> Option<Last> {
+    let name = report.trainer.checkpoint.as_ref().or(before.map(|checkpoint| &checkpoint.name))?;
+    Some(Last { step: report.trainer.step, checkpoint: folder.checkpoints().join(name) })
 }
 
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
@@ -331,7 +354,7 @@ fn data_name(store: &Store) -> String {
 fn serve_metrics(
     listener: TcpListener,
     config: &Config,
-    buckets: usize,
+    (buckets, positions): (usize, usize),
     stops: &Stops,
 ) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
     let histograms: Vec<_> =
@@ -341,6 +364,7 @@ fn serve_metrics(
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
         buckets,
+        positions,
         version: env!("CARGO_PKG_VERSION"),
     });
     let abort = stops.abort.clone();
@@ -370,6 +394,15 @@ async fn record(
     result.map(|()| log)
 }
 
+fn how_it_ended(config: &Config, report: &Report<StateDb>) -> RunEnd {
+    let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
+    match report.jobs.plan_ended && report.jobs.unfinished == 0 {
+        true => RunEnd::Finished,
+        false if at_limit => RunEnd::StepLimit,
+        false => RunEnd::Stopped,
+    }
+}
+
 /// Exports the drafter of a finished run and writes the figures. `before`: the checkpoint that the run went on from, which is
 /// its last where a kill came between the last step and the export.
 fn close(
@@ -380,6 +413,7 @@ fn close(
     log: &StepLog,
     seconds: f64,
     before: Option<Checkpoint>,
+    evaluated: Option<History>,
 ) -> Result<Summary, Failure> {
     let config = &loaded.config;
     let (first, last) = log.windows();
@@ -387,13 +421,9 @@ fn close(
     summary.run_dir = folder.root().to_owned();
     summary.target_dir = config.target.dir.clone();
     summary.pool_max_bytes = config.pool.max_bytes.0;
-    let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
-    let end = match report.jobs.plan_ended && report.jobs.unfinished == 0 {
-        true => RunEnd::Finished,
-        false if at_limit => RunEnd::StepLimit,
-        false => RunEnd::Stopped,
-    };
+    let end = how_it_ended(config, &report);
     summary.finished = end != RunEnd::Stopped;
+    summary.evaluation = evaluated.as_ref().and_then(Evaluation::of);
     summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
     summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
     let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
@@ -410,6 +440,9 @@ fn close(
     }
     write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
     if let Some(state) = &mut report.ledger {
+        if let Some(evaluation) = &summary.evaluation {
+            state.event("evaluation", &evaluation.to_string()).failed(Exit::Run)?;
+        }
         state.end_run(run, &end, Some(report.trainer.step)).failed(Exit::Run)?;
     }
     Ok(summary)

@@ -4,9 +4,11 @@ use super::{Engines, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
     config::Loaded,
+    data::Store,
     exit::{Exit, Failure},
 };
 use draftmill_actors::sim::{SimDrafter, SimOptimizer, SimTarget};
+use std::sync::Arc;
 
 /// Refuses. `check` does so earlier, with the line of the configuration.
 pub async fn load(
@@ -14,6 +16,7 @@ pub async fn load(
     _models: Models,
     _folder: RunFolder,
     _from: Option<Verified>,
+    _store: Arc<Store>,
 ) -> Result<Engines<SimTarget, SimDrafter, SimOptimizer>, Failure> {
     Err(Failure::new(
         Exit::Config,

@@ -4,10 +4,15 @@ use super::{Engines, Failed, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
     config::{self, Config, Loaded},
+    data::Store,
     engines::{
         optimizer::TorchOptimizer,
         saving::Saving,
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
+    },
+    eval::{
+        EvalLog,
+        evaluator::{self, Setup},
     },
     exit::{Exit, Failure},
     hf::{layout::DraftFolder, tensors::TensorFiles},
@@ -32,13 +37,31 @@ pub async fn load(
     models: Models,
     folder: RunFolder,
     from: Option<Verified>,
+    store: Arc<Store>,
 ) -> Result<TorchEngines, Failure> {
     let (config, text) = (loaded.config.clone(), config::annotated(&loaded.written.wire));
+    let start_step = from.as_ref().map_or(0, |from| from.state.step);
+    let setup = Setup {
+        eval: config.eval.clone(),
+        target: config.target.dir.clone(),
+        kind: kind_of(config.target.dtype.into()),
+        draft: models.draft.clone(),
+        gamma: config.drafter.loss_decay_gamma,
+        seed: config.run.seed,
+        store,
+    };
+    let (log, history) =
+        EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
     let load = move || blocking(&config, models, &folder, text, from.as_ref());
     let (mut engines, weights) =
         tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
     for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
         drafter.load_weights(weights).await.failed(Exit::Model)?;
+    }
+    let first = start_step == 0 && history.0.is_empty();
+    if let Some((snapshots, evaluator)) = evaluator::start(setup, log, history).failed(Exit::Config)? {
+        engines.optimizer = engines.optimizer.measured(snapshots, first);
+        engines.evaluator = Some(evaluator);
     }
     Ok(engines)
 }
@@ -105,5 +128,5 @@ fn blocking(
     };
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
-    Ok((Engines { targets, drafters, optimizer }, weights))
+    Ok((Engines { targets, drafters, optimizer, evaluator: None }, weights))
 }
