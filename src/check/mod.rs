@@ -55,6 +55,10 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
             "listen on 127.0.0.1 unless that is meant",
         ));
     }
+    let prompts = config.eval.prompt_file.as_deref().filter(|_| config.measures(true));
+    if let Some(Err(error)) = prompts.map(|file| crate::eval::read(file, Some(1))) {
+        report.fail(Exit::Config, written.problem("eval.prompt_file", error.to_string(), ""));
+    }
     let models = match config.run.engine {
         Engine::Torch => models(config, written, &mut report),
         Engine::Simulated => None,

@@ -76,7 +76,7 @@ pub struct ImportArgs {
     #[arg(long, value_name = "DIR", conflicts_with_all = ["gguf", "dtype"])]
     pub draft: Option<PathBuf>,
     /// Folder of the drafter's target, to compare it with; files of speculators do not say how many layers it has
-    #[arg(long, value_name = "DIR", requires = "draft")]
+    #[arg(long, value_name = "DIR", requires = "draft", conflicts_with = "gguf")]
     pub target: Option<PathBuf>,
     /// The folder to write
     #[arg(long, value_name = "DIR")]

@@ -4,7 +4,7 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Device, Dtype, Engine, Overlong, UnknownRole},
+    values::{Device, Dtype, Engine, Labels, Overlong, UnknownRole},
     wire::{self, Wire},
 };
 use crate::retention::Keep;
@@ -92,6 +92,7 @@ pub struct Drafter {
     pub dtype: Dtype,
     /// `None`: all slots weigh the same.
     pub loss_decay_gamma: Option<f64>,
+    pub labels: Labels,
     pub prefetch: u32,
 }
 
@@ -110,6 +111,16 @@ pub struct Eval {
     pub device: Device,
     /// In 0..=1.
     pub max_share: f64,
+}
+
+impl Config {
+    /// Whether anything is measured beside the steps, where `held_out` samples are kept apart.
+    pub fn measures(&self, held_out: bool) -> bool {
+        let Eval { every_steps, decode_every_steps, prompt_file, .. } = &self.eval;
+        let any =
+            held_out && every_steps.is_some() || decode_every_steps.is_some() && (held_out || prompt_file.is_some());
+        any && self.run.engine == Engine::Torch
+    }
 }
 
 impl From<Dtype> for FeatureDtype {
@@ -183,6 +194,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             intermediate_size: drafter.intermediate_size.given().copied(),
             mask_token_id: drafter.mask_token_id.given().copied(),
             loss_decay_gamma: (gamma > 0.0).then_some(gamma),
+            labels: drafter.labels,
             prefetch: drafter.prefetch,
         },
         dispatch: written.wire.dispatch.clone(),

@@ -4,7 +4,8 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Engine, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan, UnknownRole,
+    Auto, ByteSize, Device, Dtype, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan,
+    UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
@@ -207,6 +208,9 @@ sections! {
         /// Slot k of a block weighs exp(-(k-1)/gamma); 0 = all the same. "auto" = the paper's 4, 5 or 7 for blocks of up to
         /// 8, up to 12, or more.
         Restart loss_decay_gamma: Auto<f64> = Auto::Auto;
+        /// "data" = learn the tokens of the data; "target" = learn what the target would say at each place, for data that the target
+        /// did not write, whose tokens are the wrong teacher. Targets are then computed whole, head included.
+        Restart labels: Labels = Labels::Data;
         /// Batches that each drafter draws ahead while it computes.
         Restart prefetch: u32 = 1;
     }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     checkpoint,
-    config::Eval,
+    config::{Eval, Labels},
     data::{Split, Store},
     hf::{draft::DraftConfig, tensors::TensorFiles},
     model::{
@@ -87,6 +87,7 @@ pub struct Setup {
     pub draft: DraftConfig,
     pub gamma: Option<f64>,
     pub seed: u64,
+    pub labels: Labels,
     pub store: Arc<Store>,
 }
 
@@ -289,10 +290,17 @@ impl Worker {
             let lengths = [ids.len() as u32];
             let taps = &drafter.config().target_layer_ids;
             let rows = Rows::new(ids, &lengths, ids.len())?;
-            let hidden = bench.target.taps(&rows, taps, bench.target.kind())?;
+            let (hidden, said) = match self.setup.labels {
+                Labels::Data => (bench.target.taps(&rows, taps, bench.target.kind())?, None),
+                Labels::Target => {
+                    let (hidden, said) = bench.target.taps_and_labels(&rows, taps, bench.target.kind())?;
+                    (hidden, Some(said))
+                }
+            };
+            let labels = said.as_deref().unwrap_or(ids);
             let seed = stream_seed(self.setup.seed, "held-out", &[sample as u64]);
             let anchors = Anchors::sample(mask, &lengths, ANCHORS, &mut ChaCha8Rng::from_seed(seed))?;
-            let batch = Packed { hidden: &hidden, ids, loss_mask: mask, lengths: &lengths };
+            let batch = Packed { hidden: &hidden, ids, labels, loss_mask: mask, lengths: &lengths };
             let (report, counts) = drafter.held_out(&batch, &anchors, self.setup.gamma)?;
             sum.add(&report);
             for (all, count) in slots.iter_mut().zip(counts) {

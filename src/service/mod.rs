@@ -26,7 +26,7 @@ pub use summary::{ActorShares, Evaluation, Summary};
 use crate::{
     admin,
     check::{Forecast, Machine, Samples, Stored, examine},
-    config::{Config, Engine, Loaded, annotated},
+    config::{Config, Engine, Labels, Loaded, annotated},
     data::{Split, Store, StoreSource},
     engines::{
         saving::Saving,
@@ -336,6 +336,10 @@ fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<
         ("plan.order", format!("{:?}", plan.order).to_lowercase()),
     ] {
         identity.insert(name.into(), value);
+    }
+    // Only where it is not the default, so that older runs go on.
+    if config.drafter.labels != Labels::Data {
+        identity.insert("drafter.labels".into(), config.drafter.labels.to_string());
     }
     if let Some(models) = models {
         models.identity(&config.target.dir, config.drafter.init.as_deref(), &mut identity).failed(Exit::Model)?;

@@ -3,7 +3,7 @@
 use super::{Engines, Failed, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
-    config::{self, Config, Loaded},
+    config::{self, Config, Labels, Loaded},
     data::Store,
     engines::{
         optimizer::TorchOptimizer,
@@ -48,6 +48,7 @@ pub async fn load(
         draft: models.draft.clone(),
         gamma: config.drafter.loss_decay_gamma,
         seed: config.run.seed,
+        labels: config.drafter.labels,
         store,
     };
     let (log, history) =
@@ -89,6 +90,7 @@ fn blocking(
             features: config.target.feature_dtype,
             features_on: Device::Cpu,
             taps: draft.target_layer_ids.clone(),
+            labels: config.drafter.labels == Labels::Target,
         };
         targets.push(TorchTarget::new(target.clone(), files.clone(), options).failed(Exit::Model)?);
     }
