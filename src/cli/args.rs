@@ -33,6 +33,8 @@ pub enum Command {
     Ledger(LedgerArgs),
     Export(ExportArgs),
     Eval(EvalArgs),
+    #[command(hide = true)]
+    Block(BlockArgs),
 }
 
 /// How much is logged.
@@ -329,6 +331,23 @@ pub struct EvalArgs {
     /// Draw acceptance by position and tokens per step
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
+}
+
+/// Writes the logits of one drafted block, in f32, for a comparison with other implementations
+#[derive(Args, Debug)]
+pub struct BlockArgs {
+    /// Folder of the target
+    #[arg(long, value_name = "DIR")]
+    pub target: PathBuf,
+    /// Folder of the drafter, in either layout
+    #[arg(long, value_name = "DIR")]
+    pub draft: PathBuf,
+    /// Tokens before the block's first one: 1,2,3
+    #[arg(long, value_name = "IDS", value_delimiter = ',', required = true)]
+    pub ids: Vec<u32>,
+    /// The file to write: ids, anchor, context and logits
+    #[arg(long, value_name = "FILE.safetensors")]
+    pub out: PathBuf,
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

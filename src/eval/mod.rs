@@ -2,6 +2,8 @@
 
 #[cfg(feature = "torch")]
 mod bench;
+#[cfg(feature = "torch")]
+mod block;
 pub mod during;
 #[cfg(feature = "torch")]
 pub mod evaluator;
@@ -14,7 +16,7 @@ mod prompts;
 mod table;
 
 #[cfg(feature = "torch")]
-pub use self::{bench::Bench, measure::measure};
+pub use self::{bench::Bench, block::dump_block, measure::measure};
 pub use self::{
     figures::{Category, Figures, Record, Report, Step},
     history::{Decoded, EvalLog, HeldOut, History, Measured, read as read_history, scores},
