@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench build clean tools
+.PHONY: help demo test lint bench conformance build clean tools
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -28,7 +28,7 @@ help: ## list the commands
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
-	@$(TORCH) $(MILL) train $(DEMO)
+	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train $(DEMO) --set "eval.prompt_file=$$prompts"
 
 test: tools ## run every test, first without libtorch, then with it
 	@$(TORCH) DRAFTMILL_SMOLLM2_GGUF="$$($(FETCH) smollm2)"; export DRAFTMILL_SMOLLM2_GGUF; \
@@ -43,6 +43,9 @@ lint: tools ## check the format, and clippy with warnings as errors
 
 bench: tools ## measure dispatch: simulated nodes, the pipeline beside one in Python, draws; about 5 minutes
 	@cargo bench --locked --no-default-features --bench dispatch
+
+conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
+	@$(TORCH) $(MILL) --version >/dev/null; python3 bench/conformance/conform.py --mill "$(MILL)" $(CONFORM)
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked
