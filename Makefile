@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench conformance build clean tools
+.PHONY: help demo test lint bench bench-peers conformance build clean tools
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -24,7 +24,7 @@ endif
 TORCH = LIBTORCH="$$($(FETCH) libtorch $(CUDA_SET))"; export LIBTORCH;
 
 help: ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
@@ -41,8 +41,11 @@ lint: tools ## check the format, and clippy with warnings as errors
 	cargo clippy --workspace --all-targets --locked --no-default-features -- -D warnings; \
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-bench: tools ## measure dispatch: simulated nodes, the pipeline beside one in Python, draws; about 5 minutes
-	@cargo bench --locked --no-default-features --bench dispatch
+bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside one in Python; about 6 minutes
+	@$(TORCH) cargo bench --locked --bench dispatch
+
+bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about 25 minutes
+	@$(TORCH) python3 bench/peers/compare.py
 
 conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
 	@$(TORCH) $(MILL) --version >/dev/null; python3 bench/conformance/conform.py --mill "$(MILL)" $(CONFORM)

@@ -1,10 +1,20 @@
-//! `make bench`: efficiency in the simulator, overhead of the real pipeline beside a plain Python one, latency of a draw.
+//! `make bench`: efficiency in the simulator, overhead of the real pipeline beside a plain Python one, latency of a draw, and
+//! what it costs that nothing is lost.
 
+#[cfg(feature = "torch")]
+mod checkpoint;
 mod draw;
+#[cfg(feature = "torch")]
+mod extract;
 mod free;
+mod ledger;
 mod machine;
 mod pipeline;
+#[cfg(feature = "torch")]
+mod sampled;
 mod sim;
+#[cfg(feature = "torch")]
+mod step;
 mod table;
 
 use draftmill::simulate::{Policy, Report};
@@ -47,8 +57,20 @@ fn main() -> ExitCode {
     let done = match args[..] {
         ["--scale", jobs] => jobs.parse().failed("read the number of jobs").and_then(scale_child),
         ["--pipeline"] => profile(),
+        ["--losses"] => {
+            let mut table = Table::default();
+            losses(&mut table).map(|()| println!("{}", table.text()))
+        }
+        #[cfg(feature = "torch")]
+        ["--step", ref options @ ..] => step::run(options),
+        #[cfg(feature = "torch")]
+        ["--extract", ref options @ ..] => extract::run(options),
         [] => bench(),
-        _ => Err("give no argument for the whole table, or --pipeline for one run of the pipeline alone".into()),
+        _ => Err(
+            "give no argument for the whole table, --pipeline for one run of the pipeline alone, or --losses for what \
+                  ledger and checkpoints cost"
+                .into(),
+        ),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -84,6 +106,7 @@ fn bench() -> Outcome<()> {
     drop(runtime);
     simulations(&mut table, &mut details)?;
     scales(&mut table, &mut details)?;
+    losses(&mut table)?;
     println!("machine: {machine}\n\n{}", table.text());
     let path = target().join("bench.json");
     let text = serde_json::to_string_pretty(&table.json(machine, details.into())).failed("write the figures")?;
@@ -214,6 +237,33 @@ fn scales(table: &mut Table, details: &mut serde_json::Map<String, Value>) -> Ou
     table.row("sim_scale_wall_growth", growth(wall), Below(1.5), note());
     table.row("sim_scale_cpu_growth", growth(cpu), Reported, "the same in time on a core".into());
     table.row("sim_scale_memory_growth", growth(memory), Below(1.5), note());
+    Ok(())
+}
+
+/// What ledger and checkpoints cost.
+fn losses(table: &mut Table) -> Outcome<()> {
+    let jobs = f64::from(ledger::JOBS_PER_STEP);
+    let (mean, middle) = ledger::record(&folder("record")?)?;
+    let note = format!("recording a step of {jobs} jobs, mean of 2000, to the time of the step");
+    table.row("ledger_percent_at_20_jobs_per_second", mean * 20.0 / jobs * 100.0, Below(1.0), note);
+    table.row("ledger_step_us", middle * 1e6, Reported, "median".into());
+    let million = folder("million")?;
+    let saved = ledger::million(&million)?;
+    let (seconds, reopened) = ledger::open(&million, saved)?;
+    table.row("open_million_jobs_seconds", seconds, Below(2.0), format!("{reopened} of them reopened"));
+    fs::remove_dir_all(&million).failed("empty a folder")?;
+    #[cfg(feature = "torch")]
+    {
+        let saves = folder("checkpoints")?;
+        fs::create_dir_all(&saves).failed("make a folder")?;
+        let costs = checkpoint::run(&two_workers()?, &saves)?;
+        fs::remove_dir_all(&saves).failed("empty a folder")?;
+        let update = format!("to an update without forward and backward, {:.2} s", costs.step);
+        table.row("checkpoint_stall_steps", costs.stall / costs.step, Below(1.0), update);
+        table.row("checkpoint_stall_seconds", costs.stall, Reported, "drafter of 1 GiB, moments 2 GiB".into());
+        let beside = format!("update beside the writing to update alone; written after {:.1} s", costs.written);
+        table.row("checkpoint_step_beside", costs.step_beside / costs.step, Reported, beside);
+    }
     Ok(())
 }
 

@@ -32,8 +32,13 @@ pub fn describe() -> Value {
 
 /// Most memory that this process ever had resident, in bytes; `None` where /proc does not tell.
 pub fn peak_rss() -> Option<u64> {
+    status("VmHWM:")
+}
+
+/// A figure of /proc/self/status, in bytes.
+pub fn status(name: &str) -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 

@@ -210,32 +210,3 @@ async fn old_checkpoints_go_and_every_damage_is_found() {
     }
     Verified::open(&whole).unwrap();
 }
-
-/// Run by hand: `cargo test --test it -- --ignored --nocapture stall_of_a_checkpoint`. Weights and moments of 1 GB together.
-#[tokio::test]
-#[ignore = "a measurement"]
-async fn stall_of_a_checkpoint_of_a_gigabyte() {
-    let dir = tempfile::tempdir().unwrap();
-    let set = || {
-        let tensor = |i: i64| (format!("layers.{i}"), Tensor::randn([1 << 20, 4], (Kind::Float, Device::Cpu)));
-        ParamSet::new((0..20).map(tensor).collect())
-    };
-    let hyper = hyper(&Case::load().json["adamw"]["hyperparameters"]);
-    let devices = vec![Device::Cpu];
-    let mut optimizer = TorchOptimizer::new(&set(), hyper, Device::Cpu, devices, saving(dir.path())).unwrap();
-    for step in 1..=3 {
-        let gradient = set();
-        let start = tokio::time::Instant::now();
-        optimizer.step(vec![gradient], request(step, 1.0)).await.unwrap();
-        optimizer.weights(0).await.unwrap();
-        let stepped = start.elapsed();
-        let start = tokio::time::Instant::now();
-        let writing = optimizer.save(step).await.unwrap();
-        let copied = start.elapsed();
-        writing.await.unwrap();
-        println!(
-            "update and weights {stepped:?}, stall of a checkpoint {copied:?}, written after {:?}",
-            start.elapsed()
-        );
-    }
-}

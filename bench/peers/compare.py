@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""`make bench-peers`: our training step and our extraction beside those of others, in turns, on this machine.
+
+Installs the pinned packages into a virtual environment in the cache, builds our bench, and runs each pair alternately, each run in a process
+of its own. A ratio is the median of the pairs: theirs over ours in seconds, ours over theirs in memory. Writes
+`target/bench-peers.json` and prints the table of bench/README.md. Takes about 25 minutes on two quiet cores; what else the machine does
+disturbs it, so its load stands in the result.
+
+    python3 bench/peers/compare.py [--pairs 3] [--steps 3] [--only NAME] [--prototype FILE.py]
+
+`--prototype` measures a script beside the rest that takes rows, anchors, layers, length and steps and prints a line like measure.py's.
+"""
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftmill" / "peers-1"
+# Without their requirements: neither trainer's step touches the serving engines and dashboards that they ask for.
+ALONE = ["specforge==0.2.0", "speculators==0.9.0", "hs-connectors==0.9.0"]
+# The configurations of reference numbers: rows, anchors of a row, layers, and what each ratio has to reach.
+STEPS = {
+    "2x64x2": dict(rows=2, anchors=64, layers=2, default=1.7, best=1.4),
+    "2x256x2": dict(rows=2, anchors=256, layers=2, default=2.0, best=1.7),
+    "2x512x2": dict(rows=2, anchors=512, layers=2, default=2.0, best=None),
+    "4x128x4": dict(rows=4, anchors=128, layers=4, default=2.5, best=None),
+}
+RAGGED, EQUAL = "256,230,198,160,121,90,64,37", ",".join(["256"] * 8)
+
+
+def say(text):
+    print(f"bench-peers: {text}", file=sys.stderr, flush=True)
+
+
+def environment():
+    """Path of a Python that has the packages."""
+    python, stamp = CACHE / "bin" / "python", CACHE / "complete"
+    if not stamp.exists():
+        say(f"installing {', '.join(ALONE)} and their libraries into {CACHE}")
+        venv.create(CACHE, clear=True, with_pip=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
+        subprocess.run([*pip, "-r", HERE / "packages.txt"], check=True)
+        subprocess.run([*pip, "--no-deps", *ALONE], check=True)
+        stamp.touch()
+    return python
+
+
+def ours():
+    """Path of our bench program."""
+    say("building our bench")
+    command = ["cargo", "bench", "--locked", "--bench", "dispatch", "--no-run"]
+    built = subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.PIPE, text=True)
+    return ROOT / re.search(r"\(([^)]*dispatch-[^)]*)\)", built.stderr).group(1)
+
+
+def measure(command):
+    """What one process printed."""
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"bench-peers: {' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def median(values):
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def in_turns(pairs, sides):
+    """Runs every side once per pair, in turns."""
+    runs = {name: [] for name in sides}
+    for turn in range(pairs):
+        for name, command in sides.items():
+            runs[name].append(measure(command))
+            say(f"{name}, turn {turn + 1}: {runs[name][-1]['seconds']:.2f} s")
+    return runs
+
+
+def ratio(runs, theirs, key="seconds"):
+    return median([b[key] / a[key] for a, b in zip(runs["ours"], runs[theirs])])
+
+
+class Table:
+    def __init__(self):
+        self.rows, self.figures = [], {}
+
+    def row(self, name, value, at_least=None, at_most=None, note=""):
+        target = f"at least {at_least}" if at_least else f"at most {at_most}" if at_most else ""
+        reached = not target or (value >= at_least if at_least else value <= at_most)
+        verdict = "" if not target else "yes" if reached else "**no**"
+        self.rows.append(f"| `{name}` | {value:.2f} | {target} | {verdict} | {note} |")
+        say(f"{name} = {value:.2f} {target}")
+
+    def text(self):
+        head = "| figure | measured | target | reached | note |\n| --- | ---: | --- | --- | --- |\n"
+        return head + "\n".join(self.rows)
+
+
+def steps(args, python, program, table, details):
+    """Our training step beside SpecForge's, at its defaults and at its fastest setting, and speculators'."""
+    speed, best, memory = {}, {}, {}
+    for name, shape in STEPS.items():
+        options = [f"--{key}={shape[key]}" for key in ("rows", "anchors", "layers")] + [f"--steps={args.steps}"]
+        split = [word for option in options for word in option.split("=")]
+        peer = [python, HERE / "measure.py"]
+        sides = {"ours": [program, "--step", *split], "specforge": [*peer, "specforge", *options]}
+        if shape["best"]:
+            sides["specforge_chunk_0"] = [*peer, "specforge", "--chunk-blocks=0", *options]
+        if name == "2x64x2":
+            sides["speculators"] = [*peer, "speculators", *options]
+        if args.prototype:
+            numbers = [shape["rows"], shape["anchors"], shape["layers"], 512, args.steps]
+            sides["prototype"] = [python, args.prototype, *numbers]
+        say(f"training step {name}")
+        runs = in_turns(args.pairs, sides)
+        details[name] = runs
+        seconds = {side: median([run["seconds"] for run in runs[side]]) for side in runs}
+        note = ", ".join(f"{side} {value:.2f} s" for side, value in seconds.items())
+        speed[name], memory[name] = ratio(runs, "specforge"), 1 / ratio(runs, "specforge", "peak_over_weights")
+        table.row(f"drafter_vs_specforge {name}", speed[name], at_least=shape["default"], note=note)
+        if shape["best"]:
+            best[name] = ratio(runs, "specforge_chunk_0")
+            table.row(f"drafter_vs_specforge_chunk_0 {name}", best[name], at_least=shape["best"], note="its fastest setting")
+        if "speculators" in runs:
+            table.row(f"drafter_vs_speculators {name}", ratio(runs, "speculators"))
+        if "prototype" in runs:
+            table.row(f"drafter_vs_prototype {name}", ratio(runs, "prototype"), at_least=1.0)
+        table.row(f"drafter_memory_vs_specforge {name}", memory[name], at_most=0.45, note="peak over the weights, ours to theirs")
+    table.figures.update(
+        drafter_vs_specforge=speed, drafter_vs_specforge_chunk_0=best, drafter_memory_vs_specforge=memory
+    )
+
+
+def extraction(args, python, program, table, details):
+    """Our extraction beside transformers' forward with all hidden states and logits."""
+    model = CACHE / "target"
+    if not (model / "config.json").exists():
+        measure([python, HERE / "measure.py", "make-model", "--model", model])
+    for name, lengths, buckets, extra, least in [
+        ("target_vs_transformers_padded", RAGGED, 4, ["--padded"], 1.9),
+        ("target_vs_transformers_equal", EQUAL, 1, [], 1.2),
+    ]:
+        peer = [python, HERE / "measure.py", "transformers", "--model", model, "--lengths", lengths, *extra]
+        sides = {
+            "ours": [program, "--extract", "--model", model, "--lengths", lengths, "--buckets", buckets, "--steps", args.steps],
+            "transformers": [*peer, "--steps", args.steps],
+        }
+        say(name)
+        details[name] = runs = in_turns(args.pairs, sides)
+        table.figures[name] = ratio(runs, "transformers")
+        table.row(name, table.figures[name], at_least=least, note=f"8 rows in {buckets} bucket{'s' * (buckets > 1)}")
+
+
+def growth(args, program, table, details):
+    """Seconds and memory of our step over anchors and over length: linear is a flat cost per anchor and per token."""
+    for name, base, sizes in [
+        ("anchors", ["--rows", 2, "--layers", 2, "--length", 1024], [64, 128, 256, 512]),
+        ("length", ["--rows", 2, "--layers", 2, "--anchors", 64], [512, 1024, 2048, 4096]),
+        ("vocab", ["--rows", 2, "--layers", 2, "--anchors", 64], [12288, 24576, 49152, 98304]),
+    ]:
+        say(f"growth with {name}")
+        runs = {size: measure([program, "--step", *base, f"--{name}", size, "--steps", args.steps]) for size in sizes}
+        details[f"growth_{name}"] = runs
+        for size, run in runs.items():
+            note = f"s a step, {run['peak_over_weights'] / 1e6:.0f} MB over the weights"
+            table.row(f"step {name} {size}", run["seconds"], note=note)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", choices=["steps", "extraction", "growth"])
+    parser.add_argument("--prototype")
+    args = parser.parse_args()
+    python, program = environment(), ours()
+    before, table, details = os.getloadavg()[0], Table(), {}
+    wanted = lambda name: args.only in (None, name)
+    if wanted("steps"):
+        steps(args, python, program, table, details)
+    if wanted("extraction"):
+        extraction(args, python, program, table, details)
+    if wanted("growth"):
+        growth(args, program, table, details)
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    machine = {"cores": os.cpu_count(), "cpu": cpu and cpu.group(1), "load_before": before, "load_after": os.getloadavg()[0]}
+    result = {**table.figures, "machine": machine, "details": details}
+    (ROOT / "target" / "bench-peers.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"machine: {json.dumps(machine)}\n\n{table.text()}")
+
+
+if __name__ == "__main__":
+    main()

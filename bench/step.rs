@@ -1,0 +1,132 @@
+//! One training step of a drafter on the CPU, alone: what `bench/peers` measures beside other trainers.
+//!
+//! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
+//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads.
+
+use crate::{
+    machine::{Failed, Outcome},
+    sampled::{Options, Sampled},
+};
+use draftmill::{
+    hf::{
+        Dtype,
+        draft::{DraftConfig, LayerType},
+    },
+    model::{
+        adamw::{AdamW, Hyper},
+        anchors::Anchors,
+        batch::Packed,
+        draft::{DraftOptions, Drafter, Shared},
+        params::init_params,
+    },
+};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use tch::{Device, Kind, Tensor};
+
+/// Tokens of a row that are prompt and so not supervised.
+const PROMPT: usize = 64;
+const SEED: u64 = 1;
+/// Layers whose outputs are extracted.
+pub const TAPS: [usize; 5] = [1, 7, 14, 20, 27];
+/// Threads of libtorch.
+pub const THREADS: i32 = 2;
+
+/// What is measured; every field is an option of the same name.
+struct Shape {
+    rows: usize,
+    length: usize,
+    anchors: usize,
+    layers: usize,
+    vocab: usize,
+    steps: usize,
+    head_rows: usize,
+    group_slots: usize,
+}
+
+fn shape(arguments: &[&str]) -> Outcome<Shape> {
+    let mut given = Options::read(arguments)?;
+    let defaults = DraftOptions::new(Device::Cpu);
+    let shape = Shape {
+        rows: given.number("rows", 2)?,
+        length: given.number("length", 512)?,
+        anchors: given.number("anchors", 64)?,
+        layers: given.number("layers", 2)?,
+        vocab: given.number("vocab", 49_152)?,
+        steps: given.number("steps", 5)?,
+        head_rows: given.number("head-rows", defaults.head_rows)?,
+        group_slots: given.number("group-slots", defaults.group_slots)?,
+    };
+    given.done().map(|()| shape)
+}
+
+/// SmolLM2's widths.
+fn config(shape: &Shape) -> DraftConfig {
+    DraftConfig {
+        hidden_size: 576,
+        intermediate_size: 1536,
+        num_hidden_layers: shape.layers,
+        num_attention_heads: 9,
+        num_key_value_heads: 3,
+        head_dim: 64,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        vocab_size: shape.vocab,
+        block_size: 16,
+        mask_token_id: shape.vocab as u32 - 1,
+        target_layer_ids: TAPS.to_vec(),
+        num_target_layers: 30,
+        max_position_embeddings: 8192,
+        layer_types: vec![LayerType::Full; shape.layers],
+        sliding_window: None,
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+        pad_token_id: None,
+        dtype: Dtype::F32,
+    }
+}
+
+/// Measures and prints.
+pub fn run(arguments: &[&str]) -> Outcome<()> {
+    let shape = &shape(arguments)?;
+    tch::set_num_threads(THREADS);
+    tch::manual_seed(SEED as i64);
+    let config = config(shape);
+    let options = DraftOptions {
+        head_rows: shape.head_rows,
+        group_slots: shape.group_slots,
+        loss_decay_gamma: Some(7.0),
+        ..DraftOptions::new(Device::Cpu)
+    };
+    let random = |size: [i64; 2]| Tensor::randn(size, (Kind::Float, Device::Cpu));
+    let table = [shape.vocab as i64, config.hidden_size as i64];
+    let shared = Shared { embedding: random(table) * 0.02, head: random(table) * 0.02 };
+    let mut drafter = Drafter::new(config.clone(), shared, options).failed("make a drafter")?;
+    let weights = init_params(&config, SEED).failed("draw weights")?;
+    let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    let masters = weights.deep_copy(Device::Cpu, Kind::Float).failed("copy weights")?;
+    let mut adamw = AdamW::new(masters, hyper).failed("make an optimizer")?;
+    drafter.load_weights(weights).failed("load weights")?;
+
+    let tokens = shape.rows * shape.length;
+    let hidden = random([tokens as i64, (config.target_layer_ids.len() * config.hidden_size) as i64]);
+    let ids: Vec<i32> = (0..tokens).map(|i| (i * 7919 % (shape.vocab - 1)) as i32).collect();
+    let loss_mask: Vec<u8> = (0..tokens).map(|i| u8::from(i % shape.length >= PROMPT)).collect();
+    let lengths = vec![shape.length as u32; shape.rows];
+    let batch = Packed { hidden: &hidden, ids: &ids, labels: &ids, loss_mask: &loss_mask, lengths: &lengths };
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+
+    let mut sampled = Sampled::begin();
+    for _ in 0..=shape.steps {
+        let anchors = Anchors::sample(&loss_mask, &lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        sampled.step(|| {
+            let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
+            let gradient = gradient.ok_or("nothing was supervised")?;
+            adamw.step(&gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
+            let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
+            drafter.load_weights(weights).failed("load weights")
+        })?;
+    }
+    println!("{}", sampled.json());
+    Ok(())
+}
