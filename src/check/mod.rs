@@ -124,7 +124,8 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
         Ok(drafter) => {
             let init = config.drafter.init.as_deref().filter(|_| mask.is_some());
             let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));
-            let started = started.map_err(|problem| report.fail(Exit::Model, problem));
+            let started =
+                started.map_err(|problems| problems.0.into_iter().for_each(|one| report.fail(Exit::Model, one)));
             Some((target, started.unwrap_or(drafter)))
         }
         Err(problems) => {

@@ -1,6 +1,6 @@
 //! A drafter to start from: whether it is the one that the configuration describes, and what it brings along.
 
-use super::{load::Written, problem::Problem};
+use super::{load::Written, problem::Problems};
 use crate::hf::{
     draft::{DraftConfig, LayerType},
     layout::DraftFolder,
@@ -11,8 +11,8 @@ use std::path::Path;
 /// were trained with; or what does not fit, with the settings that would.
 ///
 /// The block size may be another one: no weight depends on it. So may the mask token, which the target's frozen embedding holds.
-pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Result<DraftConfig, Problem> {
-    let problem = |message: String, remedy: String| written.problem("drafter.init", message, remedy);
+pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Result<DraftConfig, Problems> {
+    let problem = |message: String, remedy: String| Problems(vec![written.problem("drafter.init", message, remedy)]);
     let init = DraftFolder::open(folder, Some(shape.num_target_layers));
     let init = init.map_err(|error| problem(error.to_string(), String::new()))?.config;
     let mut sets = Vec::new();

@@ -270,7 +270,8 @@ mod tests {
 
     #[test]
     fn what_would_compute_something_else_is_refused_by_name() {
-        let cases: [(&str, fn(&mut Value)); 7] = [
+        type Change = fn(&mut Value);
+        let cases: [(&str, Change); 7] = [
             ("sample_from_anchor", |c| c["sample_from_anchor"] = json!(true)),
             ("speculators_model_type", |c| c["speculators_model_type"] = json!("eagle3")),
             ("model_type", |c| c["transformer_layer_config"]["model_type"] = json!("llama")),

@@ -290,7 +290,8 @@ impl Prepared {
             }
             (evaluator, _) => evaluator.map(|evaluator| evaluator.history().borrow().clone()),
         };
-        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from, evaluated)?;
+        let summary =
+            close(&loaded, &folder, begun.run, Ended { report, log: &log, seconds, before: from, evaluated })?;
         drop(metrics);
         Ok(summary)
     }
@@ -407,18 +408,19 @@ fn how_it_ended(config: &Config, report: &Report<StateDb>) -> RunEnd {
     }
 }
 
-/// Exports the drafter of a finished run and writes the figures. `before`: the checkpoint that the run went on from, which is
-/// its last where a kill came between the last step and the export.
-fn close(
-    loaded: &Loaded,
-    folder: &RunFolder,
-    run: u64,
-    mut report: Report<StateDb>,
-    log: &StepLog,
+/// What the actors of a run left.
+struct Ended<'a> {
+    report: Report<StateDb>,
+    log: &'a StepLog,
     seconds: f64,
+    /// The checkpoint that the run went on from, which is its last where a kill came between the last step and the export.
     before: Option<Checkpoint>,
     evaluated: Option<History>,
-) -> Result<Summary, Failure> {
+}
+
+/// Exports the drafter of a finished run and writes the figures.
+fn close(loaded: &Loaded, folder: &RunFolder, run: u64, ended: Ended<'_>) -> Result<Summary, Failure> {
+    let Ended { mut report, log, seconds, before, evaluated } = ended;
     let config = &loaded.config;
     let (first, last) = log.windows();
     let mut summary = Summary::of(&report, &first, &last, seconds);

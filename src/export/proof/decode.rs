@@ -61,14 +61,13 @@ pub fn prove(
             ProofError::Differs(format!("its blocks have {} slots, and {} in training", sizes[1], sizes[0]))
         })?;
         proof.largest_difference = proof.largest_difference.max(difference);
-        // A NaN is no small difference.
-        if !(difference <= most_logit) {
+        if difference.is_nan() || difference > most_logit {
             return Err(ProofError::Differs(format!(
                 "the logits of the first block differ by {difference:.1e} of the largest one, and rounding explains {most_logit:.0e}"
             )));
         }
         let Some(settings) = bench.settings(prompt.len(), TOKENS, 0.0, 0) else { continue };
-        let decode = |drafter: &Drafter| speculative(&bench.target, drafter, &[prompt.clone()], &settings);
+        let decode = |drafter: &Drafter| speculative(&bench.target, drafter, std::slice::from_ref(prompt), &settings);
         served.add(&decode(&written).map_err(unserved)?);
         taught.add(&decode(&kept).map_err(unserved)?);
     }

@@ -96,7 +96,8 @@ fn a_renamed_missing_extra_or_misshaped_tensor_is_refused_by_name() {
     let name = "layers.1.mlp.up_proj.weight";
     type Tensors = Vec<(String, Vec<usize>, Vec<u8>)>;
     let at = move |t: &Tensors| t.iter().position(|t| t.0 == name).unwrap();
-    let cases: [(&str, Box<dyn Fn(&mut Tensors)>); 5] = [
+    type Change = Box<dyn Fn(&mut Tensors)>;
+    let cases: [(&str, Change); 5] = [
         (
             "model.layers.1.mlp.up_proj.weight",
             Box::new(move |t| {

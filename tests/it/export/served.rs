@@ -77,7 +77,8 @@ fn an_export_serves_as_the_drafter_in_memory_in_every_layout_and_number_type() {
 #[test]
 fn specforge_533_what_is_served_otherwise_than_trained_is_found() {
     let scene = Scene::new();
-    let cases: [(&str, fn(&mut Value)); 6] = [
+    type Change = fn(&mut Value);
+    let cases: [(&str, Change); 6] = [
         ("another rope base", |c| (c["rope_theta"], c["rope_parameters"]["rope_theta"]) = (json!(5e5), json!(5e5))),
         ("another mask token", |c| c["dflash_config"]["mask_token_id"] = json!(318)),
         ("other taps", |c| c["dflash_config"]["target_layer_ids"] = json!([1, 4])),
