@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench bench-peers conformance build clean tools
+.PHONY: help demo test test-dashboards lint bench bench-peers conformance build clean tools prometheus
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -24,7 +24,7 @@ endif
 TORCH = LIBTORCH="$$($(FETCH) libtorch $(CUDA_SET))"; export LIBTORCH;
 
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
@@ -35,6 +35,9 @@ test: tools ## run every test, first without libtorch, then with it
 	cargo test --workspace --locked --no-default-features; \
 	cargo test --workspace --locked --no-default-features --features failpoints --test it failpoints; \
 	cargo test --workspace --locked
+
+test-dashboards: prometheus ## scrape a live run with a real Prometheus: metrics, alerts and every query of the dashboard
+	@cargo test --locked --no-default-features --test it dashboards -- --include-ignored
 
 lint: tools ## check the format, and clippy with warnings as errors
 	@$(TORCH) cargo fmt --all --check; \
@@ -62,6 +65,18 @@ $(TARGET)/config.json: | build
 
 $(STORE): $(CONFIG) $(TARGET)/config.json | build
 	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare $(DEMO) --set "data.inputs=[\"$$chats\"]"
+
+# Debian starts no service in a container; a service that does start listens on 9090 and disturbs nothing here.
+prometheus:
+	@if ! command -v prometheus promtool >/dev/null; then \
+	  if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo 'installing the Debian package prometheus'; \
+	    apt-get -qq -o DPkg::Lock::Timeout=300 update; \
+	    DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 install -y --no-install-recommends prometheus >/dev/null; \
+	  else \
+	    echo 'draftmill: prometheus and promtool are missing; install Prometheus (Debian: apt-get install prometheus)' >&2; exit 1; \
+	  fi; \
+	fi
 
 tools:
 	@need() { command -v "$$2" >/dev/null || { echo "draftmill: $$2 is missing; install $$1" >&2; exit 1; }; }; \

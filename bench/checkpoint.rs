@@ -2,14 +2,18 @@
 
 use crate::machine::{Failed, Outcome, median};
 use draftmill::{
-    engines::{optimizer::TorchOptimizer, saving::Saving, simulated::stand_in},
+    engines::{
+        optimizer::TorchOptimizer,
+        saving::{Kept, Saving},
+        simulated::stand_in,
+    },
     model::{adamw::Hyper, params::ParamSet},
     retention::Keep,
 };
 use draftmill_actors::engine::{Optimizer, StepRequest};
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
-use tokio::{runtime::Runtime, time::Instant};
+use tokio::{runtime::Runtime, sync::watch, time::Instant};
 
 /// 16 tensors of 64 MiB: 1 GiB of weights, and twice that of moments.
 const TENSORS: i64 = 16;
@@ -31,9 +35,8 @@ pub struct Costs {
 pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
     let saving = Saving {
         folder: folder.to_owned(),
-        keep: Keep { last: 1, ..Keep::default() },
+        kept: watch::channel(Kept { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
         seed: 1,
-        config: String::new(),
         draft: stand_in(),
     };
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
@@ -69,7 +72,7 @@ fn gigabyte() -> ParamSet {
 async fn step(optimizer: &mut TorchOptimizer) -> Outcome<f64> {
     let gradient = gigabyte();
     let born = Instant::now();
-    let request = StepRequest { step: 1, denominator: 1.0, learning_rate: 1e-4, max_grad_norm: 1.0 };
+    let request = StepRequest { step: 1, denominator: 1.0, learning_rate: 1e-4, max_grad_norm: 1.0, weight_decay: 0.0 };
     optimizer.step(vec![gradient], request).await.failed("take a step")?;
     drop(optimizer.weights(0).await.failed("publish the weights")?);
     Ok(born.elapsed().as_secs_f64())

@@ -275,7 +275,7 @@ fn two_workers() -> Outcome<Runtime> {
 fn install_metrics() -> Outcome<()> {
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|spec| !spec.buckets.is_empty()).map(|spec| (spec.name, spec.buckets)).collect();
-    draftmill::admin::install_recorder(&histograms).failed("install the metrics recorder").map(drop)
+    draftmill::admin::install_recorder("bench", &histograms).failed("install the metrics recorder").map(drop)
 }
 
 fn target() -> PathBuf {

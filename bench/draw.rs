@@ -11,7 +11,11 @@ use draftmill_actors::{
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::{sync::Arc, time::Duration};
-use tokio::{runtime::Runtime, sync::mpsc, time::Instant};
+use tokio::{
+    runtime::Runtime,
+    sync::{mpsc, watch},
+    time::Instant,
+};
 
 const BUCKETS: u16 = 8;
 const BYTES: u64 = 1 << 20;
@@ -59,7 +63,7 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
     let (course, seen) = pool::course(&settings);
     course.epoch(0, vec![100; BUCKETS as usize], Arc::from([])).await;
     let stops = Stops::default();
-    let pool = tokio::spawn(pool::run(settings, inbox, seen, stops.clone()));
+    let pool = tokio::spawn(pool::run(watch::channel(settings).1, inbox, seen, stops.clone()));
     let mut filler = Filler { pool: handle.clone(), rng: ChaCha8Rng::seed_from_u64(1), index: 0 };
     // One batch less than a draw needs, or enough.
     for _ in 0..MIN_READY - usize::from(waiting) {

@@ -37,18 +37,23 @@ pub async fn bind(address: SocketAddr) -> Result<TcpListener, AdminError> {
 /// A recorder whose histograms have the buckets given by name. A histogram that is not named becomes a summary, which
 /// cannot be aggregated: name every one.
 pub fn recorder(buckets: &[(&str, &[f64])]) -> Result<PrometheusRecorder, AdminError> {
+    Ok(builder(buckets)?.build_recorder())
+}
+
+fn builder(buckets: &[(&str, &[f64])]) -> Result<PrometheusBuilder, AdminError> {
     let mut builder = PrometheusBuilder::new();
     for (name, bounds) in buckets {
         builder = builder
             .set_buckets_for_metric(Matcher::Full((*name).into()), bounds)
             .map_err(|_| AdminError::NoBuckets { name: (*name).into() })?;
     }
-    Ok(builder.build_recorder())
+    Ok(builder)
 }
 
-/// Makes [`recorder`] the recorder of the whole process.
-pub fn install_recorder(buckets: &[(&str, &[f64])]) -> Result<PrometheusHandle, AdminError> {
-    let recorder = recorder(buckets)?;
+/// Makes [`recorder`] the recorder of the whole process. Every series gets the label `run`: two runs that listen on one port,
+/// one after the other, are two.
+pub fn install_recorder(run: &str, buckets: &[(&str, &[f64])]) -> Result<PrometheusHandle, AdminError> {
+    let recorder = builder(buckets)?.add_global_label("run", run).build_recorder();
     let handle = recorder.handle();
     metrics::set_global_recorder(recorder).map_err(|_| AdminError::Installed)?;
     Ok(handle)

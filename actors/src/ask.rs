@@ -9,7 +9,10 @@ use std::{
     task::Poll,
 };
 use tokio::{
-    sync::oneshot::{Receiver, error::RecvError},
+    sync::{
+        oneshot::{Receiver, error::RecvError},
+        watch,
+    },
     task::{JoinError, spawn_blocking},
     time::{Instant, sleep_until},
 };
@@ -19,6 +22,13 @@ pub(crate) async fn answer<T>(question: &mut Option<Receiver<T>>) -> Result<T, R
     match question {
         Some(receiver) => receiver.await,
         None => pending().await,
+    }
+}
+
+/// Waits until a watched value changes; for ever, where nobody can change it any more.
+pub(crate) async fn changed<T>(watched: &mut watch::Receiver<T>) {
+    if watched.changed().await.is_err() {
+        pending().await
     }
 }
 

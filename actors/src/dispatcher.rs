@@ -7,10 +7,11 @@
 //! with "no more". Invariants: D1, D2, L3. The decisions are in `State`; `dispatcher_state.rs` has them.
 
 use crate::{
-    ask::until,
+    ask::{changed, until},
     dispatcher_state::{Action, State},
     fault::{Fault, Gone, Stops},
     job::Job,
+    meter::{Cause, Meter},
     metrics as m, pool,
     types::{BatchSource, JobId, PaddedBatch},
 };
@@ -22,7 +23,7 @@ use std::{
 use tokio::{
     sync::{
         mpsc::{self, OwnedPermit},
-        oneshot,
+        oneshot, watch,
     },
     task::JoinSet,
     time::Instant,
@@ -34,7 +35,7 @@ const INBOX: usize = 64;
 const LEASES: usize = 1024;
 
 /// What shapes the dispatcher's work.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Jobs that may wait in the queue.
     pub queue_jobs: usize,
@@ -47,6 +48,10 @@ pub struct Settings {
     /// Offer a straggler's job to another target; the first result counts.
     pub offer_stragglers: bool,
     pub policy: Policy,
+    /// Hand out nothing for now; what is under way goes on.
+    pub paused: bool,
+    /// Targets that get nothing for now.
+    pub paused_targets: Vec<usize>,
 }
 
 /// Who gets the next job.
@@ -226,9 +231,9 @@ struct Dispatcher<B, F> {
     barrier: Option<oneshot::Sender<()>>,
 }
 
-/// Runs until the plan has ended or was stopped, and every target is gone.
+/// Runs until the plan has ended or was stopped, and every target is gone. Changed `settings` are in force at once.
 pub async fn run<B: BatchSource, F: Send + 'static>(
-    settings: Settings,
+    mut settings: watch::Receiver<Settings>,
     source: Arc<B>,
     mut inbox: Inbox,
     mut feed: mpsc::Receiver<Feed>,
@@ -236,7 +241,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     stops: Stops,
 ) -> Result<(), Fault> {
     let mut d = Dispatcher {
-        state: State::new(settings),
+        state: State::new(settings.borrow_and_update().clone()),
         source,
         pool,
         leases: inbox.leases,
@@ -246,6 +251,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     };
     let (mut feeding, mut stopping) = (true, false);
     let mut pulls: PullId = 0;
+    let mut meter = Meter::new("dispatcher", 0);
     loop {
         let (queued, padded) = d.state.depth();
         gauge!(m::QUEUE_JOBS).set(queued as f64);
@@ -253,12 +259,14 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
         let actions = tokio::select! {
             // Returns come first: a job that comes back goes before a new one.
             biased;
+            never = meter.rest(cause(d.state.pulls(), queued, padded)) => match never {},
             () = stops.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
             () = stops.stop.cancelled(), if !stopping => {
                 (stopping, feeding) = (true, false);
                 feed.close();
                 d.state.on_stop()
             }
+            () = changed(&mut settings) => d.state.reconfigure(settings.borrow_and_update().clone()),
             Some(back) = inbox.returns.recv() => d.state.on_return(back),
             Some(done) = d.padding.join_next(), if B::BLOCKING => match done {
                 Ok((job, result)) => d.state.on_padded(job, result),
@@ -297,6 +305,18 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
         d.apply(actions).await?;
     }
     Ok(())
+}
+
+/// What everything waits for, with so many pulls that wait, jobs that are queued, and jobs of these that are padded.
+fn cause(pulls: usize, queued: usize, padded: usize) -> Cause {
+    match (pulls, queued, padded) {
+        (0, _, 0) => Cause::Idle,
+        (_, 0, _) => Cause::Job,
+        (0, ..) => Cause::Target,
+        (_, _, 0) => Cause::Padding,
+        // Both wait: for a target that is not paused, or whose turn it is.
+        _ => Cause::Target,
+    }
 }
 
 impl<B: BatchSource, F: Send + 'static> Dispatcher<B, F> {

@@ -195,6 +195,30 @@ impl State {
         self.expect();
     }
 
+    /// Other settings, in force at once; who gets the next job (the policy) stays. A shorter queue empties as jobs leave it, and
+    /// a job that has had its tries by now is given up at its next failure.
+    pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
+        let old = std::mem::replace(&mut self.settings, settings);
+        self.settings.policy = old.policy;
+        if old.straggler_factor != self.settings.straggler_factor {
+            self.leases.values_mut().for_each(|held| held.due = None);
+            self.expect();
+        }
+        match (old.offer_stragglers, self.settings.offer_stragglers) {
+            (true, false) => self.offers.clear(),
+            (false, true) => self.offer_all(),
+            _ => {}
+        }
+        self.decide()
+    }
+
+    /// Offers every job that nobody but stragglers has.
+    fn offer_all(&mut self) {
+        let Self { leases, work, offers, .. } = self;
+        let wanted = work.iter().filter(|(_, work)| work.job.is_some()).map(|(job, _)| *job);
+        offers.extend(wanted.filter(|job| leases.values().filter(|held| held.job == *job).all(|held| held.straggles)));
+    }
+
     /// Sets when forwards become stragglers, of which it was not known before and enough is known by now.
     fn expect(&mut self) {
         let Self { leases, work, pace, settings, .. } = self;
@@ -295,6 +319,11 @@ impl State {
         (self.queue.len(), self.queue.iter().filter(|e| e.is_ready()).count())
     }
 
+    /// Pulls that wait.
+    pub fn pulls(&self) -> usize {
+        self.pulls.len()
+    }
+
     /// Whose turn the next job is.
     fn turn(&self) -> Option<usize> {
         match self.settings.policy {
@@ -328,7 +357,7 @@ impl State {
         match self.work.get(&held.job) {
             Some(Work { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
                 if let Some(job) = self.work.remove(&held.job).and_then(|work| work.job) {
-                    give_up(job, message);
+                    give_up(job, failure.as_str(), message);
                 }
             }
             Some(Work { leases: 0, .. }) => self.requeue(held.job),
@@ -353,7 +382,7 @@ impl State {
         let attempts = entry.job.attempts;
         tracing::warn!(job = %entry.job.id(), attempts, message, "job could not be padded");
         if attempts >= self.settings.max_attempts {
-            give_up(entry.job, message);
+            give_up(entry.job, "padding", message);
         } else {
             self.queue.push_front(entry);
         }
@@ -365,7 +394,8 @@ impl State {
         self.pad(&mut actions);
         invariant!(
             "D2",
-            self.settings.policy != Policy::Pull || d2(self.pulls.len(), self.depth().1),
+            self.settings.policy != Policy::Pull
+                || d2(self.pulls.iter().filter(|p| serves(p, &self.settings)).count(), self.depth().1),
             "{} targets wait while padded jobs are ready",
             self.pulls.len()
         );
@@ -417,12 +447,12 @@ impl State {
     /// The place of a waiting pull, and the straggler's job that it gets: from a target that does not have it already, and has
     /// not failed at it unless `again`.
     fn next_offer(&mut self, again: bool) -> Option<(usize, JobId)> {
-        let Self { offers, work, leases, pulls, .. } = self;
+        let Self { offers, work, leases, pulls, settings, .. } = self;
         offers.retain(|job| work.get(job).is_some_and(|work| work.job.is_some()));
         offers.iter().find_map(|&job| {
             let has_it = |target| leases.values().any(|held| held.job == job && held.target == target);
             let failed = |target| work.get(&job).is_some_and(|work| work.failed.contains(&target));
-            let may = |pull: &Pull| !has_it(pull.target) && (again || !failed(pull.target));
+            let may = |pull: &Pull| serves(pull, settings) && !has_it(pull.target) && (again || !failed(pull.target));
             Some((pulls.iter().position(may)?, job))
         })
     }
@@ -433,7 +463,8 @@ impl State {
             return None;
         }
         let pair = |fits: &dyn Fn(&Entry, &Pull) -> bool| {
-            self.pulls.iter().enumerate().find_map(|(i, pull)| {
+            let mut waiting = self.pulls.iter().enumerate().filter(|(_, pull)| serves(pull, &self.settings));
+            waiting.find_map(|(i, pull)| {
                 let may = |e: &Entry| e.is_ready() && e.only.is_none_or(|only| only == pull.target) && fits(e, pull);
                 Some((i, self.queue.iter().position(may)?))
             })
@@ -452,7 +483,13 @@ impl State {
     }
 }
 
-fn give_up(job: Job, reason: String) {
+/// Whether the target that waits gets jobs at present.
+fn serves(pull: &Pull, settings: &Settings) -> bool {
+    !settings.paused && !settings.paused_targets.contains(&pull.target)
+}
+
+fn give_up(job: Job, cause: &'static str, reason: String) {
+    counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
     journal!("given_up", job = %job.id());
     job.receipt.skip(reason, job.attempts);
 }

@@ -4,11 +4,11 @@
 //! In: loans from the pool, tickets, the trainer's phase. Out: reports and gradients. It draws `prefetch` batches ahead, so
 //! that the next one is there when a ticket is. A batch that it could not train goes back to the pool, and its ticket to the
 //! trainer; after `max_attempts`, or where the features are lost, the job is skipped. It ends when the trainer says so, after
-//! handing in what it has.
+//! handing in what it has. While it is paused it draws nothing, trains what it has in hand, and takes part in every step.
 //! Invariants: T1, T2.
 
 use crate::{
-    ask::answer,
+    ask::{answer, changed},
     engine::{DraftEngine, EngineError, MicroFailure},
     fault::{Fault, Gone, Stops},
     job::Job,
@@ -23,16 +23,17 @@ use metrics::{Counter, counter};
 use std::collections::{BTreeSet, VecDeque};
 use tokio::sync::{oneshot, watch};
 
-/// What shapes a drafter's work.
-#[derive(Clone, Copy, Debug)]
+/// What shapes the drafters' work.
+#[derive(Clone, Debug)]
 pub struct Settings {
-    pub index: usize,
     /// Batches that it holds beside the one in work, at least 1.
     pub prefetch: usize,
     /// Failures of a job, in targets and drafters together, after which it is skipped.
     pub max_attempts: u32,
     /// Different batches that failed in a row after which the drafter stops the run: its device is broken, not its batches.
     pub max_failures_in_a_row: u32,
+    /// Drafters that draw nothing for now.
+    pub paused: Vec<usize>,
 }
 
 /// What a drafter did.
@@ -45,7 +46,8 @@ pub struct Work {
 }
 
 struct Drafter<E: DraftEngine> {
-    settings: Settings,
+    index: usize,
+    settings: watch::Receiver<Settings>,
     name: String,
     engine: E,
     pool: pool::Handle<E::Features>,
@@ -90,14 +92,16 @@ impl Series {
 
 /// Runs until the trainer says that there is no further step.
 pub async fn run<E: DraftEngine>(
-    settings: Settings,
+    index: usize,
+    settings: watch::Receiver<Settings>,
     engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
     stops: Stops,
 ) -> Result<Work, Fault> {
     let mut drafter = Drafter {
-        name: format!("drafter {}", settings.index),
+        index,
+        name: format!("drafter {index}"),
         engine,
         pool,
         trainer,
@@ -109,8 +113,8 @@ pub async fn run<E: DraftEngine>(
         below: 0,
         owes_draw: false,
         failed: BTreeSet::new(),
-        meter: Meter::new("drafter", settings.index, &[Cause::Batch, Cause::Step]),
-        series: Series::new(settings.index),
+        meter: Meter::new("drafter", index),
+        series: Series::new(index),
         work: Work::default(),
         settings,
     };
@@ -123,6 +127,7 @@ enum Event<F> {
     Phase(Result<(), watch::error::RecvError>),
     Ticket(Result<Option<Ticket>, oneshot::error::RecvError>),
     Loan(Result<Option<Loan<F>>, oneshot::error::RecvError>),
+    Changed,
 }
 
 impl<E: DraftEngine> Drafter<E> {
@@ -150,6 +155,7 @@ impl<E: DraftEngine> Drafter<E> {
                     changed = phase.changed() => Event::Phase(changed),
                     ticket = answer(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
                     loan = answer(&mut self.draw), if self.draw.is_some() => Event::Loan(loan),
+                    () = changed(&mut self.settings) => Event::Changed,
                 }
             };
             match self.meter.wait(cause, next).await {
@@ -163,9 +169,11 @@ impl<E: DraftEngine> Drafter<E> {
                 }
                 Event::Loan(loan) => {
                     self.draw = None;
-                    match loan.map_err(|_| self.gone(Gone("pool")))? {
-                        Some(loan) => self.take(loan),
-                        None => self.exhausted = true,
+                    self.on_loan(loan.map_err(|_| self.gone(Gone("pool")))?);
+                }
+                Event::Changed => {
+                    if self.is_paused() {
+                        self.withdraw();
                     }
                 }
             }
@@ -178,7 +186,7 @@ impl<E: DraftEngine> Drafter<E> {
         if self.finished || self.ticket.is_some() {
             return Ok(());
         }
-        let index = self.settings.index;
+        let index = self.index;
         if self.in_hand.front().is_some_and(|next| next.order.is_none_or(|order| order < self.below)) {
             self.ticket = Some(self.trainer.ticket(index).await.map_err(|g| self.gone(g))?);
         } else if self.exhausted && self.in_hand.is_empty() {
@@ -191,13 +199,35 @@ impl<E: DraftEngine> Drafter<E> {
     async fn ask_for_batch(&mut self) -> Result<(), Fault> {
         if !self.exhausted
             && !self.finished
+            && !self.is_paused()
             && self.draw.is_none()
-            && (self.in_hand.len() < self.settings.prefetch.max(1) || self.owes_draw)
+            && (self.in_hand.len() < self.settings.borrow().prefetch.max(1) || self.owes_draw)
         {
             self.owes_draw = false;
             self.draw = Some(self.pool.draw().await.map_err(|g| self.gone(g))?);
         }
         Ok(())
+    }
+
+    fn is_paused(&self) -> bool {
+        self.settings.borrow().paused.contains(&self.index)
+    }
+
+    /// Takes back its draw. Where the pool has answered already, the batch is in hand like any other.
+    fn withdraw(&mut self) {
+        if let Some(mut draw) = self.draw.take() {
+            draw.close();
+            if let Ok(loan) = draw.try_recv() {
+                self.on_loan(loan);
+            }
+        }
+    }
+
+    fn on_loan(&mut self, loan: Option<Loan<E::Features>>) {
+        match loan {
+            Some(loan) => self.take(loan),
+            None => self.exhausted = true,
+        }
     }
 
     fn take(&mut self, loan: Loan<E::Features>) {
@@ -212,16 +242,15 @@ impl<E: DraftEngine> Drafter<E> {
         // The next batch is on its way while this one is in work.
         self.ask_for_batch().await?;
         let job = batch.job;
+        self.engine.set_anchors(ticket.anchors);
         let result = self.meter.busy(self.engine.micro_batch(job.id(), batch.features)).await;
         match result {
-            Ok(report) if !report.loss_numerator.is_finite() => Err(Fault::new(
-                &self.name,
-                format!(
-                    "the loss of job {} is {}; lower optimizer.learning_rate or train in f32",
-                    job.id(),
-                    report.loss_numerator
-                ),
-            )),
+            Ok(report) if !report.loss_numerator.is_finite() => {
+                counter!(m::NON_FINITE_LOSSES).increment(1);
+                let (id, loss) = (job.id(), report.loss_numerator);
+                let advice = "lower optimizer.learning_rate or train in f32";
+                Err(Fault::new(&self.name, format!("the loss of job {id} is {loss}; {advice}")))
+            }
             Ok(report) => {
                 drop(room);
                 self.failed.clear();
@@ -250,11 +279,12 @@ impl<E: DraftEngine> Drafter<E> {
         let MicroFailure { error, features } = failure;
         let id = job.id();
         job.attempts += 1;
-        tracing::warn!(drafter = self.settings.index, job = %id, attempts = job.attempts, %error, "micro-batch failed");
+        let Settings { max_attempts, max_failures_in_a_row, .. } = *self.settings.borrow();
+        tracing::warn!(drafter = self.index, job = %id, attempts = job.attempts, %error, "micro-batch failed");
         counter!(m::JOBS_RETURNED, "cause" => "drafter_failed").increment(1);
         self.failed.insert(id);
         let failed = self.failed.len();
-        if matches!(error, EngineError::Lost(_)) || failed >= self.settings.max_failures_in_a_row as usize {
+        if matches!(error, EngineError::Lost(_)) || failed >= max_failures_in_a_row as usize {
             // The drafter's fault, not the job's: it stays open.
             return Err(Fault::new(
                 &self.name,
@@ -262,13 +292,17 @@ impl<E: DraftEngine> Drafter<E> {
             ));
         }
         match features {
-            Some(features) if job.attempts < self.settings.max_attempts => {
+            Some(features) if job.attempts < max_attempts => {
                 room.give_back(Batch { job, features });
                 self.owes_draw = true;
                 Ok(false)
             }
             features => {
-                let lost = if features.is_none() { ", and its hidden states are lost" } else { "" };
+                let (cause, lost) = match features {
+                    Some(_) => ("drafter_failed", ""),
+                    None => ("features_lost", ", and its hidden states are lost"),
+                };
+                counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
                 let attempts = job.attempts;
                 journal!("given_up", job = %id);
                 job.receipt.skip(format!("the drafter could not train it{lost}: {error}"), attempts);
@@ -281,7 +315,7 @@ impl<E: DraftEngine> Drafter<E> {
         let gradient = self.meter.busy(self.engine.take_gradient()).await;
         let gradient =
             gradient.map_err(|e| Fault::new(&self.name, format!("its gradient of step {step} is lost: {e}")))?;
-        let traded = self.trainer.exchange(self.settings.index, step, gradient);
+        let traded = self.trainer.exchange(self.index, step, gradient);
         let weights = self.meter.wait(Cause::Step, traded).await.map_err(|g| self.gone(g))?;
         let loaded = self.meter.busy(self.engine.load_weights(weights)).await;
         loaded.map_err(|e| Fault::new(&self.name, format!("it could not load the weights of step {step}: {e}")))

@@ -140,6 +140,11 @@ pub trait DraftEngine: Send + 'static {
     type Gradient: Send + 'static;
     type Weights: Send + 'static;
 
+    /// From the next micro-batch on, so many blocks are trained in each sample. An engine without blocks ignores it.
+    fn set_anchors(&mut self, anchors: usize) {
+        let _ = anchors;
+    }
+
     /// Samples anchors from a stream seeded by (run seed, job), runs forward and backward, and adds the gradient of the
     /// loss numerator to what this engine holds. A batch without a valid anchor adds nothing and is no error.
     /// After an error nothing of this batch remains in the sum, and its features come back with it.
@@ -166,6 +171,8 @@ pub struct StepRequest {
     pub learning_rate: f64,
     /// Largest global L2 norm of the gradient; larger ones are scaled down to it.
     pub max_grad_norm: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

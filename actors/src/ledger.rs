@@ -22,6 +22,32 @@ pub trait Ledger: Send + 'static {
 
     /// Makes a checkpoint exist. Called after the outcomes of its step are recorded.
     fn checkpoint(&mut self, step: u64, name: &str) -> Result<(), String>;
+
+    /// Keeps what a person may want to know later.
+    fn note(&mut self, note: &Note) -> Result<(), String>;
+}
+
+/// Something that happened to the run, beside its jobs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// Settings that got other values after `step`.
+    Changed {
+        step: u64,
+        changes: Vec<Change>,
+    },
+    Event {
+        kind: String,
+        text: String,
+    },
+}
+
+/// A setting that got another value. Values are text, as TOML writes them.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Change {
+    /// section.key
+    pub key: String,
+    pub old: String,
+    pub new: String,
 }
 
 /// A ledger in memory, for tests and simulation.
@@ -30,6 +56,7 @@ pub struct MemoryLedger {
     pub plans: Vec<Plan>,
     pub outcomes: std::collections::BTreeMap<JobId, Outcome>,
     pub checkpoints: Vec<(u64, String)>,
+    pub notes: Vec<Note>,
 }
 
 impl Ledger for MemoryLedger {
@@ -55,6 +82,11 @@ impl Ledger for MemoryLedger {
 
     fn checkpoint(&mut self, step: u64, name: &str) -> Result<(), String> {
         self.checkpoints.push((step, name.to_owned()));
+        Ok(())
+    }
+
+    fn note(&mut self, note: &Note) -> Result<(), String> {
+        self.notes.push(note.clone());
         Ok(())
     }
 }

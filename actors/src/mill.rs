@@ -6,13 +6,16 @@ use crate::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::{Fault, Kill, Stops, panic_text},
     ledger::Ledger,
-    planner, pool, pool_state, target,
+    metrics as m, planner, pool, pool_state,
+    steering::{Steered, Steering},
+    target,
     trainer::{self, StepRecord},
     types::BatchSource,
 };
+use metrics::counter;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tokio::{
-    sync::mpsc,
+    sync::{mpsc, watch},
     task::{Id, JoinSet},
     time::Instant,
 };
@@ -39,6 +42,22 @@ pub struct Settings {
     pub grace: Duration,
     /// For tests: ends one actor in the middle of its life.
     pub kill: Option<Kill>,
+}
+
+impl Settings {
+    pub(crate) fn of_targets(&self) -> target::Settings {
+        let &Settings { max_failures_in_a_row, max_restarts, restart_pause, .. } = self;
+        target::Settings { max_failures_in_a_row, max_restarts, restart_pause }
+    }
+
+    pub(crate) fn of_drafters(&self) -> drafter::Settings {
+        drafter::Settings {
+            prefetch: self.prefetch,
+            max_attempts: self.dispatcher.max_attempts,
+            max_failures_in_a_row: self.max_failures_in_a_row,
+            paused: self.trainer.paused.clone(),
+        }
+    }
 }
 
 /// The engines and stores that actors work with. Index in the list is index of the actor.
@@ -85,8 +104,25 @@ where
     S: BatchSource,
     L: Ledger,
 {
-    let max_attempts = settings.dispatcher.max_attempts;
-    let Settings { prefetch, max_failures_in_a_row, max_restarts, restart_pause, grace, .. } = settings;
+    let (_nobody, steered) = Steering::new(&settings);
+    run_steered(settings, parts, steered, stops).await
+}
+
+/// [`run`], while somebody steers.
+pub async fn run_steered<T, D, O, S, L>(
+    settings: Settings,
+    parts: Parts<T, D, O, S, L>,
+    steered: Steered,
+    stops: Stops,
+) -> Result<Report<L>, Fault>
+where
+    T: TargetEngine,
+    D: DraftEngine<Features = T::Features>,
+    O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
+    S: BatchSource,
+    L: Ledger,
+{
+    let told = steered.dispatcher.clone();
     let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new(), kill: settings.kill };
     let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
 
@@ -97,25 +133,23 @@ where
     let (course, course_seen) = pool::course(&settings.pool);
     let (feed, fed) = mpsc::channel(FEED);
 
-    let work = trainer::run(settings.trainer, parts.optimizer, trainer_inbox, planner, parts.records, stops.clone());
+    let work = trainer::run(steered.trainer, parts.optimizer, trainer_inbox, planner, parts.records, stops.clone());
     mill.start("trainer".into(), async { work.await.map(Ended::Trainer) });
     for (index, engine) in parts.drafters.into_iter().enumerate() {
-        let settings = drafter::Settings { index, prefetch, max_attempts, max_failures_in_a_row };
-        let work = drafter::run(settings, engine, pool.clone(), trainer.clone(), stops.clone());
+        let work = drafter::run(index, steered.drafters.clone(), engine, pool.clone(), trainer.clone(), stops.clone());
         mill.start(format!("drafter {index}"), async move { work.await.map(|w| Ended::Drafter(index, w)) });
     }
     drop(trainer);
-    let work = pool::run(settings.pool, pool_inbox, course_seen, stops.clone());
+    let work = pool::run(steered.pool, pool_inbox, course_seen, stops.clone());
     mill.start("pool".into(), async { work.await.map(Ended::Pool) });
     for (index, engine) in parts.targets.into_iter().enumerate() {
-        let settings = target::Settings { index, max_failures_in_a_row, max_restarts, restart_pause };
-        let work = target::run(settings, engine, dispatcher.clone(), pool.clone(), stops.clone());
+        let work = target::run(index, steered.targets.clone(), engine, dispatcher.clone(), pool.clone(), stops.clone());
         mill.start(format!("target {index}"), async move { work.await.map(|w| Ended::Target(index, w)) });
     }
     drop(dispatcher);
-    let work = dispatcher::run(settings.dispatcher, parts.source, dispatcher_inbox, fed, pool, stops.clone());
+    let work = dispatcher::run(steered.dispatcher, parts.source, dispatcher_inbox, fed, pool, stops.clone());
     mill.start("dispatcher".into(), async { work.await.map(|()| Ended::Dispatcher) });
-    let work = planner::run(settings.planner, parts.ledger, planner_inbox, feed, course, stops.clone());
+    let work = planner::run(steered.planner, parts.ledger, planner_inbox, feed, course, steered.notes, stops.clone());
     mill.start("planner".into(), async { work.await.map(|(counts, ledger)| Ended::Planner(counts, ledger)) });
 
     let mut report = Report {
@@ -136,6 +170,14 @@ where
                     first_gone.get_or_insert_with(|| Fault::new(format!("target {i}"), cause));
                 }
                 report.targets[i] = work;
+                let paused = &told.borrow().paused_targets;
+                let gone = |i: usize| report.targets[i].gone.is_some();
+                if gone(i) && !paused.is_empty() && (0..n_targets).all(|i| gone(i) || paused.contains(&i)) {
+                    tracing::error!(
+                        ?paused,
+                        "the targets that are left are all paused: the run waits until one is added back"
+                    );
+                }
                 if report.targets.iter().all(|target| target.gone.is_some()) {
                     return Next::Fail(first_gone.take());
                 }
@@ -149,7 +191,7 @@ where
         }
         Next::Wait
     };
-    mill.join(&stops, grace, ended).await?;
+    mill.join(&stops, steered.grace, ended).await?;
     Ok(report)
 }
 
@@ -181,12 +223,13 @@ impl<L: Send + 'static> Mill<L> {
     async fn join(
         &mut self,
         stops: &Stops,
-        grace: Duration,
+        grace: watch::Receiver<Duration>,
         mut ended: impl FnMut(Ended<L>) -> Next,
     ) -> Result<(), Fault> {
         let mut first: Option<Fault> = None;
         let aborted = async {
             stops.abort.cancelled().await;
+            let grace = *grace.borrow();
             tokio::time::sleep(grace).await;
         };
         tokio::pin!(aborted);
@@ -212,7 +255,7 @@ impl<L: Send + 'static> Mill<L> {
                         Ok(Next::Wait | Next::Fail(None)) => continue,
                         Ok(Next::WindDown) => {
                             stops.stop.cancel();
-                            patience = Some(Instant::now() + grace);
+                            patience = Some(Instant::now() + *grace.borrow());
                             continue;
                         }
                         Ok(Next::Fail(Some(fault))) | Err(fault) => fault,
@@ -228,6 +271,8 @@ impl<L: Send + 'static> Mill<L> {
                 }
             };
             if fault.root {
+                let kind = fault.actor.split(' ').next().unwrap_or_default().to_owned();
+                counter!(m::FAULTS, "actor" => kind).increment(1);
                 tracing::error!(%fault, "an actor failed");
             }
             // A fault that another one caused never hides its cause.

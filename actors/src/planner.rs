@@ -6,13 +6,14 @@
 //! receipt has come home. Invariants: P1, P2, D1.
 
 use crate::{
-    ask::{answer, off_thread},
+    ask::{answer, changed, off_thread},
     dispatcher::Feed,
     fault::{Fault, Gone, Stops},
     invariant,
     job::{Job, Receipt, Settled},
     journal::journal,
-    ledger::Ledger,
+    ledger::{Ledger, Note},
+    meter::{Cause, Meter},
     metrics as m,
     plan::{PlanError, PlanSettings, plan_epoch},
     planner_state::{Next, State},
@@ -24,7 +25,7 @@ use std::{future::pending, sync::Arc};
 use tokio::{
     sync::{
         mpsc::{self, OwnedPermit},
-        oneshot,
+        oneshot, watch,
     },
     task::{JoinError, JoinHandle, spawn_blocking},
 };
@@ -120,15 +121,18 @@ struct Planner<L> {
 
 /// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
 ///
-/// `course` tells the pool what is to come, and says how far ahead of the draws jobs may leave.
+/// `course` tells the pool what is to come, and says how far ahead of the draws jobs may leave. Of changed `settings` it minds how
+/// much may be skipped. `notes` go to the ledger.
 pub async fn run<L: Ledger>(
-    settings: Settings,
+    mut changing: watch::Receiver<Settings>,
     ledger: L,
     mut inbox: Inbox,
     feed: mpsc::Sender<Feed>,
     course: Course,
+    mut notes: mpsc::Receiver<Note>,
     stops: Stops,
 ) -> Result<(Counts, L), Fault> {
+    let settings = changing.borrow_and_update().clone();
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
     let mut planner = Planner {
         settings,
@@ -140,6 +144,7 @@ pub async fn run<L: Ledger>(
         trained: counter!(m::JOBS, "outcome" => "trained"),
         skipped: counter!(m::JOBS, "outcome" => "skipped"),
     };
+    let mut meter = Meter::new("planner", 0);
     let mut feed = Some(feed);
     let mut next: Option<Outgoing> = None;
     let mut slot: Option<OwnedPermit<Settled>> = None;
@@ -170,8 +175,15 @@ pub async fn run<L: Ledger>(
         }
         let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
         let listening = planner.outcomes.len() < RECORD_AT_ONCE;
+        let cause = match (early, barrier.is_some(), feed.is_some()) {
+            (true, ..) => Cause::Draw,
+            (_, true, _) => Cause::Barrier,
+            (_, _, true) => Cause::Queue,
+            (_, _, false) => Cause::Outcome,
+        };
         tokio::select! {
             biased;
+            never = meter.rest(cause) => match never {},
             () = stops.abort.cancelled() => {
                 // Whoever opens the ledger next must not find it in use.
                 if let Some(recording) = planner.recording.take() {
@@ -187,6 +199,10 @@ pub async fn run<L: Ledger>(
                 planner.recording = None;
                 planner.on_recorded(recorded.map_err(fault)?).await?;
             }
+            () = changed(&mut changing) => {
+                planner.state.allow_skips(changing.borrow_and_update().max_skip_fraction);
+            }
+            Some(note) = notes.recv() => planner.with_ledger(move |ledger| ledger.note(&note)).await?,
             n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking && listening => {
                 asking = n > 0;
                 // What was given up before a checkpoint was asked for is recorded before it.
@@ -225,6 +241,9 @@ pub async fn run<L: Ledger>(
             }
         }
         planner.record().await?;
+    }
+    while let Ok(note) = notes.try_recv() {
+        planner.with_ledger(move |ledger| ledger.note(&note)).await?;
     }
     let counts = planner.state.counts().clone();
     let ledger = planner.ledger.ok_or_else(|| fault("the ledger was lost"))?;

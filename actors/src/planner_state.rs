@@ -65,6 +65,11 @@ impl State {
         }
     }
 
+    /// From now on so large a share of an epoch may be skipped: the next skipped job is measured by it.
+    pub fn allow_skips(&mut self, fraction: f64) {
+        self.max_skip_fraction = fraction;
+    }
+
     /// What comes next; a job is taken out by this call.
     pub fn take_next(&mut self) -> Next {
         if self.stopped || self.epoch >= self.epochs {

@@ -7,10 +7,12 @@
 //! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
 
 use crate::{
+    ask::changed,
     fault::{Fault, Gone, Stops},
     job::Job,
+    meter::Meter,
     metrics as m,
-    pool_figures::{Depths, Series},
+    pool_figures::{Depths, Series, cause},
     pool_state::{Action, Entry, Settings, State},
     types::JobId,
 };
@@ -252,16 +254,17 @@ struct Pool<F> {
     series: Series,
 }
 
-/// Runs until nobody can ask any more.
+/// Runs until nobody can ask any more. Changed `settings` are in force at once, for whoever waits, too.
 pub async fn run<F: Send + 'static>(
-    settings: Settings,
+    mut settings: watch::Receiver<Settings>,
     mut inbox: Inbox<F>,
     mut course: CourseInbox,
     stops: Stops,
 ) -> Result<Peaks, Fault> {
-    gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
+    let first = *settings.borrow_and_update();
+    show(&first);
     let mut pool = Pool {
-        state: State::new(settings),
+        state: State::new(first),
         slots: inbox.slots,
         reserving: BTreeMap::new(),
         drawing: BTreeMap::new(),
@@ -272,10 +275,12 @@ pub async fn run<F: Send + 'static>(
     };
     let mut requests: RequestId = 0;
     let mut stopping = false;
+    let mut meter = Meter::new("pool", 0);
     loop {
         let actions = tokio::select! {
             // What is to come, and returns, come first: room that is free serves the oldest request.
             biased;
+            never = meter.rest(cause(pool.state.waiting())) => match never {},
             () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
             () = stops.stop.cancelled(), if !stopping => {
                 stopping = true;
@@ -285,6 +290,11 @@ pub async fn run<F: Send + 'static>(
                 Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
                 Told::Skipped(job) => pool.state.on_skipped(job),
             },
+            () = changed(&mut settings) => {
+                let new = *settings.borrow_and_update();
+                show(&new);
+                pool.state.reconfigure(new)
+            }
             Some(back) = inbox.returns.recv() => pool.on_return(back),
             msg = inbox.inbox.recv() => {
                 requests += 1;
@@ -318,6 +328,13 @@ pub async fn run<F: Send + 'static>(
     }
     let Pool { peaks, depths, .. } = pool;
     Ok(Peaks { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..peaks })
+}
+
+/// What holds now, as metrics.
+fn show(settings: &Settings) {
+    gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
+    gauge!(m::POOL_MAX_BATCHES).set(settings.max_batches as f64);
+    gauge!(m::POOL_MIN_READY).set(settings.min_ready as f64);
 }
 
 impl<F> Pool<F> {
@@ -394,6 +411,8 @@ impl<F> Pool<F> {
     fn observe(&mut self) {
         let held = self.state.held();
         self.series.batches.set(held.ready_batches as f64);
+        self.series.reserved_batches.set(held.reserved_batches as f64);
+        self.series.loaned_batches.set((held.loaned_batches + held.leaving_batches) as f64);
         self.series.bytes.set(held.ready_bytes as f64);
         self.series.reserved_bytes.set(held.reserved_bytes as f64);
         self.series.loaned_bytes.set(held.loaned_bytes as f64);

@@ -1,6 +1,6 @@
 //! What the pool tells of itself: its series, and how many batches were ready for how long.
 
-use crate::metrics as m;
+use crate::{meter::Cause, metrics as m};
 use metrics::{Counter, Gauge, counter, gauge};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -8,6 +8,8 @@ use tokio::time::Instant;
 /// The pool's own series, looked up once.
 pub(crate) struct Series {
     pub(crate) batches: Gauge,
+    pub(crate) reserved_batches: Gauge,
+    pub(crate) loaned_batches: Gauge,
     pub(crate) bytes: Gauge,
     pub(crate) reserved_bytes: Gauge,
     pub(crate) loaned_bytes: Gauge,
@@ -24,6 +26,8 @@ impl Series {
     pub(crate) fn new() -> Self {
         Self {
             batches: gauge!(m::POOL_BATCHES),
+            reserved_batches: gauge!(m::POOL_RESERVED_BATCHES),
+            loaned_batches: gauge!(m::POOL_LOANED_BATCHES),
             bytes: gauge!(m::POOL_BYTES),
             reserved_bytes: gauge!(m::POOL_RESERVED_BYTES),
             loaned_bytes: gauge!(m::POOL_LOANED_BYTES),
@@ -41,6 +45,15 @@ impl Series {
             });
         }
         &self.buckets[bucket]
+    }
+}
+
+/// What everything waits for, while so many draws and reservations are not answered.
+pub(crate) fn cause((draws, reservations): (usize, usize)) -> Cause {
+    match (draws, reservations) {
+        (0, 0) => Cause::Idle,
+        (0, _) => Cause::Drafter,
+        _ => Cause::Target,
     }
 }
 

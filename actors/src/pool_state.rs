@@ -219,6 +219,16 @@ impl<B> State<B> {
         self.decide()
     }
 
+    /// Other limits, another minimum, another random draw: in force at once, for those that wait, too. What is held above a
+    /// lowered limit drains. Seed, window and a fixed order stay what they were.
+    pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action<B>> {
+        let Settings { max_bytes, max_batches, min_ready, draw, .. } = settings;
+        let fixed = self.order.is_some() || draw == Draw::Replay;
+        let draw = if fixed { self.settings.draw } else { draw };
+        self.settings = Settings { max_bytes, max_batches, min_ready, draw, ..self.settings };
+        self.decide()
+    }
+
     /// A target asks for room.
     pub fn on_reserve(&mut self, request: RequestId, bytes: u64) -> Vec<Action<B>> {
         if self.phase == Phase::Draining {
@@ -306,6 +316,11 @@ impl<B> State<B> {
 
     pub fn held(&self) -> Held {
         self.held
+    }
+
+    /// Draws and reservations that are not answered yet.
+    pub fn waiting(&self) -> (usize, usize) {
+        (self.draws.len(), self.reserves.len())
     }
 
     pub fn is_draining(&self) -> bool {

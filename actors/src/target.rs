@@ -7,7 +7,7 @@
 //! Invariants: D2, L1.
 
 use crate::{
-    ask::caught,
+    ask::{caught, changed},
     dispatcher::{self, Failure, Lease},
     engine::{EngineError, FeatureShape, Features, TargetEngine},
     fault::{Fault, Gone, Stops},
@@ -17,6 +17,10 @@ use crate::{
 };
 use metrics::{Counter, counter, gauge};
 use std::time::Duration;
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
 
 /// Pauses between restarts double up to this many times the first one.
 const LONGEST_PAUSE: u32 = 64;
@@ -24,7 +28,6 @@ const LONGEST_PAUSE: u32 = 64;
 /// What shapes a target's work.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    pub index: usize,
     /// Failures in a row after which a target is taken out: it is broken, not its jobs.
     pub max_failures_in_a_row: u32,
     /// Restarts without a good result between them after which a target is gone for good.
@@ -108,40 +111,55 @@ impl State {
         out
     }
 
+    /// Other settings, in force from the next failure or restart on.
+    pub fn reconfigure(&mut self, settings: Settings) {
+        self.settings = settings;
+    }
+
     /// What to do while it is out.
     pub fn recover(&mut self) -> Recovery {
-        let Settings { max_restarts, restart_pause, max_failures_in_a_row, .. } = self.settings;
+        let Settings { max_restarts, max_failures_in_a_row, .. } = self.settings;
         if self.restarts_in_a_row >= max_restarts {
             let cause = self.first_cause.clone().unwrap_or_default();
             return Recovery::GiveUp(format!("{cause} (it was restarted {max_restarts} times in vain)"));
         }
-        let doubled = 1 << self.restarts_in_a_row.min(LONGEST_PAUSE.ilog2());
         self.restarts_in_a_row += 1;
         // On probation: the next failure takes it out again, before it spoils more jobs.
         self.failures_in_a_row = max_failures_in_a_row.saturating_sub(1);
-        Recovery::RestartAfter(restart_pause.saturating_mul(doubled))
+        Recovery::RestartAfter(self.pause())
+    }
+
+    /// The pause before the restart that comes next, after `recover` asked for one.
+    pub fn pause(&self) -> Duration {
+        let doubled = 1 << self.restarts_in_a_row.saturating_sub(1).min(LONGEST_PAUSE.ilog2());
+        self.settings.restart_pause.saturating_mul(doubled)
     }
 }
 
 /// Runs until there are no more jobs, or the target is gone for good: `Work::gone` says so.
 pub async fn run<E: TargetEngine>(
-    settings: Settings,
+    index: usize,
+    mut settings: watch::Receiver<Settings>,
     engine: E,
     jobs: dispatcher::Handle,
     pool: pool::Handle<E::Features>,
     stops: Stops,
 ) -> Result<Work, Fault> {
-    let index = settings.index.to_string();
+    let label = index.to_string();
+    let first = *settings.borrow_and_update();
     let mut target = Target {
-        index: settings.index,
+        index,
         name: format!("target {index}"),
-        state: State::new(settings),
+        state: State::new(first),
+        settings,
         engine,
         jobs,
         pool,
-        meter: Meter::new("target", settings.index, &[Cause::Job, Cause::Room, Cause::Out]),
-        tokens: counter!(m::TARGET_TOKENS, "index" => index.clone()),
-        padded_tokens: counter!(m::TARGET_PADDED_TOKENS, "index" => index),
+        meter: Meter::new("target", index),
+        delivered: counter!(m::TARGET_JOBS, "index" => label.clone()),
+        failures: counter!(m::TARGET_FAILURES, "index" => label.clone()),
+        tokens: counter!(m::TARGET_TOKENS, "index" => label.clone()),
+        padded_tokens: counter!(m::TARGET_PADDED_TOKENS, "index" => label),
         work: Work::default(),
     };
     let ended = stops.abort.run_until_cancelled(target.live(&stops)).await;
@@ -153,10 +171,13 @@ struct Target<E: TargetEngine> {
     index: usize,
     name: String,
     state: State,
+    settings: watch::Receiver<Settings>,
     engine: E,
     jobs: dispatcher::Handle,
     pool: pool::Handle<E::Features>,
     meter: Meter,
+    delivered: Counter,
+    failures: Counter,
     tokens: Counter,
     padded_tokens: Counter,
     work: Work,
@@ -214,12 +235,15 @@ impl<E: TargetEngine> Target<E> {
                         self.work.jobs += 1;
                         self.work.tokens += tokens;
                         self.work.padded_tokens += slots;
+                        self.delivered.increment(1);
                         self.tokens.increment(tokens);
                         self.padded_tokens.increment(slots);
                     }
                 }
                 Err((failure, message)) => {
                     drop(room);
+                    self.failures.increment(1);
+                    self.state.reconfigure(*self.settings.borrow_and_update());
                     tracing::warn!(target_index = self.index, job = %lease.job(), message, "extraction failed");
                     let out = self.state.on_failure(&message, lost);
                     lease.fail(failure, message);
@@ -252,10 +276,11 @@ impl<E: TargetEngine> Target<E> {
     /// Restarts until the engine answers. False when it is gone for good.
     async fn come_back(&mut self) -> bool {
         loop {
+            self.state.reconfigure(*self.settings.borrow_and_update());
             match self.state.recover() {
                 Recovery::RestartAfter(pause) => {
                     tracing::warn!(target_index = self.index, ?pause, "the target is taken out and will be restarted");
-                    self.meter.wait(Cause::Out, tokio::time::sleep(pause)).await;
+                    self.rest().await;
                     let restarted = self.meter.wait(Cause::Out, caught(self.engine.restart())).await;
                     match restarted.unwrap_or_else(|panic| Err(EngineError::Lost(panic))) {
                         Ok(()) => {
@@ -274,6 +299,21 @@ impl<E: TargetEngine> Target<E> {
                 }
             }
         }
+    }
+
+    /// Waits for the pause before a restart, as long as the settings say at present.
+    async fn rest(&mut self) {
+        let Self { meter, state, settings, .. } = self;
+        let begun = Instant::now();
+        let rest = async {
+            loop {
+                tokio::select! {
+                    () = sleep_until(begun + state.pause()) => return,
+                    () = changed(settings) => state.reconfigure(*settings.borrow_and_update()),
+                }
+            }
+        };
+        meter.wait(Cause::Out, rest).await;
     }
 
     fn set_up(&self, up: bool) {
@@ -318,7 +358,7 @@ mod tests {
     #[test]
     fn a_broken_target_is_restarted_with_growing_pauses_and_then_given_up() {
         let second = Duration::from_secs(1);
-        let settings = Settings { index: 0, max_failures_in_a_row: 3, max_restarts: 9, restart_pause: second };
+        let settings = Settings { max_failures_in_a_row: 3, max_restarts: 9, restart_pause: second };
         let mut state = State::new(settings);
         assert!(!state.on_failure("a", false) && !state.on_failure("b", false));
         state.on_success();
@@ -335,8 +375,7 @@ mod tests {
     #[test]
     fn a_target_is_on_probation_after_a_restart_and_its_first_cause_stays_until_a_job_goes_well() {
         let pause = Duration::from_secs(1);
-        let mut state =
-            State::new(Settings { index: 0, max_failures_in_a_row: 3, max_restarts: 1, restart_pause: pause });
+        let mut state = State::new(Settings { max_failures_in_a_row: 3, max_restarts: 1, restart_pause: pause });
         assert!(state.on_failure("the first", true));
         state.recover();
         assert!(state.on_failure("the second", false), "the next failure takes it out again");

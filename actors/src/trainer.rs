@@ -3,42 +3,55 @@
 //! In: requests for tickets, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
 //! planner), one record a step. A step has exactly `accumulation × drafters` micro-batches, or is the last of the run;
 //! whoever is ready takes the next ticket. At a stop it takes no part of an unfinished step into the weights: those jobs
-//! stay open. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
+//! stay open. Changed settings shape whole steps: they are in force from the next step border on. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
 
 use crate::{
+    ask::changed,
     engine::{MicroReport, Optimizer, StepRequest},
     fault::{Fault, Gone, Stops},
     job::{Job, Receipt},
     journal::journal,
     meter::{Cause, Meter, Totals},
-    metrics as m, planner,
+    planner,
     saver::Saver,
+    trainer_figures::Series,
     trainer_state::{Action, State},
 };
-use metrics::{Counter, Gauge, counter, gauge};
-use serde::Serialize;
 use std::{collections::BTreeMap, sync::Arc};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     time::Instant,
 };
 
+pub use crate::trainer_figures::StepRecord;
+
 /// Requests wait here: a drafter has at most a ticket request, a report and a gradient on the way.
 const INBOX: usize = 256;
 
-/// Learning rate of a step; the first step is 1.
-pub type LearningRate = Arc<dyn Fn(u64) -> f64 + Send + Sync>;
+/// Learning rate of a step by its place: 1 + the micro-batches trained before it over those of a step. Where every step had as many,
+/// that is its number, the first being 1; where accumulation changed, what was done before counts for what it was.
+pub type LearningRate = Arc<dyn Fn(f64) -> f64 + Send + Sync>;
+
+/// Where the result of a checkpoint goes that somebody asked for: a sentence.
+pub type Answer = oneshot::Sender<Result<String, String>>;
 
 /// What shapes the trainer's work.
 #[derive(Clone)]
 pub struct Settings {
     pub drafters: usize,
-    /// Micro-batches of a step for each drafter, on average.
+    /// Micro-batches of a step for each drafter that is not paused, on average.
     pub accumulation: usize,
+    /// Drafters that get nothing to train for now.
+    pub paused: Vec<usize>,
+    /// Blocks trained in each sample.
+    pub anchors: usize,
     pub learning_rate: LearningRate,
     pub max_grad_norm: f64,
+    pub weight_decay: f64,
     /// Steps that are in the weights already; the run goes on from here.
     pub start_step: u64,
+    /// The micro-batches of those steps.
+    pub start_micro_batches: u64,
     /// Stop after this step; 0 sets no limit.
     pub max_steps: u64,
     /// Steps between checkpoints; 0 leaves only the one at the end.
@@ -50,6 +63,8 @@ pub struct Settings {
 pub struct Ticket {
     pub step: u64,
     pub drafter: usize,
+    /// Blocks to train in each sample.
+    pub anchors: usize,
 }
 
 /// What drafters tell the trainer.
@@ -146,28 +161,6 @@ impl<G, W> Handle<G, W> {
     }
 }
 
-/// One optimizer step, for people and plots.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, serde::Deserialize)]
-pub struct StepRecord {
-    pub step: u64,
-    /// Mean loss in nats.
-    pub loss: f64,
-    /// Share of supervised positions that were right.
-    pub accuracy: f64,
-    pub learning_rate: f64,
-    /// Before clipping.
-    pub grad_norm: f64,
-    pub micro_batches: u64,
-    /// Real context tokens.
-    pub tokens: u64,
-    pub supervised: u64,
-    pub anchors: u64,
-    /// Distinct length buckets among the micro-batches.
-    pub buckets: u64,
-    /// Since the trainer started, in seconds.
-    pub seconds: f64,
-}
-
 /// What the trainer did.
 #[derive(Clone, Debug, Default)]
 pub struct Work {
@@ -198,7 +191,12 @@ pub fn channel<G, W>(settings: &Settings) -> (Handle<G, W>, Inbox<G, W>) {
 type HandedIn<O> = (Option<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
 
 struct Trainer<O: Optimizer> {
+    /// In force for the running step.
     settings: Settings,
+    /// In force from the next step on.
+    next: Settings,
+    /// Micro-batches in the weights.
+    trained: u64,
     state: State,
     optimizer: O,
     planner: planner::Handle,
@@ -212,13 +210,19 @@ struct Trainer<O: Optimizer> {
     born: Instant,
     work: Work,
     saver: Saver,
-    /// A checkpoint was due while another was being written.
-    save_due: bool,
+}
+
+/// What may be asked of a trainer from outside.
+pub struct Wishes {
+    /// In force from the next step border on.
+    pub settings: watch::Receiver<Settings>,
+    /// Whoever wants a checkpoint of the last step, now.
+    pub saves: mpsc::Receiver<Answer>,
 }
 
 /// Runs until no step can follow. Every step's record goes to `records`.
 pub async fn run<O: Optimizer>(
-    settings: Settings,
+    mut wishes: Wishes,
     optimizer: O,
     inbox: Inbox<O::Gradient, O::Weights>,
     planner: planner::Handle,
@@ -226,9 +230,11 @@ pub async fn run<O: Optimizer>(
     stops: Stops,
 ) -> Result<Work, Fault> {
     let Inbox { mut inbox, phase } = inbox;
+    let settings = wishes.settings.borrow_and_update().clone();
     let start = settings.start_step;
     let mut t = Trainer {
         state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
+        trained: settings.start_micro_batches,
         optimizer,
         saver: Saver::new(planner.clone(), start),
         planner,
@@ -237,15 +243,15 @@ pub async fn run<O: Optimizer>(
         tickets: BTreeMap::new(),
         gradients: BTreeMap::new(),
         receipts: Vec::new(),
-        meter: Meter::new("trainer", 0, &[Cause::MicroBatches]),
+        meter: Meter::new("trainer", 0),
         series: Series::new(),
         born: Instant::now(),
         work: Work { step: start, ..Work::default() },
-        save_due: false,
+        next: settings.clone(),
         settings,
     };
-    t.series.step.set(start as f64);
-    let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &stops)).await;
+    t.series.begin(&t.settings);
+    let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &mut wishes, &stops)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
     t.work.totals = t.meter.totals();
     Ok(t.work)
@@ -255,9 +261,10 @@ impl<O: Optimizer> Trainer<O> {
     async fn serve(
         &mut self,
         inbox: &mut mpsc::Receiver<Msg<O::Gradient, O::Weights>>,
+        wishes: &mut Wishes,
         stops: &Stops,
     ) -> Result<(), Fault> {
-        let mut actions = self.state.start();
+        let mut actions = self.state.reconfigure(self.settings.accumulation, &self.settings.paused);
         let mut stopping = false;
         loop {
             if self.apply(actions).await? {
@@ -270,6 +277,8 @@ impl<O: Optimizer> Trainer<O> {
                     () = stops.stop.cancelled(), if !stopping => Event::Stop,
                     // Why it failed is logged; training goes on, and the next one comes at its time.
                     _ = saver.written() => Event::Written,
+                    () = changed(&mut wishes.settings) => Event::Changed,
+                    Some(answer) = wishes.saves.recv() => Event::Save(answer),
                     msg = inbox.recv() => Event::Msg(msg),
                 }
             };
@@ -279,7 +288,14 @@ impl<O: Optimizer> Trainer<O> {
                     self.state.on_stop()
                 }
                 Event::Written => {
-                    if std::mem::take(&mut self.save_due) {
+                    if self.saver.is_due() {
+                        self.save().await;
+                    }
+                    Vec::new()
+                }
+                Event::Changed => self.reconfigure(wishes.settings.borrow_and_update().clone()),
+                Event::Save(answer) => {
+                    if self.saver.ask(self.work.step, answer) {
                         self.save().await;
                     }
                     Vec::new()
@@ -288,6 +304,15 @@ impl<O: Optimizer> Trainer<O> {
                 Event::Msg(Some(msg)) => self.on(msg),
             };
         }
+    }
+
+    /// What shapes a step holds from the next one on; at once where nothing of the running one has begun.
+    fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
+        self.next = settings;
+        if self.state.at_border() {
+            self.settings = self.next.clone();
+        }
+        self.state.reconfigure(self.next.accumulation, &self.next.paused)
     }
 
     fn on(&mut self, msg: Msg<O::Gradient, O::Weights>) -> Vec<Action> {
@@ -317,9 +342,10 @@ impl<O: Optimizer> Trainer<O> {
         while let Some(action) = actions.pop_front() {
             match action {
                 Action::Issue { drafter, step } => {
+                    let ticket = Ticket { step, drafter, anchors: self.settings.anchors };
                     let undelivered = match self.tickets.remove(&drafter) {
-                        Some(reply) => reply.send(Some(Ticket { step, drafter })).err().flatten(),
-                        None => Some(Ticket { step, drafter }),
+                        Some(reply) => reply.send(Some(ticket)).err().flatten(),
+                        None => Some(ticket),
                     };
                     if let Some(ticket) = undelivered {
                         actions.extend(self.state.on_give_back(&ticket, false));
@@ -346,7 +372,8 @@ impl<O: Optimizer> Trainer<O> {
     async fn step(&mut self) -> Result<Vec<Action>, Fault> {
         let Self { state, settings, .. } = self;
         let (step, sum) = (state.step(), *state.sum());
-        let learning_rate = (settings.learning_rate)(step);
+        let place = 1.0 + self.trained as f64 / state.per_step() as f64;
+        let learning_rate = (settings.learning_rate)(place);
         let mut record = StepRecord {
             step,
             loss: sum.loss(),
@@ -364,6 +391,7 @@ impl<O: Optimizer> Trainer<O> {
             denominator: sum.loss_denominator,
             learning_rate,
             max_grad_norm: settings.max_grad_norm,
+            weight_decay: settings.weight_decay,
         };
         let (gradients, replies): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.gradients).into_iter().map(|(d, (g, reply))| (g, (d, reply))).unzip();
@@ -381,12 +409,14 @@ impl<O: Optimizer> Trainer<O> {
         record.grad_norm = report.grad_norm;
         record.seconds = self.born.elapsed().as_secs_f64();
         self.work.step = step;
+        self.trained += record.micro_batches;
         self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
-        self.series.observe(&record);
+        self.series.observe(&record, &self.settings);
         let _ = self.records.send(record).await;
         if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
             self.save().await;
         }
+        self.settings = self.next.clone();
         Ok(self.state.on_stepped())
     }
 
@@ -408,8 +438,7 @@ impl<O: Optimizer> Trainer<O> {
 
     /// Begins a checkpoint of the weights as they are, or notes that one is due.
     async fn save(&mut self) {
-        self.save_due = self.saver.is_busy();
-        if !self.save_due {
+        if self.saver.may_begin() {
             let step = self.work.step;
             let copied = self.meter.busy(self.optimizer.save(step)).await;
             self.saver.begin(step, copied);
@@ -421,40 +450,7 @@ impl<O: Optimizer> Trainer<O> {
 enum Event<M> {
     Stop,
     Written,
+    Changed,
+    Save(Answer),
     Msg(Option<M>),
-}
-
-/// The trainer's own series, looked up once.
-struct Series {
-    step: Gauge,
-    loss: Gauge,
-    accuracy: Gauge,
-    learning_rate: Gauge,
-    grad_norm: Gauge,
-    correct: Counter,
-    supervised: Counter,
-}
-
-impl Series {
-    fn new() -> Self {
-        Self {
-            step: gauge!(m::STEP),
-            loss: gauge!(m::LOSS),
-            accuracy: gauge!(m::ACCURACY),
-            learning_rate: gauge!(m::LEARNING_RATE),
-            grad_norm: gauge!(m::GRAD_NORM),
-            correct: counter!(m::CORRECT),
-            supervised: counter!(m::SUPERVISED),
-        }
-    }
-
-    fn observe(&self, r: &StepRecord) {
-        self.step.set(r.step as f64);
-        self.loss.set(r.loss);
-        self.accuracy.set(r.accuracy);
-        self.learning_rate.set(r.learning_rate);
-        self.grad_norm.set(r.grad_norm);
-        self.correct.increment((r.accuracy * r.supervised as f64).round() as u64);
-        self.supervised.increment(r.supervised);
-    }
 }

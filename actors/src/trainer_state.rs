@@ -45,6 +45,10 @@ enum Phase {
 pub struct State {
     drafters: usize,
     micro_batches_per_step: u64,
+    /// Micro-batches of the steps that follow.
+    next_per_step: u64,
+    /// Drafters that are told to draw nothing: they will not say that they are finished.
+    paused: BTreeSet<usize>,
     max_steps: u64,
     step: u64,
     issued: u64,
@@ -65,6 +69,8 @@ impl State {
         Self {
             drafters,
             micro_batches_per_step: (drafters * accumulation) as u64,
+            next_per_step: (drafters * accumulation) as u64,
+            paused: BTreeSet::new(),
             max_steps,
             step: start_step + 1,
             issued: 0,
@@ -77,6 +83,31 @@ impl State {
             phase: Phase::Collect,
             stopping: false,
         }
+    }
+
+    /// From the next step border on, a step has `accumulation` micro-batches for each drafter that is not `paused`. Those that are
+    /// train what they have in hand and get nothing more, so from now on nobody waits for them to finish.
+    pub fn reconfigure(&mut self, accumulation: usize, paused: &[usize]) -> Vec<Action> {
+        self.paused = paused.iter().copied().filter(|&drafter| drafter < self.drafters).collect();
+        self.next_per_step = ((self.drafters - self.paused.len()).max(1) * accumulation.max(1)) as u64;
+        let mut actions = Vec::new();
+        if self.at_border() && self.next_per_step != self.micro_batches_per_step {
+            self.micro_batches_per_step = self.next_per_step;
+            self.places.end = self.places.start + self.next_per_step;
+            actions.push(Action::Collect { step: self.step, below: self.places.end });
+        }
+        actions.extend(self.decide());
+        actions
+    }
+
+    /// Whether no ticket of the running step is out or used yet.
+    pub fn at_border(&self) -> bool {
+        self.phase == Phase::Collect && self.issued == 0
+    }
+
+    /// Micro-batches of the running step.
+    pub fn per_step(&self) -> u64 {
+        self.micro_batches_per_step
     }
 
     /// What there is to do before anybody asks.
@@ -147,6 +178,7 @@ impl State {
         self.sum = MicroReport::default();
         self.buckets.clear();
         self.step += 1;
+        self.micro_batches_per_step = self.next_per_step;
         self.places = self.places.end..self.places.end + self.micro_batches_per_step;
         let mut actions = vec![Action::Collect { step: self.step, below: self.places.end }];
         actions.extend(self.decide());
@@ -201,7 +233,8 @@ impl State {
         if self.reported < self.issued {
             return;
         }
-        let all_finished = self.finished.len() == self.drafters;
+        let mut drafters = 0..self.drafters;
+        let all_finished = drafters.all(|d| self.finished.contains(&d) || self.paused.contains(&d));
         if self.reported == self.micro_batches_per_step || (wanted && all_finished && self.reported > 0) {
             invariant!(
                 "T1",

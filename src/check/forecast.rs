@@ -120,7 +120,7 @@ pub fn forecast(
     };
     let largest_job_bytes = plan.jobs.iter().map(fullest).max().unwrap_or(0);
     let mean_job_bytes = bytes(tokens, lengths.len()) / (jobs.max(1) as u64);
-    let micro_batches_per_step = u64::from(config.optimizer.accumulation) * config.drafter.devices.len() as u64;
+    let micro_batches_per_step = config.micro_batches_per_step();
     let steps = (jobs as u64 * u64::from(config.run.epochs)).div_ceil(micro_batches_per_step);
     Ok(Forecast {
         samples: lengths.len(),

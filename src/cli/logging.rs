@@ -4,12 +4,17 @@ use super::LogArgs;
 use crate::{
     config::{Log, LogFormat},
     exit::{Exit, Failure},
+    service::SetLevel,
 };
-use std::io::{self, IsTerminal, Write, stderr};
-use tracing_subscriber::{EnvFilter, fmt};
+use std::{
+    io::{self, IsTerminal, Write, stderr},
+    sync::Arc,
+};
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, layer::SubscriberExt, reload, util::SubscriberInitExt};
 
-/// Starts logging for the whole process. The command line wins over the configuration.
-pub fn start(args: &LogArgs, log: &Log) -> Result<(), Failure> {
+/// Starts logging for the whole process. The command line wins over the configuration; where it says nothing, the level can be
+/// changed later by what comes back.
+pub fn start(args: &LogArgs, log: &Log) -> Result<Option<SetLevel>, Failure> {
     let level = level(args, log);
     let filter = EnvFilter::try_new(level).map_err(|error| {
         Failure::new(
@@ -18,13 +23,20 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<(), Failure> {
         )
     })?;
     let terminal = stderr().is_terminal();
-    let builder = fmt().with_env_filter(filter).with_writer(move || OverProgress { terminal, begun: false });
-    let started = if json(log.format, terminal) {
-        builder.json().flatten_event(true).try_init()
+    let lines = fmt::layer().with_writer(move || OverProgress { terminal, begun: false });
+    let lines: Box<dyn Layer<Registry> + Send + Sync> = if json(log.format, terminal) {
+        lines.json().flatten_event(true).boxed()
     } else {
-        builder.with_ansi(terminal).with_target(false).try_init()
+        lines.with_ansi(terminal).with_target(false).boxed()
     };
-    started.map_err(Failure::of(Exit::Internal))
+    let (filter, handle) = reload::Layer::new(filter);
+    tracing_subscriber::registry().with(lines.with_filter(filter)).try_init().map_err(Failure::of(Exit::Internal))?;
+    let set_level = move |level: &str| {
+        let filter = EnvFilter::try_new(level).map_err(|error| error.to_string())?;
+        handle.reload(filter).map_err(|error| error.to_string())
+    };
+    let fixed = args.log_level.is_some() || args.verbose > 0;
+    Ok((!fixed).then(|| Arc::new(set_level) as SetLevel))
 }
 
 /// Writes one log line to stderr. On a terminal it first clears the line, where a progress bar may stand; the bar draws

@@ -22,6 +22,7 @@ pub use self::args::{
 use crate::{
     config::{self, Loaded, Log, Problems},
     exit::{Exit, Failure},
+    service::SetLevel,
 };
 use clap::Parser;
 use std::process::ExitCode;
@@ -52,7 +53,7 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             logging::start(&cli.log, &Log::default())?;
             import::run(args)
         }
-        Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?),
+        Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?.0),
         Command::Check(args) => {
             open_libtorch()?;
             // A configuration with mistakes is a finding like any other, and what is right in it is still looked at.
@@ -69,7 +70,8 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Train(args) => {
             open_libtorch()?;
-            train::run(args, started(&cli.log, &args.config)?)
+            let (loaded, set_level) = started(&cli.log, &args.config)?;
+            train::run(args, loaded, set_level)
         }
         Command::Runs(args) => {
             logging::start(&cli.log, &Log::default())?;
@@ -109,8 +111,8 @@ fn load(args: &ConfigArgs) -> Result<Loaded, Problems> {
 }
 
 /// Reads the configuration and starts logging as it says.
-fn started(log: &LogArgs, args: &ConfigArgs) -> Result<Loaded, Failure> {
+fn started(log: &LogArgs, args: &ConfigArgs) -> Result<(Loaded, Option<SetLevel>), Failure> {
     let loaded = load(args)?;
-    logging::start(log, &loaded.config.log)?;
-    Ok(loaded)
+    let set_level = logging::start(log, &loaded.config.log)?;
+    Ok((loaded, set_level))
 }

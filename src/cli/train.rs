@@ -2,14 +2,15 @@
 
 use super::{TrainArgs, output};
 use crate::{
-    config::Loaded,
+    config::{Loaded, Source},
     exit::{Exit, Failure},
-    service::{self, Start},
+    service::{self, SetLevel, Start},
 };
 
 /// Trains until the end of the last epoch, max_steps, a signal, or the first fault; then prints the figures.
-pub fn run(args: &TrainArgs, loaded: Loaded) -> Result<(), Failure> {
-    let start = Start { fresh: args.fresh, force: args.force };
+pub fn run(args: &TrainArgs, loaded: Loaded, set_level: Option<SetLevel>) -> Result<(), Failure> {
+    let source = Source { file: args.config.config.clone(), sets: args.config.set.clone() };
+    let start = Start { fresh: args.fresh, force: args.force, source, set_level };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()

@@ -98,7 +98,7 @@ pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
 }
 
 /// The whole file, unless it is far too long for a configuration: parsing and listing its mistakes would take for ever.
-fn read_text(path: &Path) -> io::Result<String> {
+pub fn read_text(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     let length = File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)? as u64;
     if length > MAX_FILE {

@@ -17,19 +17,19 @@ pub mod values;
 pub mod wire;
 
 pub use self::{
-    example::{annotated, differences, example},
+    example::{annotated, changes, differences, example},
     init::start_from,
-    load::Written,
+    load::{Written, read_text},
     problem::{Problem, Problems},
     resolve::{Config, Data, Drafter, Eval, Plan, Run, Target, resolve},
     shape::{
         ROW_BYTES, draft_config, feature_bytes_per_token, pool_problem, pool_settings, replay_window, step_problem,
     },
     values::*,
-    wire::{Admin, Apply, Checkpoint, Dispatch, FIELDS, Field, Log, Optimizer, Pool, Shutdown, Simulate, Wire},
+    wire::{Admin, Apply, Checkpoint, Dispatch, FIELDS, Field, Log, Optimizer, Pool, Reload, Shutdown, Simulate, Wire},
 };
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A configuration that can be worked with.
 #[derive(Clone, Debug)]
@@ -65,6 +65,13 @@ pub fn load_leniently(file: Option<&Path>, sets: &[String]) -> (Option<Loaded>, 
         }
     }
     (None, problems)
+}
+
+/// Where a configuration comes from, to read it again.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Source {
+    pub file: Option<PathBuf>,
+    pub sets: Vec<String>,
 }
 
 /// The same from text; `name` stands for the file in messages.

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::retention::Keep;
 use draftmill_actors::{engine::FeatureDtype, plan::Order};
-use std::{num::NonZeroUsize, path::PathBuf};
+use std::{collections::BTreeSet, num::NonZeroUsize, path::PathBuf};
 
 /// The settings of a run. Sections that the file already writes without gaps are taken as they are.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +26,7 @@ pub struct Config {
     pub eval: Eval,
     pub admin: wire::Admin,
     pub log: wire::Log,
+    pub reload: wire::Reload,
     pub shutdown: wire::Shutdown,
     pub simulate: wire::Simulate,
 }
@@ -59,6 +60,8 @@ pub struct Data {
 pub struct Target {
     pub dir: PathBuf,
     pub devices: Vec<Device>,
+    /// Those that get no jobs for now.
+    pub paused: Vec<usize>,
     pub dtype: Dtype,
     /// `None`: by the formula, once the number of layers is known ([`super::shape::draft_config`]).
     pub layer_ids: Option<Vec<u32>>,
@@ -81,6 +84,8 @@ pub struct Drafter {
     pub devices: Vec<Device>,
     /// Folder of a drafter to start from.
     pub init: Option<PathBuf>,
+    /// Those that draw nothing for now.
+    pub paused: Vec<usize>,
     pub layers: u32,
     pub block_size: u32,
     pub anchors: u32,
@@ -170,6 +175,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         target: Target {
             dir: target.dir,
             devices: target.devices,
+            paused: places(&target.paused),
             dtype: target_dtype,
             layer_ids: target.layer_ids.given().cloned(),
             feature_dtype: target.feature_dtype.or(|| target_dtype).into(),
@@ -185,6 +191,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             dtype: drafter.dtype.or(|| natural_dtype(&drafter.devices)),
             devices: drafter.devices,
             init: drafter.init.given().cloned(),
+            paused: places(&drafter.paused),
             layers: drafter.layers,
             block_size: drafter.block_size,
             anchors: drafter.anchors,
@@ -213,9 +220,23 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         },
         admin: written.wire.admin.clone(),
         log: written.wire.log.clone(),
+        reload: written.wire.reload.clone(),
         shutdown: written.wire.shutdown.clone(),
         simulate: written.wire.simulate.clone(),
     })
+}
+
+impl Config {
+    /// Micro-batches of a step.
+    pub fn micro_batches_per_step(&self) -> u64 {
+        u64::from(self.optimizer.accumulation) * (self.drafter.devices.len() - self.drafter.paused.len()) as u64
+    }
+}
+
+/// Each once, in order.
+fn places(paused: &[u32]) -> Vec<usize> {
+    let places: BTreeSet<usize> = paused.iter().map(|&index| index as usize).collect();
+    places.into_iter().collect()
 }
 
 impl wire::Checkpoint {

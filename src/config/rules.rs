@@ -19,6 +19,7 @@ pub fn broken_rules(written: &Written) -> Problems {
     audit.pool();
     audit.drafter();
     audit.optimizer();
+    audit.pauses();
     audit.rest();
     audit.simulate();
     Problems(audit.problems)
@@ -76,6 +77,8 @@ impl Audit<'_> {
         // Far above every machine and model, and low enough that no product overflows and no loop over layers hangs.
         let at_most = [
             ("run.threads", w.run.threads.or(|| 1), 1 << 10),
+            ("pool.max_batches", w.pool.max_batches, 1 << 15),
+            ("drafter.prefetch", w.drafter.prefetch, 1 << 10),
             ("drafter.layers", w.drafter.layers, 1 << 10),
             ("drafter.heads", w.drafter.heads.or(|| 1), 1 << 12),
             ("drafter.kv_heads", w.drafter.kv_heads.or(|| 1), 1 << 12),
@@ -214,6 +217,29 @@ impl Audit<'_> {
             "is out of range",
             "choose a number from 0 (no decay) up, or \"auto\"",
         );
+    }
+
+    fn pauses(&mut self) {
+        let Wire { target, drafter, .. } = &self.written.wire;
+        for (section, devices, paused) in
+            [("target", target.devices.len(), &target.paused), ("drafter", drafter.devices.len(), &drafter.paused)]
+        {
+            let key = format!("{section}.paused");
+            let unknown = paused.iter().find(|&&index| index as usize >= devices);
+            self.require(
+                unknown.is_none(),
+                &key,
+                format!("there are {devices} {section}s, counted from 0, and no {section} {}", unknown.unwrap_or(&0)),
+                format!("name places in {section}.devices"),
+            );
+            let all = unknown.is_none() && devices > 0 && (0..devices as u32).all(|index| paused.contains(&index));
+            self.require(
+                !all,
+                &key,
+                format!("no {section} would be left, and the run would stand still"),
+                format!("leave a {section} out of it; a POST to /pause stops the whole run for a while"),
+            );
+        }
     }
 
     fn optimizer(&mut self) {
@@ -381,6 +407,10 @@ mod tests {
             ("optimizer", "accumulation = 40000"),
             ("run", "threads = 4096"),
             ("drafter", "layers = 4294967295"),
+            ("target", "paused = [1]"),
+            ("drafter", "paused = [0]"),
+            ("drafter", "prefetch = 5000"),
+            ("pool", "max_batches = 100000"),
             ("optimizer", "weight_decay = -1.0"),
             ("optimizer", "max_grad_norm = nan"),
             ("checkpoint", "keep_last = 0"),

@@ -160,9 +160,10 @@ pub fn replay_window(pool: &Pool, largest_job_bytes: u64) -> u32 {
 
 /// The rule that a step can fill at all: a run has to hold as many jobs as one step has micro-batches.
 pub fn step_problem(config: &Config, written: &Written, jobs_per_epoch: usize) -> Option<Problem> {
-    let (accumulation, drafters) = (u64::from(config.optimizer.accumulation), config.drafter.devices.len() as u64);
+    let (accumulation, step) = (u64::from(config.optimizer.accumulation), config.micro_batches_per_step());
+    let drafters = step / accumulation;
     let epochs = u64::from(config.run.epochs);
-    let (step, jobs) = (accumulation * drafters, epochs * jobs_per_epoch as u64);
+    let jobs = epochs * jobs_per_epoch as u64;
     (step > jobs && jobs > 0).then(|| {
         written.problem(
             "optimizer.accumulation",

@@ -21,6 +21,15 @@ pub enum Apply {
     Restart,
 }
 
+impl std::fmt::Display for Apply {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Apply::Live => "live",
+            Apply::Restart => "restart",
+        })
+    }
+}
+
 /// One key of the configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Field {
@@ -117,6 +126,8 @@ sections! {
         Restart dir: PathBuf = "models/target".into();
         /// One target per entry: "cpu" or "cuda:0"; "cpu" may be repeated.
         Restart devices: Vec<Device> = vec![Device::Cpu];
+        /// Targets that get no jobs for now, by their place in devices from 0: [1]. Each finishes what it has; one has to stay.
+        Live paused: Vec<u32> = vec![];
         /// Number type of the forward; "auto" = f32 on CPU, bf16 on CUDA.
         Restart dtype: Auto<Dtype> = Auto::Auto;
         /// Tapped layers, 0-based: id i is the residual stream after layer i. "auto" = one per drafter layer, spread
@@ -143,36 +154,36 @@ sections! {
     /// The central queue from which targets pull.
     dispatch: Dispatch {
         /// Jobs of the plan that wait in the queue: enough that the planner is never waited for.
-        Restart queue_jobs: u32 = 64;
+        Live queue_jobs: u32 = 64;
         /// Jobs padded ahead on CPU threads.
-        Restart pad_ahead: u32 = 4;
+        Live pad_ahead: u32 = 4;
         /// A job that failed this often is skipped, with its reason recorded.
-        Restart max_attempts: u32 = 3;
+        Live max_attempts: u32 = 3;
         /// A target that panics, is lost or keeps failing is taken out and restarted; after this many restarts in vain it is
         /// gone for good. When all targets are gone, the run ends.
-        Restart max_restarts: u32 = 5;
+        Live max_restarts: u32 = 5;
         /// Pause before the first restart of a target; each further one doubles it.
-        Restart restart_pause: TimeSpan = TimeSpan(Duration::from_secs(1));
+        Live restart_pause: TimeSpan = TimeSpan(Duration::from_secs(1));
         /// A forward that takes this many times longer than others of its length is reported as a straggler; 0 = never.
-        Restart straggler_factor: f64 = 5.0;
+        Live straggler_factor: f64 = 5.0;
         /// Offer a straggler's job to another target; the first result counts, the other is dropped.
-        Restart offer_stragglers: bool = true;
+        Live offer_stragglers: bool = true;
         /// More skipped jobs than this share of the epoch end the run.
-        Restart max_skip_fraction: f64 = 0.01;
+        Live max_skip_fraction: f64 = 0.01;
     }
 
     /// Where hidden states wait for a drafter.
     pool: Pool {
         /// Bytes held and reserved never exceed this.
-        Restart max_bytes: ByteSize = ByteSize(4 << 30);
+        Live max_bytes: ByteSize = ByteSize(4 << 30);
         /// Batches held and reserved never exceed this.
-        Restart max_batches: u32 = 16;
+        Live max_batches: u32 = 16;
         /// Draws wait until this many batches are ready, so that the micro-batches of a step differ in length.
-        Restart min_ready: u32 = 4;
+        Live min_ready: u32 = 4;
         /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch; "replay" = an order
         /// that plan and seed fix, so that two runs train the same steps whatever the timing: it waits for the one batch
-        /// that is next, whatever min_ready says.
-        Restart draw: Draw = Draw::Proportional;
+        /// that is next, whatever min_ready says. To "replay" and from it only at a start.
+        Live draw: Draw = Draw::Proportional;
         /// For draw = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
         /// holds.
         Restart replay_window: Auto<u32> = Auto::Auto;
@@ -185,12 +196,15 @@ sections! {
         /// Folder of a drafter to start from, as `draftmill import --draft` or an export writes it, in either layout; its sizes
         /// and taps must be those of this section. "auto" = new weights, which follow from run.seed.
         Restart init: Auto<PathBuf> = Auto::Auto;
+        /// Drafters that draw nothing for now, by their place in devices from 0: [1]. Each trains what it has in hand; one has to
+        /// stay.
+        Live paused: Vec<u32> = vec![];
         /// Decoder layers.
         Restart layers: u32 = 5;
         /// Tokens of a block: one that is known and block_size - 1 that are predicted.
         Restart block_size: u32 = 16;
         /// Blocks trained in each sample, drawn anew each time (the paper's recipe: 512).
-        Restart anchors: u32 = 512;
+        Live anchors: u32 = 512;
         /// Attention heads.
         Restart heads: Auto<u32> = Auto::Auto;
         /// Heads of keys and values; divides heads.
@@ -212,7 +226,7 @@ sections! {
         /// did not write, whose tokens are the wrong teacher. Targets are then computed whole, head included.
         Restart labels: Labels = Labels::Data;
         /// Batches that each drafter draws ahead while it computes.
-        Restart prefetch: u32 = 1;
+        Live prefetch: u32 = 1;
     }
 
     /// AdamW on f32 weights, one update per step.
@@ -220,9 +234,9 @@ sections! {
         /// Peak learning rate (the paper's recipe: 6e-4).
         Live learning_rate: f64 = 6e-4;
         /// After the warm-up: "cosine" down to min_learning_rate at the last step, or "constant".
-        Restart schedule: Schedule = Schedule::Cosine;
+        Live schedule: Schedule = Schedule::Cosine;
         /// Share of all steps over which the learning rate rises linearly.
-        Restart warmup_fraction: f64 = 0.04;
+        Live warmup_fraction: f64 = 0.04;
         /// Learning rate at the end of the cosine.
         Live min_learning_rate: f64 = 0.0;
         /// Decoupled weight decay.
@@ -235,8 +249,8 @@ sections! {
         Restart eps: f64 = 1e-8;
         /// Largest global L2 norm of the gradient; larger ones are scaled down to it.
         Live max_grad_norm: f64 = 1.0;
-        /// Micro-batches per drafter in one step: a step has accumulation x drafters of them.
-        Restart accumulation: u32 = 1;
+        /// Micro-batches per drafter in one step: a step has accumulation x drafters of them, those that are paused aside.
+        Live accumulation: u32 = 1;
     }
 
     /// What is kept on disk.
@@ -290,6 +304,13 @@ sections! {
         Restart format: LogFormat = LogFormat::Auto;
         /// Time between progress lines where stderr is no terminal.
         Live progress_every: TimeSpan = TimeSpan(Duration::from_secs(5));
+    }
+
+    /// This file, while the service runs. Keys marked "live" take effect when it is saved: all of them or, where one cannot, none.
+    /// What shapes a step does so at the next step border. SIGHUP has it read at once.
+    reload: Reload {
+        /// Time between looks at the file; "0s" = only on SIGHUP.
+        Live poll: TimeSpan = TimeSpan(Duration::from_secs(1));
     }
 
     /// What happens on SIGINT and SIGTERM.

@@ -139,6 +139,7 @@ impl Inner {
             // Nothing was supervised: there is no mean to take a step by.
             return Ok(StepReport::default());
         }
+        self.adamw.set_weight_decay(request.weight_decay);
         let grad_norm = self.adamw.step(&sum, request.denominator, request.learning_rate, request.max_grad_norm)?;
         Ok(StepReport { grad_norm })
     }

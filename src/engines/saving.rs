@@ -2,22 +2,37 @@
 
 use crate::{
     checkpoint::{self, CheckpointError, NamedTensor, State},
+    config::{Loaded, annotated},
     hf::draft::DraftConfig,
     retention::Keep,
 };
 use draftmill_actors::engine::{EngineError, Writing};
 use std::path::PathBuf;
+use tokio::sync::watch;
 
 /// Where and how checkpoints are written.
 #[derive(Clone, Debug)]
 pub struct Saving {
     /// The run's `checkpoints` folder.
     pub folder: PathBuf,
-    pub keep: Keep,
+    /// What holds when a checkpoint is written.
+    pub kept: watch::Receiver<Kept>,
     pub seed: u64,
+    pub draft: DraftConfig,
+}
+
+/// What stays on disk.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    pub keep: Keep,
     /// The resolved configuration, kept with each checkpoint.
     pub config: String,
-    pub draft: DraftConfig,
+}
+
+impl Kept {
+    pub fn of(loaded: &Loaded) -> Kept {
+        Kept { keep: loaded.config.checkpoint.keep(), config: annotated(&loaded.written.wire) }
+    }
 }
 
 impl Saving {
@@ -36,7 +51,8 @@ impl Saving {
         step: u64,
         [weights, exp_avg, exp_avg_sq]: [Vec<NamedTensor>; 3],
     ) -> Result<String, CheckpointError> {
-        let Saving { folder, keep, seed, config, draft } = self;
+        let Saving { folder, kept, seed, draft } = self;
+        let Kept { keep, config } = kept.borrow().clone();
         let tensors = [
             (checkpoint::WEIGHTS, weights),
             (checkpoint::FIRST_MOMENTS, exp_avg),

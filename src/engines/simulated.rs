@@ -144,17 +144,21 @@ pub fn stand_in() -> DraftConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engines::saving::Kept;
     use draftmill_actors::sim::CostModel;
+    use tokio::sync::watch;
 
     #[tokio::test(start_paused = true)]
     async fn a_checkpoint_says_which_jobs_are_in_it() {
         let dir = tempfile::tempdir().unwrap();
         let keep = crate::retention::Keep { last: 1, ..Default::default() };
-        let saving = Saving { folder: dir.path().to_owned(), keep, seed: 0, config: String::new(), draft: stand_in() };
+        let kept = watch::channel(Kept { keep, config: String::new() }).1;
+        let saving = Saving { folder: dir.path().to_owned(), kept, seed: 0, draft: stand_in() };
         let inner = SimOptimizer::new(CostModel::default(), 0.0);
         let mut optimizer = RememberingOptimizer::new(inner, vec![JobId { epoch: 0, index: 1 << 20 }], saving);
         let jobs = vec![JobId { epoch: 1, index: u32::MAX }, JobId { epoch: 2, index: 65_537 }];
-        let request = StepRequest { step: 1, denominator: 1.0, learning_rate: 1.0, max_grad_norm: 1.0 };
+        let request =
+            StepRequest { step: 1, denominator: 1.0, learning_rate: 1.0, max_grad_norm: 1.0, weight_decay: 0.0 };
         optimizer.step(vec![(1.0, jobs.clone())], request).await.unwrap();
         let name = optimizer.save(1).await.unwrap().await.unwrap();
         let held = trained_jobs(&dir.path().join(name)).unwrap();

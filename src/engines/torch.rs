@@ -76,6 +76,8 @@ pub struct DrafterOptions {
 
 /// A drafter's replica on one device.
 pub struct TorchDrafter {
+    /// Blocks that the next micro-batch trains in each sample.
+    anchors: usize,
     worker: Worker<Replica>,
 }
 
@@ -198,7 +200,8 @@ impl TorchDrafter {
     /// the number type that it computes in.
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
         let drafter = Drafter::new(config, shared, options.model)?;
-        Ok(TorchDrafter { worker: Worker::new(Replica { drafter, options, sum: None }) })
+        let anchors = options.num_anchors;
+        Ok(TorchDrafter { anchors, worker: Worker::new(Replica { drafter, options, sum: None }) })
     }
 }
 
@@ -207,12 +210,18 @@ impl DraftEngine for TorchDrafter {
     type Gradient = Gradient;
     type Weights = Weights;
 
+    fn set_anchors(&mut self, anchors: usize) {
+        self.anchors = anchors;
+    }
+
     async fn micro_batch(
         &mut self,
         job: JobId,
         features: TorchFeatures,
     ) -> Result<MicroReport, MicroFailure<TorchFeatures>> {
+        let anchors = self.anchors;
         let work = move |replica: &mut Replica| {
+            replica.options.num_anchors = anchors;
             // Whatever happens to the replica, the features outlive it.
             let trained = catch_unwind(AssertUnwindSafe(|| replica.micro_batch(job, &features)));
             Ok((trained.map_err(panicked), features))

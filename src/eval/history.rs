@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
+    fmt,
     fs::{self, File, OpenOptions},
     io::{self, Write},
     path::{Path, PathBuf},
@@ -20,6 +21,24 @@ pub struct Measured {
     pub seconds: f64,
     pub held_out: Option<HeldOut>,
     pub decoded: Option<Decoded>,
+}
+
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "after step {}, in {:.1} s", self.step, self.seconds)?;
+        if let Some(decoded) = &self.decoded {
+            let Decoded { acceptance, responses, .. } = decoded;
+            write!(f, "; {acceptance:.3} tokens per step in {responses} decoded responses")?;
+        }
+        if let Some(held_out) = &self.held_out {
+            let HeldOut { loss, accuracy, samples, predicted_acceptance, .. } = held_out;
+            write!(f, "; loss {loss:.4} and accuracy {accuracy:.4} on {samples} held-out samples")?;
+            if let Some(predicted) = predicted_acceptance {
+                write!(f, ", which predict {predicted:.3}")?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// On samples that are never trained, every token before a block being given.

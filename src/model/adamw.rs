@@ -37,6 +37,11 @@ impl AdamW {
         AdamW { masters, exp_avg, exp_avg_sq, steps, hyper }
     }
 
+    /// From the next step on.
+    pub fn set_weight_decay(&mut self, weight_decay: f64) {
+        self.hyper.weight_decay = weight_decay;
+    }
+
     /// Divides the gradient by `denominator`, scales it to a global L2 norm of at most `max_norm` (by
     /// `min(1, max_norm / (norm + 1e-6))`, as torch does), and updates. Returns the norm before clipping.
     ///

@@ -125,10 +125,10 @@ impl RunFolder {
         let config = &loaded.config;
         let new = NewRun {
             from: step,
-            settings: Sha256::digest(&text).iter().map(|byte| format!("{byte:02x}")).collect(),
+            settings: hash(&text),
             epochs: config.run.epochs,
             samples: *samples,
-            micro_batches: u64::from(config.optimizer.accumulation) * config.drafter.devices.len() as u64,
+            micro_batches: config.micro_batches_per_step(),
         };
         let begun = state.begin_run(&new).map_err(Failure::of(Exit::Run))?;
         self.clean(step)?;
@@ -138,8 +138,13 @@ impl RunFolder {
             tracing::info!("settings that changed since the last start: {}", list.join("; "));
             state.config_changed(step, &changes).map_err(Failure::of(Exit::Run))?;
         }
-        write_whole(&self.config(), &text).map_err(|e| self.cannot_write(&self.config(), &e))?;
+        self.keep_config(&text).map_err(|e| self.cannot_write(&self.config(), &e))?;
         Ok(Opened { folder: self.clone(), state, from, verified, begun })
+    }
+
+    /// Writes down the settings that are in force.
+    pub fn keep_config(&self, text: &str) -> io::Result<()> {
+        write_whole(&self.config(), text)
     }
 
     /// Notes that a start failed, where its state was lost with what failed. Best effort: the failure itself is told anyway.
@@ -252,18 +257,7 @@ impl RunFolder {
                 return Vec::new();
             }
         };
-        let new = &loaded.written.wire;
-        let value = |wire: &config::Wire, field: &config::Field| {
-            let table = toml::Table::try_from(wire).unwrap_or_default();
-            let value = table.get(field.section).and_then(|keys| keys.get(field.key));
-            value.map_or_else(|| "nothing".into(), ToString::to_string)
-        };
-        let changed = config::differences(&old, new).into_iter().map(|field| ConfigChange {
-            key: format!("{}.{}", field.section, field.key),
-            old: value(&old, field),
-            new: value(new, field),
-        });
-        changed.collect()
+        config::changes(&old, &loaded.written.wire)
     }
 
     /// Deletes what a run wrote, and nothing else. The prepared store, where it lies in this folder, stays.
@@ -293,6 +287,11 @@ impl RunFolder {
             ),
         )
     }
+}
+
+/// SHA-256 of the text of a configuration, in hexadecimal.
+pub fn hash(text: &str) -> String {
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn remove_dir(path: &Path) -> io::Result<()> {

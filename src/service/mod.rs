@@ -4,11 +4,15 @@
 //! folder (lock, identity, resume point), port, engines; then the actors run until the plan is trained, a signal asks
 //! for an orderly end, or the first fault.
 
+mod closing;
 pub mod facts;
 mod folder;
+mod keeper;
 mod models;
 pub mod orders;
+mod process;
 mod progress;
+mod reload;
 mod schedule;
 mod settings;
 mod signals;
@@ -18,43 +22,52 @@ mod summary;
 mod torch;
 
 pub use folder::RunFolder;
+pub use keeper::SetLevel;
 pub use schedule::Schedule;
-pub(crate) use settings::mill_settings;
+pub(crate) use settings::{Place, mill_settings};
 pub use steps::{StepLog, Window};
 pub use summary::{ActorShares, Evaluation, Summary};
 
 use crate::{
     admin,
     check::{Forecast, Machine, Samples, Stored, examine},
-    config::{Config, Engine, Labels, Loaded, annotated},
+    config::{Config, Engine, Labels, Loaded, Source},
     data::{Split, Store, StoreSource},
     engines::{
-        saving::Saving,
+        saving::{Kept, Saving},
         simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
     },
-    eval::{
-        History,
-        during::{Evaluator, Last},
-    },
+    eval::{History, during::Evaluator},
     exit::{Exit, Failure},
     simulate,
-    state::{Checkpoint, Identity, RunEnd, StateDb},
+    state::{Identity, RunEnd},
 };
+use closing::{Ended, close};
 use draftmill_actors::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
-    mill::{self, Parts, Report},
+    mill::{self, Parts},
     plan::PlanSettings,
     sim::{self, SimOptimizer},
+    steering::Steering,
     trainer::StepRecord,
 };
+use facts::Facts;
 use folder::{About, Opened};
+use keeper::Keeper;
 use models::Models;
 use progress::Progress;
+use reload::Ground;
 use settings::plan_settings;
-use std::{fmt::Display, path::Path, sync::Arc};
-use tokio::{net::TcpListener, sync::mpsc, time::Instant};
+use std::{fmt::Display, sync::Arc};
+use tokio::{
+    net::TcpListener,
+    signal::unix::{Signal, SignalKind, signal},
+    sync::{mpsc, watch},
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
 
 /// Step records on their way to the log: the trainer waits for the disk only when this is full.
 const RECORDS: usize = 64;
@@ -62,27 +75,41 @@ const RECORDS: usize = 64;
 const MAX_FAILURES_IN_A_ROW: u32 = 5;
 
 /// How a run begins.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct Start {
     /// Begin anew instead of going on.
     pub fresh: bool,
     /// With `fresh`: throw an old run away.
     pub force: bool,
+    /// Where the configuration came from, to read it again.
+    pub source: Source,
+    /// Changes the log's filter, where the configuration may.
+    pub set_level: Option<SetLevel>,
 }
 
 /// Trains until the plan is done, a signal comes, or the first fault. An interrupted run gives a summary that is not
 /// `finished`.
 pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
     let stops = Stops::default();
-    let signals = signals::listen(stops.clone(), loaded.config.shutdown.grace.0).failed(Exit::Internal)?;
-    let trained = train_until(loaded, start, &stops).await;
+    let (in_force, watching) = watch::channel(loaded);
+    let signals = signals::listen(stops.clone(), watching).failed(Exit::Internal)?;
+    // From here on a SIGHUP does not end the process.
+    let hangup = signal(SignalKind::hangup()).failed(Exit::Internal)?;
+    let trained = train_until(in_force, start, hangup, &stops).await;
     signals.abort();
     trained
 }
 
-async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summary, Failure> {
+async fn train_until(
+    in_force: watch::Sender<Loaded>,
+    start: Start,
+    hangup: Signal,
+    stops: &Stops,
+) -> Result<Summary, Failure> {
+    let loaded = in_force.borrow().clone();
+    let asked = start.clone();
     // Reads and compares gigabytes; a signal need not wait for that.
-    let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, start));
+    let opening = tokio::task::spawn_blocking(move || Prepared::open(loaded, asked));
     let mut prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
@@ -93,7 +120,7 @@ async fn train_until(loaded: Loaded, start: Start, stops: &Stops) -> Result<Summ
         None => None,
     };
     let (folder, run) = (prepared.opened.folder.clone(), prepared.opened.begun.run);
-    let ended = prepared.run(listener, stops).await;
+    let ended = prepared.run(listener, Live { in_force, start, hangup }, stops).await;
     if let Err(failure) = &ended {
         folder.note_failure(run, failure);
     }
@@ -106,6 +133,13 @@ async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Resu
     done.ok_or_else(|| Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint stays"))
 }
 
+/// What keeps the settings changeable.
+struct Live {
+    in_force: watch::Sender<Loaded>,
+    start: Start,
+    hangup: Signal,
+}
+
 /// Everything that a run needs but the engines.
 struct Prepared {
     loaded: Loaded,
@@ -113,6 +147,7 @@ struct Prepared {
     store: Arc<Store>,
     source: StoreSource,
     lengths: Arc<[u32]>,
+    machine: Machine,
     forecast: Forecast,
     opened: Opened,
 }
@@ -138,7 +173,7 @@ impl Prepared {
         let folder = RunFolder::new(&config.run.dir);
         let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
         let opened = folder.open(&loaded, &about)?;
-        Ok(Prepared { loaded, models, store, source, lengths, forecast, opened })
+        Ok(Prepared { loaded, models, store, source, lengths, machine, forecast, opened })
     }
 
     fn start_step(&self) -> u64 {
@@ -170,8 +205,9 @@ impl Prepared {
         Ok(summary)
     }
 
-    async fn run(mut self, listener: Option<TcpListener>, stops: &Stops) -> Result<Summary, Failure> {
+    async fn run(mut self, listener: Option<TcpListener>, live: Live, stops: &Stops) -> Result<Summary, Failure> {
         self.announce(listener.as_ref());
+        let (kept, for_saving) = watch::channel(Kept::of(&self.loaded));
         match self.loaded.config.run.engine {
             Engine::Simulated => {
                 let config = &self.loaded.config;
@@ -183,9 +219,8 @@ impl Prepared {
                 };
                 let saving = Saving {
                     folder: checkpoints,
-                    keep: config.checkpoint.keep(),
+                    kept: for_saving,
                     seed: config.run.seed,
-                    config: annotated(&self.loaded.written.wire),
                     draft: simulated::stand_in(),
                 };
                 let optimizer = SimOptimizer::new(costs, 0.01 * self.start_step() as f64);
@@ -197,16 +232,18 @@ impl Prepared {
                     // There is no drafter to measure.
                     evaluator: None,
                 };
-                self.drive(engines, listener, stops.clone()).await
+                self.drive(engines, listener, (live, kept), stops.clone()).await
             }
             Engine::Torch => {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines =
-                    unless_stopped(stops, torch::load(&self.loaded, models, folder, from, self.store.clone()))
-                        .await??;
-                self.drive(engines, listener, stops.clone()).await
+                let engines = unless_stopped(
+                    stops,
+                    torch::load(&self.loaded, models, folder, from, for_saving, self.store.clone()),
+                )
+                .await??;
+                self.drive(engines, listener, (live, kept), stops.clone()).await
             }
         }
     }
@@ -255,6 +292,7 @@ impl Prepared {
         self,
         engines: Engines<T, D, O>,
         listener: Option<TcpListener>,
+        (live, kept): (Live, watch::Sender<Kept>),
         stops: Stops,
     ) -> Result<Summary, Failure>
     where
@@ -263,35 +301,75 @@ impl Prepared {
         O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
     {
         let start_step = self.start_step();
-        let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, start_step);
-        let Prepared { loaded, source, forecast, opened, .. } = self;
+        let trained = self.opened.state.counts().failed(Exit::Run)?.iter().map(|c| c.trained).sum();
+        let place = Place { step: start_step, micro_batches: trained };
+        let settings = mill_settings(&self.loaded.config, &self.forecast, &self.lengths, place);
+        let Prepared { loaded, source, lengths, machine, forecast, opened, .. } = self;
         let Opened { folder, state, from, begun, .. } = opened;
-        let known = (forecast.buckets.len(), loaded.config.drafter.block_size as usize - 1);
-        let metrics = listener.map(|l| serve_metrics(l, &loaded.config, known, &stops)).transpose()?;
+        let checkpoint_time = state.checkpoint_time().failed(Exit::Run)?.unwrap_or(0.0);
+        let facts = Facts {
+            run: begun.run,
+            started: facts::now(),
+            planned_steps: forecast.steps,
+            epochs: loaded.config.run.epochs.into(),
+            ..Facts::default()
+        };
+        let (facts, told) = watch::channel(facts);
+        let (orders, given) = orders::channel();
+        let asked = Asked { orders, facts: told.clone() };
+        let metrics = listener
+            .map(|listener| serve_metrics(listener, &loaded.config, &forecast, checkpoint_time, asked, &stops))
+            .transpose()?;
 
         let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
-        let progress = Progress::new(forecast.steps, start_step, loaded.config.log.progress_every.0);
+        let in_force = live.in_force.subscribe();
+        let progress = Progress::new(start_step, in_force.clone(), told);
         let (records, recorded) = mpsc::channel(RECORDS);
-        let recording = tokio::spawn(record(recorded, log, progress, stops.clone()));
+        let (reached, watched) = watch::channel(place);
+        let recording = tokio::spawn(record(recorded, log, progress, reached, stops.clone()));
+        let (steering, steered) = Steering::new(&settings);
+        let keeper = Keeper {
+            source: live.start.source,
+            ground: Ground { forecast, machine },
+            lengths,
+            folder: folder.clone(),
+            steering,
+            in_force: live.in_force,
+            kept,
+            facts,
+            set_level: live.start.set_level,
+            orders: given,
+            hangup: live.hangup,
+            place: watched,
+            measured: engines
+                .evaluator
+                .as_ref()
+                .map_or_else(|| watch::channel(History::default()).1, Evaluator::history),
+            notes: Default::default(),
+        };
+        let ended = CancellationToken::new();
+        let keeping = tokio::spawn(keeper.run(stops.stop.clone(), ended.clone()));
 
         let Engines { targets, drafters, optimizer, evaluator } = engines;
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
         let born = Instant::now();
-        let report = mill::run(settings, parts, stops.clone()).await;
+        let report = mill::run_steered(settings, parts, steered, stops.clone()).await;
         let seconds = born.elapsed().as_secs_f64();
+        ended.cancel();
+        keeping.await.failed(Exit::Internal)?;
+        let loaded = in_force.borrow().clone();
         let log = recording.await.failed(Exit::Internal)?.map_err(|e| folder.cannot_write(folder.root(), &e))?;
         let report = report.map_err(|fault| match fault.root {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let evaluated = match (evaluator, last_checkpoint(&folder, &report, from.as_ref())) {
-            (Some(evaluator), Some(last)) if how_it_ended(&loaded.config, &report) != RunEnd::Stopped => {
-                Some(evaluator.finish(last).await)
-            }
+        let mut ended = Ended { report, log: &log, seconds, before: from, evaluated: None };
+        let last = ended.last(&folder).filter(|_| ended.how(&loaded.config) != RunEnd::Stopped);
+        ended.evaluated = match (evaluator, last) {
+            (Some(evaluator), Some(last)) => Some(evaluator.finish(last).await),
             (evaluator, _) => evaluator.map(|evaluator| evaluator.history().borrow().clone()),
         };
-        let summary =
-            close(&loaded, &folder, begun.run, Ended { report, log: &log, seconds, before: from, evaluated })?;
+        let summary = close(&loaded, &folder, begun.run, ended)?;
         drop(metrics);
         Ok(summary)
     }
@@ -302,12 +380,6 @@ struct Engines<T, D, O> {
     drafters: Vec<D>,
     optimizer: O,
     evaluator: Option<Evaluator>,
-}
-
-/// The weights that a run ended with.
-fn last_checkpoint(folder: &RunFolder, report: &Report<StateDb>, before: Option<&Checkpoint>) -> Option<Last> {
-    let name = report.trainer.checkpoint.as_ref().or(before.map(|checkpoint| &checkpoint.name))?;
-    Some(Last { step: report.trainer.step, checkpoint: folder.checkpoints().join(name) })
 }
 
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
@@ -356,25 +428,43 @@ fn data_name(store: &Store) -> String {
     format!("{} ({})", store.fingerprint(), names.join(", "))
 }
 
+/// What the admin port needs of a running service: where orders go, and what is so.
+struct Asked {
+    #[expect(dead_code, reason = "the admin port learns to give orders in a change of its own")]
+    orders: orders::Orders,
+    #[expect(dead_code, reason = "likewise")]
+    facts: watch::Receiver<Facts>,
+}
+
 fn serve_metrics(
     listener: TcpListener,
     config: &Config,
-    (buckets, positions): (usize, usize),
+    forecast: &Forecast,
+    checkpoint_time: f64,
+    _asked: Asked,
     stops: &Stops,
 ) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|s| !s.buckets.is_empty()).map(|s| (s.name, s.buckets)).collect();
-    let handle = admin::install_recorder(&histograms).failed(Exit::Internal)?;
+    let handle = admin::install_recorder(&config.run.dir.display().to_string(), &histograms).failed(Exit::Internal)?;
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
-        buckets,
-        positions,
+        positions: config.drafter.block_size as usize - 1,
+        buckets: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
         version: env!("CARGO_PKG_VERSION"),
+        planned_steps: forecast.steps,
+        checkpoint_time,
     });
+    let watching = process::watch();
     let abort = stops.abort.clone();
     let serving = admin::serve(listener, handle, async move { abort.cancelled().await });
-    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(serving)))
+    Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(async move {
+        tokio::select! {
+            served = serving => served,
+            () = watching => Ok(()),
+        }
+    })))
 }
 
 /// Writes every step to the log and shows it. A disk that fails ends the run.
@@ -382,11 +472,15 @@ async fn record(
     mut records: mpsc::Receiver<StepRecord>,
     mut log: StepLog,
     mut progress: Progress,
+    place: watch::Sender<Place>,
     stops: Stops,
 ) -> std::io::Result<StepLog> {
     let mut result = Ok(());
     while let Some(record) = records.recv().await {
         progress.on_step(&record);
+        place.send_modify(|place| {
+            *place = Place { step: record.step, micro_batches: place.micro_batches + record.micro_batches };
+        });
         if result.is_ok() {
             result = log.push(record);
             if let Err(error) = &result {
@@ -397,66 +491,4 @@ async fn record(
     }
     progress.finish();
     result.map(|()| log)
-}
-
-fn how_it_ended(config: &Config, report: &Report<StateDb>) -> RunEnd {
-    let at_limit = config.run.max_steps.is_some_and(|limit| report.trainer.step >= limit);
-    match report.jobs.plan_ended && report.jobs.unfinished == 0 {
-        true => RunEnd::Finished,
-        false if at_limit => RunEnd::StepLimit,
-        false => RunEnd::Stopped,
-    }
-}
-
-/// What the actors of a run left.
-struct Ended<'a> {
-    report: Report<StateDb>,
-    log: &'a StepLog,
-    seconds: f64,
-    /// The checkpoint that the run went on from, which is its last where a kill came between the last step and the export.
-    before: Option<Checkpoint>,
-    evaluated: Option<History>,
-}
-
-/// Exports the drafter of a finished run and writes the figures.
-fn close(loaded: &Loaded, folder: &RunFolder, run: u64, ended: Ended<'_>) -> Result<Summary, Failure> {
-    let Ended { mut report, log, seconds, before, evaluated } = ended;
-    let config = &loaded.config;
-    let (first, last) = log.windows();
-    let mut summary = Summary::of(&report, &first, &last, seconds);
-    summary.run_dir = folder.root().to_owned();
-    summary.target_dir = config.target.dir.clone();
-    summary.pool_max_bytes = config.pool.max_bytes.0;
-    let end = how_it_ended(config, &report);
-    summary.finished = end != RunEnd::Stopped;
-    summary.evaluation = evaluated.as_ref().and_then(Evaluation::of);
-    summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
-    summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
-    let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
-    if let Err(error) = crate::checkpoint::retain(&folder.checkpoints(), config.checkpoint.keep())
-        && folder.checkpoints().exists()
-    {
-        tracing::warn!(%error, "old checkpoints could not be deleted");
-    }
-    let exports = summary.finished && config.run.engine == Engine::Torch;
-    if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
-        let export = folder.export();
-        crate::export::export_run(&checkpoint, &export, config).failed(Exit::Run)?;
-        summary.export_dir = Some(export);
-    }
-    write_summary(&summary, &folder.summary()).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;
-    if let Some(state) = &mut report.ledger {
-        if let Some(evaluation) = &summary.evaluation {
-            state.event("evaluation", &evaluation.to_string()).failed(Exit::Run)?;
-        }
-        state.end_run(run, &end, Some(report.trainer.step)).failed(Exit::Run)?;
-    }
-    Ok(summary)
-}
-
-fn write_summary(summary: &Summary, path: &Path) -> std::io::Result<()> {
-    let fresh = path.with_extension("json.tmp");
-    crate::checkpoint::write_json(&fresh, summary)?;
-    crate::failpoint::point("rename", "summary.json")?;
-    std::fs::rename(fresh, path)
 }

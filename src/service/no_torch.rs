@@ -5,10 +5,12 @@ use crate::{
     checkpoint::Verified,
     config::Loaded,
     data::Store,
+    engines::saving::Kept,
     exit::{Exit, Failure},
 };
 use draftmill_actors::sim::{SimDrafter, SimOptimizer, SimTarget};
 use std::sync::Arc;
+use tokio::sync::watch;
 
 /// Refuses. `check` does so earlier, with the line of the configuration.
 pub async fn load(
@@ -16,6 +18,7 @@ pub async fn load(
     _models: Models,
     _folder: RunFolder,
     _from: Option<Verified>,
+    _kept: watch::Receiver<Kept>,
     _store: Arc<Store>,
 ) -> Result<Engines<SimTarget, SimDrafter, SimOptimizer>, Failure> {
     Err(Failure::new(

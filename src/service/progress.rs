@@ -1,18 +1,20 @@
 //! What a person sees while a run goes on: a live line on a terminal, a plain line every few seconds elsewhere.
 
+use super::facts::Facts;
+use crate::config::Loaded;
 use draftmill_actors::trainer::StepRecord;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::{
     io::{IsTerminal, stderr},
     time::Duration,
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 /// Shows steps as they come.
 pub struct Progress {
     bar: Option<ProgressBar>,
-    total: u64,
-    every: Duration,
+    in_force: watch::Receiver<Loaded>,
+    facts: watch::Receiver<Facts>,
     last: Option<Instant>,
     born: Instant,
     start_step: u64,
@@ -20,8 +22,9 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// `total` steps are expected, `start_step` of them are done. `every`: time between plain lines.
-    pub fn new(total: u64, start_step: u64, every: Duration) -> Progress {
+    /// `start_step` steps are done. How many are expected, and the time between plain lines, is looked up each time.
+    pub fn new(start_step: u64, in_force: watch::Receiver<Loaded>, facts: watch::Receiver<Facts>) -> Progress {
+        let total = facts.borrow().planned_steps;
         let style = ProgressStyle::with_template("{spinner} step {pos}/{len} {msg}");
         let bar = stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(4));
@@ -33,19 +36,22 @@ impl Progress {
             bar.enable_steady_tick(Duration::from_millis(250));
             bar
         });
-        Progress { bar, total, every, last: None, born: Instant::now(), start_step, tokens: 0 }
+        Progress { bar, in_force, facts, last: None, born: Instant::now(), start_step, tokens: 0 }
     }
 
     /// A step is complete.
     pub fn on_step(&mut self, record: &StepRecord) {
         self.tokens += record.tokens;
-        let text = self.text(record);
+        let total = self.facts.borrow().planned_steps;
+        let every = self.in_force.borrow().config.log.progress_every.0;
+        let text = self.text(record, total);
         if let Some(bar) = &self.bar {
+            bar.set_length(total);
             bar.set_position(record.step);
             bar.set_message(text);
-        } else if self.last.is_none_or(|at| at.elapsed() >= self.every) || record.step == self.total {
+        } else if self.last.is_none_or(|at| at.elapsed() >= every) || record.step == total {
             self.last = Some(Instant::now());
-            tracing::info!("step {}/{} {text}", record.step, self.total);
+            tracing::info!("step {}/{total} {text}", record.step);
         }
     }
 
@@ -56,10 +62,10 @@ impl Progress {
         }
     }
 
-    fn text(&self, r: &StepRecord) -> String {
+    fn text(&self, r: &StepRecord, total: u64) -> String {
         let seconds = self.born.elapsed().as_secs_f64().max(1e-9);
         let done = (r.step - self.start_step).max(1) as f64;
-        let left = Duration::from_secs_f64(seconds / done * self.total.saturating_sub(r.step) as f64);
+        let left = Duration::from_secs_f64(seconds / done * total.saturating_sub(r.step) as f64);
         format!(
             "loss {:.3} acc {:.1}% lr {:.1e} {:.0} tok/s, {} left",
             r.loss,

@@ -24,19 +24,19 @@ impl Schedule {
         }
     }
 
-    /// The learning rate of `step`; the first step is 1.
+    /// The learning rate at a place: the number of a step, the first being 1, where all steps are of one size.
     ///
     /// Warm-up as in SpecForge: step s of w has peak s/w. Then transformers' cosine: the first step after the warm-up has
     /// the peak, and the step after the last one would have the floor. (SpecForge's own cosine is the same curve times
     /// 2/(1+cos(pi/T)), an overshoot of its recursive form that we do not copy.)
-    pub fn at(&self, step: u64) -> f64 {
-        if step <= self.warmup_steps {
-            return self.peak * step as f64 / self.warmup_steps as f64;
+    pub fn at(&self, place: f64) -> f64 {
+        if place <= self.warmup_steps as f64 {
+            return self.peak * place / self.warmup_steps as f64;
         }
         if !self.cosine {
             return self.peak;
         }
-        let after = (step - 1 - self.warmup_steps) as f64;
+        let after = (place - 1.0 - self.warmup_steps as f64).max(0.0);
         let length = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
         let share = (after / length).min(1.0);
         self.floor + (self.peak - self.floor) * (1.0 + (std::f64::consts::PI * share).cos()) / 2.0
@@ -59,7 +59,7 @@ mod tests {
 
     fn assert_follows(schedule: Schedule, golden: &[f64], steps: impl Iterator<Item = u64>) {
         for step in steps {
-            let (ours, theirs) = (schedule.at(step), golden[step as usize - 1]);
+            let (ours, theirs) = (schedule.at(step as f64), golden[step as usize - 1]);
             assert!((ours - theirs).abs() <= 1e-12, "step {step}: {ours} against {theirs}");
         }
     }
@@ -78,7 +78,10 @@ mod tests {
         assert_follows(Schedule { cosine: false, ..schedule }, &constant, 1..=total);
         let overshoot = 2.0 / (1.0 + (std::f64::consts::PI / (total - warmup) as f64).cos());
         for step in warmup + 1..=total {
-            assert!((schedule.at(step) * overshoot - specforge[step as usize - 1]).abs() <= 1e-12, "step {step}");
+            assert!(
+                (schedule.at(step as f64) * overshoot - specforge[step as usize - 1]).abs() <= 1e-12,
+                "step {step}"
+            );
         }
     }
 
@@ -87,9 +90,9 @@ mod tests {
         for (warmup_steps, total_steps) in [(0, 1), (0, 0), (1, 1), (5, 3), (3, 100)] {
             let schedule = Schedule { peak: 1e-3, floor: 1e-5, warmup_steps, total_steps, cosine: true };
             for step in 1..200 {
-                assert!((0.0..=1e-3).contains(&schedule.at(step)), "step {step}");
+                assert!((0.0..=1e-3).contains(&schedule.at(f64::from(step))), "step {step}");
             }
-            assert!((schedule.at(200) - 1e-5).abs() < 1e-12);
+            assert!((schedule.at(200.0) - 1e-5).abs() < 1e-12);
         }
     }
 }

@@ -18,14 +18,23 @@ pub(crate) fn plan_settings(config: &Config, forecast: &Forecast) -> PlanSetting
     }
 }
 
-/// The settings of every actor; `start_step` steps are in the weights already.
+/// How far a run is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Steps that are in the weights.
+    pub step: u64,
+    /// Their micro-batches.
+    pub micro_batches: u64,
+}
+
+/// The settings of every actor of a run that stands at `place`.
 pub(crate) fn mill_settings(
     config: &Config,
     forecast: &Forecast,
     lengths: &Arc<[u32]>,
-    start_step: u64,
+    place: Place,
 ) -> mill::Settings {
-    let schedule = Schedule::new(&config.optimizer, forecast.steps);
+    let schedule = Schedule::new(&config.optimizer, scheduled_steps(config, forecast, place));
     mill::Settings {
         planner: planner::Settings {
             plan: plan_settings(config, forecast),
@@ -41,14 +50,20 @@ pub(crate) fn mill_settings(
             straggler_factor: config.dispatch.straggler_factor,
             offer_stragglers: config.dispatch.offer_stragglers,
             policy: dispatcher::Policy::Pull,
+            paused: false,
+            paused_targets: config.target.paused.clone(),
         },
-        pool: pool_settings(config, forecast.largest_job_bytes, start_step),
+        pool: pool_settings(config, forecast.largest_job_bytes, place.step),
         trainer: trainer::Settings {
             drafters: config.drafter.devices.len(),
             accumulation: config.optimizer.accumulation as usize,
-            learning_rate: Arc::new(move |step| schedule.at(step)),
+            learning_rate: Arc::new(move |place| schedule.at(place)),
             max_grad_norm: config.optimizer.max_grad_norm,
-            start_step,
+            weight_decay: config.optimizer.weight_decay,
+            paused: config.drafter.paused.clone(),
+            anchors: config.drafter.anchors as usize,
+            start_step: place.step,
+            start_micro_batches: place.micro_batches,
             max_steps: config.run.max_steps.unwrap_or(0),
             checkpoint_every: config.checkpoint.every_steps,
         },
@@ -59,4 +74,13 @@ pub(crate) fn mill_settings(
         kill: None,
         grace: config.shutdown.grace.0,
     }
+}
+
+/// Steps over which the learning rate runs, counted as if every step had as many micro-batches as those that follow.
+fn scheduled_steps(config: &Config, forecast: &Forecast, place: Place) -> u64 {
+    let per_step = config.micro_batches_per_step();
+    let all = (forecast.jobs_per_epoch as u64 * u64::from(config.run.epochs)).div_ceil(per_step);
+    let done = place.micro_batches as f64 / per_step as f64;
+    let limit = config.run.max_steps.map(|most| (most as f64 - place.step as f64 + done).round().max(1.0) as u64);
+    limit.map_or(all, |limit| limit.min(all))
 }

@@ -1,10 +1,11 @@
 //! SIGINT and SIGTERM: the first asks for an orderly end, the second stops at once.
 
-use crate::exit::Exit;
+use crate::{config::Loaded, exit::Exit};
 use draftmill_actors::fault::Stops;
 use std::{io, time::Duration};
 use tokio::{
     signal::unix::{SignalKind, signal},
+    sync::watch,
     task::JoinHandle,
     time::sleep,
 };
@@ -14,8 +15,8 @@ const SAME: Duration = Duration::from_secs(1);
 /// Time for actors to let go once they are told to stop at once.
 const LAST: Duration = Duration::from_secs(2);
 
-/// Turns signals into stops until the handle is aborted. When `grace` is over after the first one, it stops at once too.
-pub fn listen(stops: Stops, grace: Duration) -> io::Result<JoinHandle<()>> {
+/// Turns signals into stops until the handle is aborted. When `shutdown.grace` is over after the first one, it stops at once too.
+pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>) -> io::Result<JoinHandle<()>> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let mut next = async move || {
         tokio::select! {
@@ -27,6 +28,7 @@ pub fn listen(stops: Stops, grace: Duration) -> io::Result<JoinHandle<()>> {
         let name = next().await;
         tracing::info!("{name}: finishing the running work and writing a checkpoint; a second signal stops at once");
         stops.stop.cancel();
+        let grace = in_force.borrow().config.shutdown.grace.0;
         let same = sleep(SAME);
         tokio::pin!(same);
         loop {

@@ -7,7 +7,7 @@ use crate::{
     data::Store,
     engines::{
         optimizer::TorchOptimizer,
-        saving::Saving,
+        saving::{Kept, Saving},
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
     },
     eval::{
@@ -27,6 +27,7 @@ use crate::{
 use draftmill_actors::engine::DraftEngine;
 use std::sync::Arc;
 use tch::Device;
+use tokio::sync::watch;
 
 /// The engines of a real run.
 type TorchEngines = Engines<TorchTarget, TorchDrafter, TorchOptimizer>;
@@ -37,9 +38,10 @@ pub async fn load(
     models: Models,
     folder: RunFolder,
     from: Option<Verified>,
+    kept: watch::Receiver<Kept>,
     store: Arc<Store>,
 ) -> Result<TorchEngines, Failure> {
-    let (config, text) = (loaded.config.clone(), config::annotated(&loaded.written.wire));
+    let config = loaded.config.clone();
     let start_step = from.as_ref().map_or(0, |from| from.state.step);
     let setup = Setup {
         eval: config.eval.clone(),
@@ -53,7 +55,8 @@ pub async fn load(
     };
     let (log, history) =
         EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
-    let load = move || blocking(&config, models, &folder, text, from.as_ref());
+    let run = folder.clone();
+    let load = move || blocking(&config, models, &run, kept, from.as_ref());
     let (mut engines, weights) =
         tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
     for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
@@ -71,7 +74,7 @@ fn blocking(
     config: &Config,
     models: Models,
     folder: &RunFolder,
-    config_text: String,
+    kept: watch::Receiver<Kept>,
     from: Option<&Verified>,
 ) -> Result<(TorchEngines, Vec<Weights>), Failure> {
     set_threads(config.run.threads);
@@ -106,13 +109,7 @@ fn blocking(
 
     let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
     let hyper = Hyper { beta1, beta2, eps, weight_decay };
-    let saving = Saving {
-        folder: folder.checkpoints(),
-        keep: config.checkpoint.keep(),
-        seed: config.run.seed,
-        config: config_text,
-        draft: draft.clone(),
-    };
+    let saving = Saving { folder: folder.checkpoints(), kept, seed: config.run.seed, draft: draft.clone() };
     let device = drafter_devices.first().copied().unwrap_or(Device::Cpu);
     let on = drafter_devices.clone();
     let optimizer = match from {

@@ -41,7 +41,7 @@ pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, F
     if !refused.is_empty() {
         return Err(Problems(refused).into());
     }
-    let mut settings = service::mill_settings(config, &forecast, lengths, 0);
+    let mut settings = service::mill_settings(config, &forecast, lengths, service::Place::default());
     settings.trainer.checkpoint_every = 0;
     settings.dispatcher.policy = match scenario.policy {
         Policy::Pull => dispatcher::Policy::Pull,

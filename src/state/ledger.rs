@@ -2,10 +2,12 @@
 
 use super::{Problem, StateDb, StateError, StateReader, Synced, now_ms, resume::newest_checkpoint, unsigned::Unsigned};
 use draftmill_actors::{
-    ledger::Ledger,
+    ledger::{Ledger, Note},
+    metrics::CHECKPOINT_TIME,
     plan::Plan,
     types::{JobId, JobSpec, Outcome},
 };
+use metrics::gauge;
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, ffi, params};
 
 impl Ledger for StateDb {
@@ -23,7 +25,17 @@ impl Ledger for StateDb {
 
     fn checkpoint(&mut self, step: u64, name: &str) -> Result<(), String> {
         self.write("name a checkpoint in", Synced::AtOnce, |tx| checkpoint(tx, step, name))
-            .map_err(|error| error.to_string())
+            .map_err(|error| error.to_string())?;
+        gauge!(CHECKPOINT_TIME).set(now_ms() as f64 / 1e3);
+        Ok(())
+    }
+
+    fn note(&mut self, note: &Note) -> Result<(), String> {
+        let noted = match note {
+            Note::Changed { step, changes } => self.config_changed(*step, changes),
+            Note::Event { kind, text } => self.event(kind, text),
+        };
+        noted.map_err(|error| error.to_string())
     }
 }
 

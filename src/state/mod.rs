@@ -16,11 +16,12 @@ mod runs;
 mod unsigned;
 mod verify;
 
+pub use draftmill_actors::ledger::Change as ConfigChange;
 pub use error::{Problem, StateError};
 pub use lock::{RunLock, holder};
 pub use report::{BucketCounts, JobHistory, Skipped, Undone};
 pub use resume::{Checkpoint, EpochCounts, Identity, IdentityDifference};
-pub use runs::{Begun, ConfigChange, NewRun, RunEnd, RunRow};
+pub use runs::{Begun, NewRun, RunEnd, RunRow, STEP_SIZE};
 pub use verify::Violation;
 
 use crate::failpoint;

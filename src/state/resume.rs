@@ -1,7 +1,7 @@
 //! What a resumed run asks of its state: is this the same run, where are its weights, and which jobs are open again.
 
 use super::{MIGRATED_FROM, Problem, StateDb, StateError, StateReader, Synced, unsigned::Unsigned};
-use rusqlite::Connection;
+use rusqlite::{Connection, OptionalExtension};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -80,6 +80,11 @@ impl StateReader {
         self.read("compare the identity with", |connection| changed(connection, new))
     }
 
+    /// When the newest checkpoint came to exist, in seconds since 1970; `None` before the first.
+    pub fn checkpoint_time(&self) -> Result<Option<f64>, StateError> {
+        self.read("read checkpoints from", |connection| Ok(checkpoint_time(connection)?.map(|ms| ms as f64 / 1e3)))
+    }
+
     /// The newest checkpoint that exists; `None` before the first.
     pub fn latest_checkpoint(&self) -> Result<Option<Checkpoint>, StateError> {
         Ok(self.checkpoints()?.into_iter().next())
@@ -114,6 +119,12 @@ impl StateReader {
             Ok(counts.collect::<Result<_, _>>()?)
         })
     }
+}
+
+/// When the newest checkpoint came to exist, in milliseconds since 1970.
+fn checkpoint_time(connection: &Connection) -> Result<Option<i64>, rusqlite::Error> {
+    let newest = "SELECT time FROM checkpoints ORDER BY step DESC LIMIT 1";
+    connection.prepare_cached(newest)?.query_row([], |row| row.get(0)).optional()
 }
 
 /// The step of the newest checkpoint, 0 before the first.

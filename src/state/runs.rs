@@ -1,6 +1,6 @@
 //! The starts of the process on one run folder: where each went on, what it reopened, what changed, and how it ended.
 
-use super::{Problem, StateDb, StateError, StateReader, Synced, now_ms, unsigned::Unsigned};
+use super::{ConfigChange, Problem, StateDb, StateError, StateReader, Synced, now_ms, unsigned::Unsigned};
 use rusqlite::{Connection, Row, Transaction, params};
 use serde::Serialize;
 
@@ -50,14 +50,8 @@ impl RunEnd {
     }
 }
 
-/// A setting that has another value than before; values are TOML.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct ConfigChange {
-    /// `section.key`.
-    pub key: String,
-    pub old: String,
-    pub new: String,
-}
+/// The key under which a change of the micro-batches of a step is noted, whichever settings made it.
+pub const STEP_SIZE: &str = "micro-batches of a step";
 
 /// A row of `runs`. Times are milliseconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

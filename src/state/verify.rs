@@ -1,7 +1,7 @@
 //! Holds a whole ledger to the invariants that it is there to keep: P1, D1, T1 and R1, and SQLite's own checks.
 
 use super::{
-    Problem, RunRow, StateError, StateReader,
+    Problem, RunRow, STEP_SIZE, StateError, StateReader,
     ledger::{StoredJob, parse, stored_jobs},
     runs::runs,
     unsigned::Unsigned,
@@ -9,7 +9,7 @@ use super::{
 use draftmill_actors::types::JobId;
 use rusqlite::{Connection, Row};
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 
 /// Violations of one kind that are told one by one.
 const TOLD: usize = 20;
@@ -232,10 +232,19 @@ fn steps(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<
         expected = step + 1;
     }
     found.next();
+    let mut sizes: Vec<VecDeque<(u64, u64)>> = Vec::new();
+    for run in runs {
+        sizes.push(step_sizes(connection, run)?);
+    }
     for (step, micro_batches) in steps.into_iter().map(|(step, n)| (step.unsigned_abs(), n)) {
         // Later starts went on from this step or a later one, so this start is the one that made it.
         let Some(at) = runs.iter().rposition(|run| run.resumed_from < step) else { continue };
-        let (run, wanted) = (runs[at].run, runs[at].micro_batches);
+        let (run, sizes) = (runs[at].run, &mut sizes[at]);
+        // A change was noted when it was asked for, and came into force at a step border soon after.
+        while sizes.len() > 1 && sizes[0].1 != micro_batches && sizes[1].0 < step {
+            sizes.pop_front();
+        }
+        let wanted = sizes.front().map_or(0, |&(_, size)| size);
         // The next start went on right behind this step.
         let next = runs.get(at + 1).is_some_and(|next| next.resumed_from == step && next.reopened == 0);
         let is_last = step == last || next;
@@ -248,6 +257,21 @@ fn steps(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<
     }
     found.next();
     Ok(last)
+}
+
+/// Micro-batches of the steps of a start: at first, and as its running service was told to change them, after which step.
+fn step_sizes(connection: &Connection, run: &RunRow) -> Result<VecDeque<(u64, u64)>, Problem> {
+    let mut statement =
+        connection.prepare("SELECT step, new FROM config_changes WHERE run = ?1 AND key = ?2 ORDER BY id")?;
+    let changed = statement.query_map(rusqlite::params![Unsigned(run.run), STEP_SIZE], |row| {
+        Ok((row.get::<_, Unsigned>(0)?.0, row.get::<_, String>(1)?))
+    })?;
+    let mut sizes = VecDeque::from([(run.resumed_from, run.micro_batches)]);
+    for change in changed {
+        let (step, size) = change?;
+        sizes.extend(size.parse().ok().map(|size| (step, size)));
+    }
+    Ok(sizes)
 }
 
 fn checkpoints(connection: &Connection, last: u64, found: &mut Found) -> Result<(), Problem> {

@@ -4,6 +4,7 @@
 
 mod cli;
 mod config;
+mod dashboards;
 mod data;
 #[cfg(feature = "torch")]
 mod decode;
@@ -21,6 +22,8 @@ mod identity;
 mod import;
 mod ledger;
 mod recovery;
+mod reload;
+mod scrape;
 mod simulate;
 mod templates;
 mod tidy;

@@ -4,7 +4,7 @@ use draftmill::state::StateReader;
 use draftmill_actors::types::{JobId, Outcome};
 use serde_json::Value;
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
     time::Duration,
 };
@@ -12,6 +12,7 @@ use std::{
 /// A run folder of its own, with the smoke configuration on top of the repository's files.
 pub struct Run {
     folder: tempfile::TempDir,
+    file: PathBuf,
     sets: Vec<String>,
 }
 
@@ -19,7 +20,10 @@ impl Run {
     pub fn new(sets: &[&str]) -> Run {
         let folder = tempfile::tempdir().unwrap();
         let dir = format!("run.dir={}", folder.path().join("run").display());
-        let run = Run { sets: sets.iter().map(|s| (*s).to_owned()).chain([dir]).collect(), folder };
+        // A copy, so that it can be changed while a run reads it.
+        let file = folder.path().join("smoke.toml");
+        std::fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/smoke.toml"), &file).unwrap();
+        let run = Run { sets: sets.iter().map(|s| (*s).to_owned()).chain([dir]).collect(), file, folder };
         let prepared = run.draftmill("prepare", &["--json"]).output().unwrap();
         let report: Value = serde_json::from_slice(&prepared.stdout).unwrap_or_else(|_| panic!("{}", text(&prepared)));
         assert!(prepared.status.success() && report.is_object(), "{}", text(&prepared));
@@ -30,9 +34,14 @@ impl Run {
         self.folder.path().join("run")
     }
 
+    /// What a slip of the hand makes of its configuration file.
+    pub fn break_file(&self) {
+        std::fs::write(&self.file, "[pool]\nmin_redy = 2\n").unwrap();
+    }
+
     pub fn draftmill(&self, command: &str, more: &[&str]) -> Command {
         let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
-        run.current_dir(env!("CARGO_MANIFEST_DIR")).args([command, "--config", "configs/smoke.toml"]).args(more);
+        run.current_dir(env!("CARGO_MANIFEST_DIR")).args([command, "--config"]).arg(&self.file).args(more);
         for set in &self.sets {
             run.args(["--set", set]);
         }
@@ -124,7 +133,7 @@ fn a_short_real_training_learns_and_exports() {
     let (trained_jobs, open) = run.ledger();
     assert_eq!((trained_jobs as f64, open), (number("jobs_trained"), 0));
     assert_eq!(run.steps(), (1..=number("steps") as u64).collect::<Vec<_>>());
-    let export = std::path::Path::new(summary["export_dir"].as_str().unwrap());
+    let export = Path::new(summary["export_dir"].as_str().unwrap());
     assert_eq!(draftmill::export::check(export), []);
     let actors: Vec<_> = summary["actors"].as_array().unwrap().iter().map(|a| a["actor"].as_str().unwrap()).collect();
     assert_eq!(actors, ["target", "target", "drafter", "drafter", "trainer"]);

@@ -6,7 +6,7 @@ use crate::{
 };
 use draftmill_actors::metrics as m;
 use metrics::{
-    Counter, CounterFn, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
     with_local_recorder,
 };
 use std::{
@@ -55,6 +55,13 @@ impl GaugeFn for One {
     }
 }
 
+/// What a histogram's `_sum` would be.
+impl HistogramFn for One {
+    fn record(&self, value: f64) {
+        self.push(|old| old + value);
+    }
+}
+
 #[derive(Default)]
 struct Book(Series);
 
@@ -80,8 +87,8 @@ impl Recorder for Book {
         Gauge::from_arc(self.one(key))
     }
 
-    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
-        Histogram::noop()
+    fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::from_arc(self.one(key))
     }
 }
 
@@ -94,6 +101,18 @@ impl Counted {
         let out = with_local_recorder(&book, work);
         let all = book.0.lock().unwrap().clone();
         (Counted(all), out)
+    }
+
+    /// The last value of every series of a metric, added up.
+    pub fn sum(&self, name: &str) -> f64 {
+        let of_it = self.0.iter().filter(|(series, _)| series.split(' ').next() == Some(name));
+        of_it.filter_map(|(_, values)| values.last()).sum()
+    }
+
+    /// The same for the series of one actor.
+    pub fn of_actor(&self, name: &str, actor: &str) -> f64 {
+        let begin = format!("{name} actor={actor} ");
+        self.0.iter().filter(|(series, _)| series.starts_with(&begin)).filter_map(|(_, values)| values.last()).sum()
     }
 
     /// All values that a series had, oldest first. `labels` as in " cause=failed".
@@ -182,4 +201,87 @@ fn checkpoints_are_counted_by_result() {
     assert_eq!(counted.last(m::CHECKPOINTS, " result=failed"), 2.0);
     assert_eq!(counted.last(m::CHECKPOINTS, " result=written"), ended.ledger().checkpoints.len() as f64);
     assert_eq!(counted.last(m::CHECKPOINT_STEP, ""), ended.records.len() as f64);
+}
+
+#[test]
+fn a_job_that_is_given_up_is_counted_by_its_cause() {
+    let losing = Breakage { until: Some(5), ..broken(5, Wrong::LoseFeatures) };
+    for (world, cause) in [
+        (with_target(Breakage { until: Some(5), ..broken(5, Wrong::Fail) }), "failed"),
+        (with_target(Breakage { until: Some(5), ..broken(5, Wrong::Nan) }), "non_finite"),
+        (with_target(Breakage { until: Some(5), ..broken(5, Wrong::Short) }), "wrong_shape"),
+        (with_drafter(Breakage { until: Some(5), ..broken(5, Wrong::Fail) }), "drafter_failed"),
+        (with_drafter(losing), "features_lost"),
+    ] {
+        let world = World { max_attempts: 1, max_skip_fraction: 1.0, ..world };
+        let (counted, ended) = Counted::during(|| world.run());
+        assert_eq!(ended.report().jobs.skipped, 1, "{cause}");
+        assert_eq!(counted.last(m::JOBS_SKIPPED, &format!(" cause={cause}")), 1.0, "{cause}");
+        assert_eq!((counted.sum(m::JOBS_SKIPPED), counted.last(m::JOBS, " outcome=skipped")), (1.0, 1.0), "{cause}");
+    }
+}
+
+#[test]
+fn forwards_and_failures_of_a_target_are_all_that_it_did() {
+    let world = with_target(Breakage { until: Some(10), ..broken(5, Wrong::Fail) });
+    let (counted, ended) = Counted::during(|| world.run());
+    for (i, target) in ended.report().targets.iter().enumerate() {
+        assert_eq!(counted.last(m::TARGET_JOBS, &format!(" index={i}")), target.jobs as f64);
+    }
+    assert_eq!((counted.last(m::TARGET_FAILURES, " index=0"), counted.sum(m::TARGET_FAILURES)), (2.0, 2.0));
+}
+
+#[test]
+fn the_fault_that_ends_a_run_is_counted_once_and_so_is_a_loss_that_is_no_number() {
+    let (counted, ended) = Counted::during(|| with_drafter(broken(4, Wrong::Nan)).run());
+    assert!(ended.fault().message.contains("is NaN"), "{}", ended.fault());
+    assert_eq!(counted.last(m::NON_FINITE_LOSSES, ""), 1.0);
+    assert_eq!((counted.last(m::FAULTS, " actor=drafter"), counted.sum(m::FAULTS)), (1.0, 1.0));
+    let world = World { targets: vec![broken(1, Wrong::Nan)], max_attempts: 100, ..World::default() };
+    let (counted, ended) = Counted::during(|| world.run());
+    assert_eq!(ended.fault().actor, "target 0");
+    assert_eq!((counted.last(m::FAULTS, " actor=target"), counted.sum(m::FAULTS)), (1.0, 1.0));
+}
+
+#[test]
+fn steps_limits_and_settings_are_told_while_the_run_goes_on() {
+    let world = World { checkpoint_every: 3, ..World::default() };
+    let limits = world.pool;
+    let (counted, ended) = Counted::during(|| world.run());
+    assert_eq!(
+        (counted.last(m::STEPS, ""), counted.last(m::STEP, "")),
+        (ended.records.len() as f64, ended.records.len() as f64)
+    );
+    assert_eq!(counted.last(m::CHECKPOINT_EVERY, ""), 3.0);
+    assert_eq!(counted.last(m::STEP_BUCKETS, ""), ended.records.last().unwrap().buckets as f64);
+    assert_eq!(counted.last(m::POOL_MIN_READY, ""), limits.min_ready as f64);
+    assert_eq!(counted.last(m::POOL_MAX_BATCHES, ""), limits.max_batches as f64);
+    assert_eq!(counted.last(m::POOL_MAX_BYTES, ""), limits.max_bytes as f64);
+    // Nothing is left over at the end, and each of these moved meanwhile.
+    for name in [m::POOL_RESERVED_BATCHES, m::POOL_LOANED_BATCHES] {
+        assert_eq!(counted.last(name, ""), 0.0, "{name}");
+        assert!(counted.values(name, "").iter().any(|&held| held > 0.0), "{name}");
+    }
+}
+
+#[test]
+fn the_pool_and_the_dispatcher_tell_who_holds_the_others_back() {
+    let slow = Breakage { slowness: Some(20.0), ..Breakage::default() };
+    let waited = |counted: &Counted, actor: &str, cause: &str| {
+        counted.last(m::WAIT_SECONDS, &format!(" actor={actor} index=0 cause={cause}"))
+    };
+    let world = World { drafters: vec![slow.clone(); 2], epochs: 4, ..World::default() };
+    let (counted, ended) = Counted::during(|| world.run());
+    let most = 0.8 * ended.took.as_secs_f64();
+    assert!(waited(&counted, "pool", "drafter") > most && waited(&counted, "dispatcher", "target") > most);
+    assert!(waited(&counted, "planner", "queue") > 0.5 * most);
+
+    let slow = Breakage { slowness: Some(400.0), ..Breakage::default() };
+    let world = World { targets: vec![slow; 3], epochs: 4, ..World::default() };
+    let (counted, ended) = Counted::during(|| world.run());
+    let most = 0.8 * ended.took.as_secs_f64();
+    assert!(waited(&counted, "pool", "target") > most && waited(&counted, "dispatcher", "target") > most);
+    assert_eq!(counted.sum(m::ACTOR_STATE), 0.0, "who has ended does nothing");
+    let [busy, waits] = [m::BUSY_SECONDS, m::WAIT_SECONDS].map(|name| counted.of_actor(name, "planner"));
+    assert!((busy + waits - ended.took.as_secs_f64()).abs() < 1.0, "no time is left over: {busy} + {waits}");
 }

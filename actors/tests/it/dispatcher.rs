@@ -34,6 +34,8 @@ pub fn settings() -> Settings {
         straggler_factor: 4.0,
         offer_stragglers: true,
         policy: Policy::Pull,
+        paused: false,
+        paused_targets: Vec::new(),
     }
 }
 
@@ -48,6 +50,7 @@ pub enum Event {
     Finish(usize),
     Fail(usize),
     Pass(u64),
+    Reconfigure(Settings),
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -60,7 +63,20 @@ fn event() -> impl Strategy<Value = Event> {
         3 => any::<usize>().prop_map(Event::Finish),
         1 => any::<usize>().prop_map(Event::Fail),
         2 => (0_u64..20).prop_map(Event::Pass),
+        1 => changed().prop_map(Event::Reconfigure),
     ]
+}
+
+/// The longest queue that there ever is.
+const LONGEST: usize = 6;
+
+fn changed() -> impl Strategy<Value = Settings> {
+    let numbers = (1_usize..=LONGEST, 1_usize..5, 1_u32..4, prop::sample::select(vec![0.0, 1.0, 4.0]));
+    let paused = (any::<bool>(), prop::bool::weighted(0.2), prop::collection::vec(0..TARGETS, 0..TARGETS));
+    (numbers, paused).prop_map(|((queue_jobs, pad_ahead, max_attempts, straggler_factor), (offer, paused, targets))| {
+        let changed = Settings { queue_jobs, pad_ahead, max_attempts, straggler_factor, ..settings() };
+        Settings { offer_stragglers: offer, paused, paused_targets: targets, ..changed }
+    })
 }
 
 pub struct Held {
@@ -73,6 +89,8 @@ pub struct Held {
 /// What the outside knows: the targets, and what became of every job.
 pub struct Outside {
     pub state: State,
+    settings: Settings,
+    /// The fewest that were ever in force.
     pub max_attempts: u32,
     pub now: Instant,
     pub next: u32,
@@ -92,8 +110,9 @@ pub struct Outside {
 impl Outside {
     pub fn new(settings: Settings) -> Self {
         Self {
-            state: State::new(settings),
             max_attempts: settings.max_attempts,
+            state: State::new(settings.clone()),
+            settings,
             now: Instant::now(),
             next: 0,
             pulls: 0,
@@ -118,6 +137,7 @@ impl Outside {
                 }
                 Action::Lease { pull, lease, job, .. } => {
                     let (target, lost) = self.waiting.remove(&pull).unwrap();
+                    assert!(self.serves(target), "a paused target got a job");
                     if lost {
                         let actions = self.state.on_undelivered(lease);
                         self.apply(actions);
@@ -142,6 +162,10 @@ impl Outside {
                 }
             }
         }
+    }
+
+    fn serves(&self, target: usize) -> bool {
+        !self.settings.paused && !self.settings.paused_targets.contains(&target)
     }
 
     pub fn pull(&mut self, target: usize, lost: bool) {
@@ -211,12 +235,18 @@ impl Outside {
                     assert!(self.state.next_due().is_none_or(|due| due > self.now), "on_time would spin");
                 }
             }
+            Event::Reconfigure(settings) => {
+                self.max_attempts = self.max_attempts.min(settings.max_attempts);
+                self.settings = settings.clone();
+                let actions = self.state.reconfigure(settings);
+                self.apply(actions);
+            }
             _ => {}
         }
         let (queued, padded) = self.state.depth();
-        let waiting = self.waiting.len();
+        let waiting = self.waiting.values().filter(|(target, _)| self.serves(*target)).count();
         assert!(padded == 0 || waiting == 0, "D2: {waiting} pulls wait while {padded} padded jobs are ready");
-        assert!(queued <= settings().queue_jobs + TARGETS);
+        assert!(queued <= LONGEST + TARGETS);
     }
 
     /// The targets work until the pool is told to drain.
@@ -243,6 +273,8 @@ proptest! {
             outside.step(e);
         }
         prop_assert!(outside.drained.is_empty());
+        // Paused, a run waits for whoever goes on with it.
+        outside.step(Event::Reconfigure(settings()));
         outside.finish();
         prop_assert_eq!(outside.drained.len(), 1);
         prop_assert_eq!(outside.state.depth(), (0, 0));
@@ -250,7 +282,7 @@ proptest! {
         for index in 1..=outside.next {
             let id = JobId { epoch: 0, index };
             let failures = outside.failures.get(&id).copied().unwrap_or(0);
-            prop_assert!(outside.done.contains(&id) || failures >= 2, "job {} is lost after {} failures", id, failures);
+            prop_assert!(outside.done.contains(&id) || failures >= outside.max_attempts, "job {} is lost after {} failures", id, failures);
         }
         // What nobody waits for may still come.
         while !outside.held.is_empty() {

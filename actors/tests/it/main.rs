@@ -12,6 +12,8 @@ mod mix;
 mod pipeline;
 mod planner;
 mod pool;
+mod replayed;
+mod steered;
 mod stragglers;
 mod tags;
 mod trace;

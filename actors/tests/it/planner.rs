@@ -4,7 +4,7 @@ use draftmill_actors::{
     dispatcher::Feed,
     fault::Stops,
     job::Receipt,
-    ledger::Ledger,
+    ledger::{Ledger, Note},
     plan::{Order, Plan, PlanSettings},
     planner::{self, Settings},
     pool,
@@ -15,7 +15,7 @@ use std::{
     sync::{Arc, mpsc::Receiver},
     time::Duration,
 };
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 /// A disk that writes when it is told to, and says what it was given.
 struct Slow {
@@ -46,6 +46,10 @@ impl Ledger for Slow {
 
     fn checkpoint(&mut self, step: u64, _name: &str) -> Result<(), String> {
         self.wrote.blocking_send(Wrote::Checkpoint(step)).map_err(|e| e.to_string())
+    }
+
+    fn note(&mut self, note: &Note) -> Result<(), String> {
+        Err(format!("nobody notes anything here: {note:?}"))
     }
 }
 
@@ -84,7 +88,15 @@ async fn beside_a_slow_disk() {
         seed: 1,
     });
     let ledger = Slow { go: gone, wrote };
-    let run = tokio::spawn(planner::run(settings, ledger, inbox, feed, course, Stops::default()));
+    let run = tokio::spawn(planner::run(
+        watch::channel(settings).1,
+        ledger,
+        inbox,
+        feed,
+        course,
+        mpsc::channel(1).1,
+        Stops::default(),
+    ));
 
     let first = job(&mut fed).await;
     handle.trained(1, vec![first]).await.unwrap();

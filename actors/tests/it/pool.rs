@@ -2,7 +2,6 @@
 
 use draftmill_actors::{
     pool_state::{Action, Draw, Entry, Settings, State},
-    replay::Order,
     types::JobId,
 };
 use proptest::prelude::*;
@@ -20,6 +19,7 @@ enum Event {
     Done(usize),
     /// A drafter gives a batch back.
     GiveBack(usize),
+    Reconfigure(Settings),
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -31,6 +31,7 @@ fn event() -> impl Strategy<Value = Event> {
         3 => any::<usize>().prop_map(Event::Done),
         1 => any::<usize>().prop_map(Event::GiveBack),
         1 => Just(Event::LostDraw),
+        1 => settings().prop_map(Event::Reconfigure),
     ]
 }
 
@@ -38,6 +39,8 @@ fn event() -> impl Strategy<Value = Event> {
 struct Model {
     state: State<u64>,
     settings: Settings,
+    /// What is held above lowered limits must only become less.
+    ceiling: (u64, usize),
     next: u64,
     asked: BTreeMap<u64, u64>,
     granted: Vec<u64>,
@@ -62,6 +65,7 @@ impl Model {
         Self {
             state,
             settings,
+            ceiling: (0, 0),
             next: 0,
             asked: BTreeMap::new(),
             granted: Vec::new(),
@@ -128,9 +132,15 @@ impl Model {
             self.granted.iter().sum::<u64>() + self.ready_bytes + self.loaned.iter().map(|e| e.bytes).sum::<u64>();
         assert_eq!(leaving, 0);
         assert_eq!(self.state.held().bytes(), bytes, "accounting follows a batch through every owner");
-        assert!(bytes <= self.settings.max_bytes, "L1");
+        assert!(bytes <= self.settings.max_bytes.max(self.ceiling.0), "L1");
         let batches = self.granted.len() + self.ready.len() - self.returned.len();
-        assert!(batches <= self.settings.max_batches, "L1");
+        assert!(batches <= self.settings.max_batches.max(self.ceiling.1), "L1");
+        self.ceiling = (self.ceiling.0.min(bytes), self.ceiling.1.min(batches));
+        let ready = self.state.held().ready_batches;
+        assert!(self.draws.is_empty() || ready < self.settings.min_ready.max(1), "{ready} are ready, and a draw waits");
+        let room = |&&bytes: &&u64| self.state.held().bytes() + bytes <= self.settings.max_bytes;
+        let first = self.asked.values().next().filter(room);
+        assert!(first.is_none() || batches >= self.settings.max_batches, "there is room, and a reservation waits");
         assert_eq!(self.state.held().batches(), batches);
         assert_eq!(self.state.held().loaned_batches, self.loaned.len());
     }
@@ -170,6 +180,11 @@ impl Model {
                 self.returned.insert(entry.batch);
                 self.ready_bytes += entry.bytes;
                 self.state.on_given_back(entry)
+            }
+            Event::Reconfigure(settings) => {
+                self.settings = settings;
+                self.ceiling = (self.state.held().bytes(), self.state.held().batches());
+                self.state.reconfigure(settings)
             }
             _ => return,
         };
@@ -335,161 +350,5 @@ fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
         }
         m.step(Event::Draw);
         assert_eq!((m.drained, m.ended, m.state.held().bytes()), (1, 1, 0));
-    }
-}
-
-/// What happens to a job on its way through a pool that replays.
-#[derive(Clone, Copy, Debug)]
-enum Turn {
-    Hand,
-    Fill(usize),
-    Retry(usize),
-    GiveUp(usize),
-    Draw,
-    Done(usize),
-    GiveBack(usize),
-}
-
-fn turn() -> impl Strategy<Value = Turn> {
-    prop_oneof![
-        4 => Just(Turn::Hand),
-        4 => any::<usize>().prop_map(Turn::Fill),
-        1 => any::<usize>().prop_map(Turn::Retry),
-        1 => any::<usize>().prop_map(Turn::GiveUp),
-        4 => Just(Turn::Draw),
-        4 => any::<usize>().prop_map(Turn::Done),
-        1 => any::<usize>().prop_map(Turn::GiveBack),
-    ]
-}
-
-/// A plan that is replayed through the smallest pool that the settings allow.
-struct Replayed {
-    state: State<u64>,
-    jobs: u64,
-    handed: u64,
-    window: u64,
-    /// Requests and jobs that wait for room, have it, or are on loan.
-    asked: BTreeMap<u64, u64>,
-    extracting: Vec<u64>,
-    loaned: Vec<Entry<u64>>,
-    seen: Vec<u64>,
-    given_up: BTreeSet<u64>,
-    requests: u64,
-}
-
-const LARGEST: u64 = 10;
-
-impl Replayed {
-    fn bytes(job: u64) -> u64 {
-        LARGEST - job % 4
-    }
-
-    fn apply(&mut self, actions: Vec<Action<u64>>) {
-        for action in actions {
-            match action {
-                Action::Grant { request, .. } => self.extracting.extend(self.asked.remove(&request)),
-                Action::Give { entry, .. } => {
-                    let order = entry.order.expect("a draw of an order has its place") as usize;
-                    if order == self.seen.len() {
-                        self.seen.push(entry.batch);
-                    }
-                    assert_eq!(self.seen[order], entry.batch, "a batch that came back keeps its place");
-                    self.loaned.push(entry);
-                    let more = self.state.on_delivered();
-                    self.apply(more);
-                }
-                Action::NoMore { .. } | Action::Drained => {
-                    assert!(self.loaned.is_empty() && self.extracting.is_empty(), "L3");
-                }
-                Action::Refuse { .. } => panic!("every job fits"),
-            }
-        }
-        let held = self.state.held();
-        assert!(held.bytes() <= self.window * LARGEST && held.batches() as u64 <= self.window, "L1: {held:?}");
-    }
-
-    fn turn(&mut self, turn: Turn) -> bool {
-        let pick = |i: usize, n: usize| if n == 0 { None } else { Some(i % n) };
-        self.requests += 1;
-        let actions = match turn {
-            Turn::Hand if self.handed < self.jobs && self.handed < self.state.passed() + self.window => {
-                self.asked.insert(self.requests, self.handed);
-                self.handed += 1;
-                self.state.on_reserve(self.requests, Self::bytes(self.handed - 1))
-            }
-            Turn::Fill(i) => {
-                let Some(i) = pick(i, self.extracting.len()) else { return false };
-                let job = self.extracting.swap_remove(i);
-                self.state.on_filled(JobId { epoch: 0, index: job as u32 }, 0, Self::bytes(job), job)
-            }
-            Turn::Retry(i) => {
-                let Some(i) = pick(i, self.extracting.len()) else { return false };
-                let job = self.extracting.swap_remove(i);
-                self.asked.insert(self.requests, job);
-                let cancelled = self.state.on_cancelled(Self::bytes(job));
-                self.apply(cancelled);
-                self.state.on_reserve(self.requests, Self::bytes(job))
-            }
-            Turn::GiveUp(i) => {
-                let Some(i) = pick(i, self.extracting.len()) else { return false };
-                let job = self.extracting.swap_remove(i);
-                self.given_up.insert(job);
-                let cancelled = self.state.on_cancelled(Self::bytes(job));
-                self.apply(cancelled);
-                self.state.on_skipped(JobId { epoch: 0, index: job as u32 })
-            }
-            Turn::Draw => self.state.on_draw(self.requests),
-            Turn::Done(i) => {
-                let Some(i) = pick(i, self.loaned.len()) else { return false };
-                self.state.on_done(self.loaned.swap_remove(i).bytes)
-            }
-            Turn::GiveBack(i) => {
-                let Some(i) = pick(i, self.loaned.len()) else { return false };
-                let entry = self.loaned.swap_remove(i);
-                self.state.on_given_back(entry)
-            }
-            Turn::Hand => return false,
-        };
-        self.apply(actions);
-        true
-    }
-}
-
-proptest! {
-    /// A pool of `window` jobs of the largest size never waits for ever, whatever comes in which order, is retried, given up or
-    /// given back; and what it gives is the order of the plan, without what was given up.
-    #[test]
-    fn replay_never_waits_for_a_job_that_has_no_room(
-        window in 1_usize..8, jobs in 0_u64..40, seed: u64, turns in prop::collection::vec(turn(), 0..200),
-    ) {
-        let max_bytes = window as u64 * LARGEST;
-        let settings =
-            Settings { max_bytes, max_batches: window, min_ready: 1, draw: Draw::Replay, replay_window: window, start_step: 0, seed };
-        prop_assert_eq!(settings.deadlock(LARGEST), None);
-        let mut state = State::new(settings);
-        state.on_epoch(0, &[jobs], vec![false; jobs as usize].into());
-        let mut r = Replayed {
-            state, jobs, handed: 0, window: window as u64, asked: BTreeMap::new(), extracting: Vec::new(), loaned: Vec::new(),
-            seen: Vec::new(), given_up: BTreeSet::new(), requests: 0,
-        };
-        for turn in turns {
-            r.turn(turn);
-        }
-        for _ in 0..10_000 {
-            let moved = [Turn::Hand, Turn::Fill(0), Turn::Done(0)].map(|turn| r.turn(turn));
-            r.turn(Turn::Draw);
-            if moved == [false; 3] && r.seen.len() + r.given_up.len() == jobs as usize {
-                break;
-            }
-        }
-        let mut order = Order::new(seed, window);
-        order.begin(0, vec![false; jobs as usize].into());
-        let whole = std::iter::from_fn(|| {
-            let job = order.wanted();
-            order.on_drawn();
-            job.map(|job| u64::from(job.index))
-        });
-        let expected: Vec<u64> = whole.filter(|job| !r.given_up.contains(job)).collect();
-        prop_assert_eq!(r.seen, expected);
     }
 }

@@ -314,11 +314,11 @@ fn a_journal_that_was_tampered_with_does_not_conform() {
     let world = World { lengths: World::default().lengths[..60].to_vec(), ..World::default() };
     let (_, journal) = recorded(&world);
     let passes = |events: Vec<&Fields>| {
-        std::panic::catch_unwind(|| {
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut model = Model::new(&world);
             events.into_iter().for_each(|event| model.apply(event));
             model.end();
-        })
+        }))
         .is_ok()
     };
     assert!(passes(journal.iter().collect()));

@@ -46,6 +46,11 @@ struct Outside {
     skipped: BTreeSet<u64>,
     over: bool,
     reducing: Option<u64>,
+    paused: Vec<usize>,
+    /// Micro-batches of the running step, and of the next; what each step should have had.
+    size: usize,
+    next: usize,
+    wanted: Vec<usize>,
 }
 
 impl Outside {
@@ -72,6 +77,7 @@ impl Outside {
                 Action::Step => {
                     assert_eq!(self.collected.len() as u64, self.state.micro_batches());
                     self.steps.push(std::mem::take(&mut self.collected));
+                    self.wanted.push(std::mem::replace(&mut self.size, self.next));
                     self.reducing = None;
                     let next = self.state.on_stepped();
                     self.apply(next);
@@ -79,6 +85,18 @@ impl Outside {
                 Action::End => self.over = true,
             }
         }
+    }
+
+    /// Another accumulation, and other drafters that are paused, never all of them.
+    fn reconfigure(&mut self, accumulation: usize, paused: Vec<usize>) {
+        let begun = !self.collected.is_empty() || self.doing.iter().any(|d| matches!(d, Doing::Training(..)));
+        self.next = accumulation * (self.doing.len() - paused.len());
+        if !begun && self.reducing.is_none() {
+            self.size = self.next;
+        }
+        self.paused.clone_from(&paused);
+        let actions = self.state.reconfigure(accumulation, &paused);
+        self.apply(actions);
     }
 
     /// Drafter `d` does its next thing. True when a micro-batch had its fate.
@@ -92,6 +110,7 @@ impl Outside {
         }
         let on_loan = |d: &Doing| matches!(d, Doing::Holding(_) | Doing::Waiting(_) | Doing::Training(..));
         let actions = match self.doing[d] {
+            Doing::Idle if self.paused.contains(&d) => return false,
             Doing::Idle => match self.pool.pop_first() {
                 Some(place) => {
                     self.doing[d] = Doing::Holding(place);
@@ -112,7 +131,7 @@ impl Outside {
             }
             Doing::Training(step, place) => {
                 self.doing[d] = Doing::Idle;
-                let ticket = Ticket { step, drafter: d };
+                let ticket = Ticket { step, drafter: d, anchors: 1 };
                 let order = self.ordered.then_some(place);
                 match fate {
                     Fate::Trained => {
@@ -144,7 +163,10 @@ struct Case {
     ordered: bool,
 }
 
-fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize) -> Outside {
+/// What happens beside the drafters: at this turn, so much accumulation, and these are paused.
+type Change = (usize, usize, Vec<usize>);
+
+fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize, changes: &[Change]) -> Outside {
     let &Case { drafters, accumulation, batches, max_steps, ordered } = case;
     let mut o = Outside {
         state: State::new(drafters, accumulation, 0, max_steps),
@@ -157,6 +179,10 @@ fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize) -> Outside {
         skipped: BTreeSet::new(),
         over: false,
         reducing: None,
+        paused: Vec::new(),
+        size: drafters * accumulation,
+        next: drafters * accumulation,
+        wanted: Vec::new(),
     };
     let start = o.state.start();
     o.apply(start);
@@ -168,6 +194,12 @@ fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize) -> Outside {
         }
         if o.over {
             break;
+        }
+        for (_, accumulation, paused) in changes.iter().filter(|(at, ..)| *at == i) {
+            let paused: BTreeSet<usize> = paused.iter().map(|d| d % drafters).collect();
+            if paused.len() < drafters {
+                o.reconfigure(*accumulation, paused.into_iter().collect());
+            }
         }
         o.turn(d, fate);
     }
@@ -182,7 +214,7 @@ proptest! {
         turns in prop::collection::vec((any::<usize>(), fate()), 0..300),
     ) {
         let case = Case { drafters, accumulation, batches, max_steps, ordered };
-        let o = run(&case, &turns, usize::MAX);
+        let o = run(&case, &turns, usize::MAX, &[]);
         let size = drafters * accumulation;
         let sizes: Vec<usize> = o.steps.iter().map(Vec::len).collect();
         for (i, &n) in sizes.iter().enumerate() {
@@ -210,7 +242,25 @@ proptest! {
         turns in prop::collection::vec((any::<usize>(), fate()), 0..200),
     ) {
         let case = Case { drafters, accumulation, batches: 1000, max_steps: 0, ordered };
-        let o = run(&case, &turns, stop_at);
+        let o = run(&case, &turns, stop_at, &[]);
         prop_assert!(o.steps.iter().all(|step| step.len() == drafters * accumulation));
+    }
+
+    /// A step has the size that was asked for before it began, and whoever is paused strands nothing.
+    #[test]
+    fn steps_change_their_size_at_their_borders_only(
+        drafters in 1_usize..5, accumulation in 1_usize..5, batches in 0_u64..100, stop_at in prop::option::of(0_usize..300),
+        turns in prop::collection::vec((any::<usize>(), fate()), 0..300),
+        changes in prop::collection::vec((0_usize..400, 1_usize..5, prop::collection::vec(0_usize..5, 0..4)), 0..12),
+    ) {
+        let case = Case { drafters, accumulation, batches, max_steps: 0, ordered: false };
+        let o = run(&case, &turns, stop_at.unwrap_or(usize::MAX), &changes);
+        let trained: u64 = o.steps.iter().map(|step| step.len() as u64).sum();
+        let all = trained + o.skipped.len() as u64 == batches;
+        for (i, (step, &wanted)) in o.steps.iter().zip(&o.wanted).enumerate() {
+            let last = i + 1 == o.steps.len() && all;
+            prop_assert!(step.len() == wanted || (last && step.len() < wanted), "T1: {} of {}", step.len(), wanted);
+        }
+        prop_assert!(all || stop_at.is_some(), "a batch was stranded: {} of {} trained", trained, batches);
     }
 }

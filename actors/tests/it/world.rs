@@ -12,11 +12,14 @@ use draftmill_actors::{
     plan::{Order, PlanSettings},
     planner, pool_state,
     sim::{CostModel, SimDrafter, SimFeatures, SimOptimizer, SimSource, SimTarget},
+    steering::Steering,
     trainer::{self, StepRecord},
     types::{JobId, Outcome, PaddedBatch},
 };
 use std::{
     collections::BTreeMap,
+    future::Future,
+    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -61,7 +64,12 @@ pub struct World {
     pub abort_at: Option<Duration>,
     /// Counts what each target has extracted.
     pub counts: Vec<Arc<AtomicU64>>,
+    /// Somebody steers.
+    pub steer: Option<Steer>,
 }
+
+/// Steers a mill that began with these settings, for as long as it runs.
+pub type Steer = Arc<dyn Fn(Steering, mill::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
 /// How an engine of the world misbehaves.
 #[derive(Clone, Default)]
@@ -129,6 +137,7 @@ impl Default for World {
             stop_at: None,
             abort_at: None,
             counts: Vec::new(),
+            steer: None,
         }
     }
 }
@@ -207,6 +216,8 @@ impl World {
                 straggler_factor: self.straggler_factor,
                 offer_stragglers: self.offer_stragglers,
                 policy: dispatcher::Policy::Pull,
+                paused: false,
+                paused_targets: Vec::new(),
             },
             pool: pool_state::Settings { start_step, ..self.pool },
             trainer: trainer::Settings {
@@ -214,6 +225,10 @@ impl World {
                 accumulation: self.accumulation,
                 learning_rate: Arc::new(|_| 1e-3),
                 max_grad_norm: 1.0,
+                weight_decay: 0.0,
+                paused: Vec::new(),
+                anchors: 1,
+                start_micro_batches: start_step * (self.drafters.len() * self.accumulation) as u64,
                 start_step,
                 max_steps: self.max_steps,
                 checkpoint_every: self.checkpoint_every,
@@ -246,7 +261,9 @@ impl World {
         };
         let stops = Stops::default();
         let started = Instant::now();
-        let run = tokio::spawn(mill::run(settings, parts, stops.clone()));
+        let (steering, steered) = Steering::new(&settings);
+        let steering = self.steer.clone().map(|steer| tokio::spawn(steer(steering, settings.clone())));
+        let run = tokio::spawn(mill::run_steered(settings, parts, steered, stops.clone()));
         for (after, token) in [(self.stop_at, &stops.stop), (self.abort_at, &stops.abort)] {
             let (Some(after), token) = (after, token.clone()) else { continue };
             tokio::spawn(async move {
@@ -264,6 +281,12 @@ impl World {
         let days = Duration::from_secs(10 * 24 * 3600);
         let result = tokio::time::timeout(days, run).await.expect("the run hangs").expect("the mill panicked");
         let took = started.elapsed();
+        if let Some(steering) = steering {
+            steering.abort();
+            if let Err(error) = steering.await {
+                assert!(error.is_cancelled(), "whoever steers panicked: {error}");
+            }
+        }
         Outcomes { result, records: collect.await.unwrap(), took }
     }
 }
@@ -375,7 +398,8 @@ impl DraftEngine for BreakableDrafter {
         if self.trouble.breakage.poison.is_some_and(|n| job.index % n == 3) {
             return failed(EngineError::Failed("poison".into()));
         }
-        match self.trouble.strike().await {
+        let struck = self.trouble.strike().await;
+        match struck {
             Some(Wrong::Fail) => {
                 // In the middle of the work: by then the next batch has been drawn.
                 let seconds = self.inner.costs.seconds_per_micro_batch * self.inner.slowness;
@@ -392,6 +416,9 @@ impl DraftEngine for BreakableDrafter {
         if job.index.is_multiple_of(17) {
             // A batch without a valid anchor: nothing to train, and no hang (Automodel#2468).
             report = MicroReport { tokens: report.tokens, ..MicroReport::default() };
+        }
+        if struck == Some(Wrong::Nan) {
+            report.loss_numerator = f64::NAN;
         }
         Ok(report)
     }

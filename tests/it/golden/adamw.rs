@@ -6,7 +6,10 @@ use super::{
 };
 use draftmill::{
     checkpoint::{CheckpointError, FIRST_MOMENTS, SECOND_MOMENTS, Verified, WEIGHTS},
-    engines::{optimizer::TorchOptimizer, saving::Saving},
+    engines::{
+        optimizer::TorchOptimizer,
+        saving::{Kept, Saving},
+    },
     model::{
         adamw::{AdamW, Hyper},
         params::{Gradient, ParamSet},
@@ -16,6 +19,7 @@ use draftmill::{
 use draftmill_actors::engine::{Optimizer, StepRequest};
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
+use tokio::sync::watch;
 
 /// Limits of the golden README.
 const MAX: f64 = 5e-4;
@@ -67,9 +71,8 @@ fn saving(folder: &Path) -> Saving {
     let draft = Case::load().config();
     Saving {
         folder: folder.to_owned(),
-        keep: Keep { last: 2, ..Keep::default() },
+        kept: watch::channel(Kept { keep: Keep { last: 2, ..Keep::default() }, config: String::new() }).1,
         seed: 1,
-        config: String::new(),
         draft,
     }
 }
@@ -89,7 +92,8 @@ fn gradient(scale: f64) -> (f64, Gradient) {
 }
 
 fn request(step: u64, denominator: f64) -> StepRequest {
-    StepRequest { step, denominator, learning_rate: 1e-3, max_grad_norm: 1.0 }
+    let weight_decay = number(&Case::load().json["adamw"]["hyperparameters"]["weight_decay"]);
+    StepRequest { step, denominator, learning_rate: 1e-3, max_grad_norm: 1.0, weight_decay }
 }
 
 fn largest_gap(a: &ParamSet, b: &ParamSet) -> f64 {
@@ -110,6 +114,27 @@ async fn the_update_is_the_same_from_one_drafter_or_three() {
     for drafter in 0..3 {
         let gap = largest_gap(&one.weights(drafter).await.unwrap(), &three.weights(drafter).await.unwrap());
         assert!(gap <= 1e-6, "{gap:e}");
+    }
+}
+
+/// `optimizer.weight_decay` changes while a run goes on: a step decays by what it is asked for, once per step.
+#[tokio::test]
+async fn a_step_decays_by_what_it_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut after = Vec::new();
+    for weight_decay in [0.0, 0.5] {
+        let mut optimizer = optimizer(dir.path());
+        let before = optimizer.weights(0).await.unwrap();
+        let (denominator, gradient) = gradient(1.0);
+        optimizer.step(vec![gradient], StepRequest { weight_decay, ..request(1, denominator) }).await.unwrap();
+        after.push((before, optimizer.weights(0).await.unwrap()));
+    }
+    let (before, plain) = &after[0];
+    let decayed = before.tensors().iter().zip(plain.tensors()).zip(after[1].1.tensors());
+    for ((before, plain), decayed) in decayed {
+        let expected = plain - before * (1e-3 * 0.5);
+        assert!(f64::try_from((expected - decayed).abs().max()).unwrap() <= 1e-6);
+        assert!(f64::try_from((plain - decayed).abs().max()).unwrap() > 1e-6 || before.numel() == 0);
     }
 }
 

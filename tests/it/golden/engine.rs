@@ -86,6 +86,19 @@ async fn features_report_the_shape_and_the_bytes_that_were_promised() {
     }
 }
 
+/// `drafter.anchors` changes while a run goes on: the next micro-batch trains as many blocks as it is told.
+#[tokio::test]
+async fn the_next_micro_batch_has_as_many_anchors_as_were_set() {
+    let case = Case::load();
+    let mut drafter = drafter(&case).await;
+    let mut blocks = Vec::new();
+    for anchors in [3, 1, 2] {
+        drafter.set_anchors(anchors);
+        blocks.push(drafter.micro_batch(job(0), features(&case, &[20]).await).await.unwrap().anchors);
+    }
+    assert_eq!(blocks, [3, 1, 2]);
+}
+
 /// The gradient is a sum of numerators: two micro-batches give what each gives alone, in any order.
 #[tokio::test]
 async fn micro_batches_add_up() {

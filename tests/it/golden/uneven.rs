@@ -8,7 +8,7 @@ use super::{
 use draftmill::{
     engines::{
         optimizer::TorchOptimizer,
-        saving::Saving,
+        saving::{Kept, Saving},
         torch::{TorchDrafter, TorchFeatures},
     },
     model::{
@@ -169,9 +169,8 @@ async fn train(slow: usize) -> Trained {
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
     let saving = Saving {
         folder: folder.path().to_path_buf(),
-        keep: Keep { last: 1, ..Keep::default() },
+        kept: watch::channel(Kept { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
         seed: 17,
-        config: String::new(),
         draft: config.clone(),
     };
     let weights = init_params(&config, 5).unwrap();
@@ -199,6 +198,8 @@ async fn train(slow: usize) -> Trained {
             straggler_factor: 0.0,
             offer_stragglers: false,
             policy: dispatcher::Policy::Pull,
+            paused: false,
+            paused_targets: Vec::new(),
         },
         pool: pool_state::Settings {
             max_bytes: 1 << 30,
@@ -214,6 +215,10 @@ async fn train(slow: usize) -> Trained {
             accumulation: STEP as usize / 2,
             learning_rate: Arc::new(|_| 1e-3),
             max_grad_norm: 1.0,
+            weight_decay: 0.0,
+            paused: Vec::new(),
+            anchors: 1,
+            start_micro_batches: 0,
             start_step: 0,
             max_steps: 4,
             checkpoint_every: 0,

@@ -1,0 +1,356 @@
+//! A mill that is steered while it runs, on paused time: reload storms, pauses, settings that waiters see at once, checkpoints on
+//! demand. Nothing is lost, nothing hangs, every invariant holds.
+
+use crate::{
+    pipeline::assert_all_trained,
+    world::{Breakage, Outcomes, Steer, World, Wrong},
+};
+use draftmill_actors::{
+    mill::Settings,
+    pool_state::{self, Draw},
+    steering::Steering,
+    types::Outcome,
+};
+use proptest::prelude::*;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::{
+    sync::oneshot,
+    time::{sleep, timeout},
+};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn steer<F: Future<Output = ()> + Send + 'static>(
+    how: impl Fn(Steering, Settings) -> F + Send + Sync + 'static,
+) -> Option<Steer> {
+    Some(Arc::new(move |steering, settings| Box::pin(how(steering, settings))))
+}
+
+/// Other settings at random, such as a reload lets through.
+fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Settings {
+    let mut changed = base.clone();
+    changed.pool = loop {
+        let min_ready = rng.random_range(0..10);
+        let pool = pool_state::Settings {
+            max_bytes: rng.random_range(32_000..400_000),
+            max_batches: rng.random_range(1..20),
+            min_ready,
+            draw: if rng.random() { Draw::Uniform } else { Draw::Proportional },
+            ..base.pool
+        };
+        // A job of 1000 tokens has 32 000 bytes.
+        if pool.deadlock(32_000).is_none() {
+            break pool;
+        }
+    };
+    let some = |rng: &mut ChaCha8Rng, of: usize| -> Vec<usize> {
+        let stays = rng.random_range(0..of);
+        (0..of).filter(|&i| i != stays && rng.random()).collect()
+    };
+    changed.dispatcher.queue_jobs = rng.random_range(1..12);
+    changed.dispatcher.pad_ahead = rng.random_range(1..6);
+    changed.dispatcher.max_attempts = rng.random_range(3..6);
+    changed.dispatcher.straggler_factor = [0.0, 1.0, 4.0][rng.random_range(0..3)];
+    changed.dispatcher.offer_stragglers = rng.random();
+    changed.dispatcher.paused = rng.random_range(0..8) == 0;
+    changed.dispatcher.paused_targets = some(rng, targets);
+    changed.trainer.paused = some(rng, base.trainer.drafters);
+    changed.trainer.accumulation = rng.random_range(1..5);
+    changed.prefetch = rng.random_range(0..4);
+    changed
+}
+
+/// A change a second, a checkpoint now and then, and at the end the settings of the beginning.
+fn storm(seed: u64, seconds: u64, targets: usize) -> Option<Steer> {
+    steer(move |steering, base| async move {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        for _ in 0..seconds {
+            sleep(Duration::from_millis(rng.random_range(1..2000))).await;
+            steering.change(&any_settings(&base, &mut rng, targets));
+            if rng.random_range(0..5) == 0 {
+                let (answer, answered) = oneshot::channel();
+                let _ = steering.checkpoint(answer);
+                tokio::spawn(answered);
+            }
+        }
+        steering.change(&base);
+        std::future::pending().await
+    })
+}
+
+/// Every job has exactly one outcome, and a step holds what the settings of some moment say, the last one aside.
+fn assert_nothing_is_lost(ended: &Outcomes, epochs: usize) {
+    let planned: usize = ended.ledger().plans.iter().map(|plan| plan.jobs.len()).sum();
+    assert_eq!(ended.ledger().plans.len(), epochs);
+    assert_eq!(ended.outcomes().len(), planned, "jobs were lost");
+    let trained = ended.outcomes().values().filter(|o| matches!(o, Outcome::Trained { .. })).count() as u64;
+    assert_eq!(ended.records.iter().map(|r| r.micro_batches).sum::<u64>(), trained);
+    assert!(ended.records.iter().all(|r| (1..=8).contains(&r.micro_batches)));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    /// Slow drafters keep the pool full, slow targets keep it empty; barriers make it drain again and again; checkpoints take
+    /// longer than steps; targets fail, hang and come back.
+    #[test]
+    fn a_reload_storm_loses_no_job_and_hangs_nobody(
+        seed: u64, seconds in 1_u64..300, slow in prop::sample::select(vec![0.2, 1.0, 5.0]), epoch_barrier: bool, faults: bool,
+        save_takes in 0_u64..20,
+    ) {
+        let broken = |every, wrong| Breakage { every: Some((every, wrong)), ..Breakage::default() };
+        let (failing, lost) = (broken(7, Wrong::Fail), broken(11, Wrong::Lose));
+        let world = World {
+            epochs: 3,
+            epoch_barrier,
+            targets: if faults { vec![failing, lost, Breakage::default()] } else { vec![Breakage::default(); 3] },
+            drafters: vec![Breakage { slowness: Some(slow), ..Breakage::default() }; 2],
+            checkpoint_every: 2,
+            save_takes: Duration::from_secs(save_takes),
+            max_skip_fraction: 1.0,
+            max_restarts: 1000,
+            steer: storm(seed, seconds, 3),
+            ..World::default()
+        };
+        assert_nothing_is_lost(&world.run(), 3);
+    }
+
+    /// What a storm did until a stop is whole steps, and another start goes on from there.
+    #[test]
+    fn a_stop_in_a_reload_storm_loses_nothing(seed: u64, stop_at in 0_u64..60) {
+        let steered = World {
+            epochs: 2,
+            stop_at: Some(Duration::from_secs(stop_at)),
+            steer: storm(seed, 1000, 3),
+            ..World::default()
+        };
+        let first = steered.clone().run();
+        let steps = first.records.len() as u64;
+        let trained: u64 = first.records.iter().map(|r| r.micro_batches).sum();
+        prop_assert_eq!(first.outcomes().len() as u64, trained, "half a step was recorded");
+        if steps > 0 {
+            prop_assert_eq!(first.ledger().checkpoints.last().map(|(s, _)| *s), Some(steps), "a stop writes a checkpoint");
+        }
+        let world = World { stop_at: None, steer: None, ..steered };
+        let second = world.clone().run_with(first.result.unwrap().ledger.unwrap(), steps);
+        assert_all_trained(&world, &second, 2);
+    }
+}
+
+/// Asks for a checkpoint and waits for the answer.
+async fn checkpoint(steering: &Steering) -> Result<String, String> {
+    let (answer, answered) = oneshot::channel();
+    steering.checkpoint(answer).expect("there is room for a wish");
+    answered.await.expect("a wish is answered")
+}
+
+#[test]
+fn waiting_draws_see_a_lowered_minimum_at_once() {
+    // One target of three batches a second for a pool that wants sixteen: the first step waits for them all.
+    let pool = pool_state::Settings { min_ready: 16, ..World::default().pool };
+    let costs = draftmill_actors::sim::CostModel { seconds_per_token: 1e-3, ..World::default().costs };
+    let world = World { pool, costs, targets: vec![Breakage::default()], ..World::default() };
+    let plain = world.clone().run().records[0].seconds;
+    let lowered = World {
+        steer: steer(|steering, mut settings| async move {
+            sleep(5 * SECOND).await;
+            settings.pool.min_ready = 1;
+            steering.change(&settings);
+            std::future::pending().await
+        }),
+        ..world.clone()
+    }
+    .run();
+    assert_all_trained(&world, &lowered, 1);
+    // By then four batches are ready: two drafters train two each.
+    let expected = 5.0 + 2.0 * 0.5 + 0.05;
+    let first = lowered.records[0].seconds;
+    assert!((first - expected).abs() < 1e-6 && plain > 2.0 * first, "{first} instead of {expected}, {plain} without");
+}
+
+#[test]
+fn waiting_reservations_see_a_raised_limit_at_once_and_a_lowered_one_drops_nothing() {
+    // Drafters that never get going: targets fill the pool and then wait.
+    let pool = pool_state::Settings { min_ready: 1, max_batches: 2, ..World::default().pool };
+    let slow = Breakage { slowness: Some(1000.0), ..Breakage::default() };
+    let world = World { pool, drafters: vec![slow], prefetch: 1, ..World::default() };
+    let extracted = |change: Option<(usize, u64)>| -> u64 {
+        let steered = steer(move |steering, mut settings| async move {
+            if let Some((max_batches, max_bytes)) = change {
+                sleep(20 * SECOND).await;
+                (settings.pool.max_batches, settings.pool.max_bytes) = (max_batches, max_bytes);
+                steering.change(&settings);
+            }
+            std::future::pending().await
+        });
+        World { steer: steered, ..world.clone() }.run_for(30 * SECOND).iter().sum()
+    };
+    // Two in hand of the drafter, and two in the pool.
+    assert_eq!(extracted(None), 4);
+    assert_eq!(extracted(Some((7, 1 << 20))), 9);
+    assert_eq!(extracted(Some((1, 1 << 20))), 4);
+}
+
+#[test]
+fn a_pause_hands_out_nothing_and_checkpoints_are_written_all_the_same() {
+    let (during, after) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let seen = (during.clone(), after.clone());
+    let world = World {
+        epochs: 4,
+        counts: (0..3).map(|_| during.clone()).collect(),
+        steer: steer(move |steering, mut settings| {
+            let (count, after) = seen.clone();
+            async move {
+                sleep(20 * SECOND).await;
+                settings.dispatcher.paused = true;
+                steering.change(&settings);
+                // What is under way is finished, and draws wait for their minimum.
+                sleep(30 * SECOND).await;
+                let paused = count.load(Relaxed);
+                let said = checkpoint(&steering).await.expect("a checkpoint of what is trained");
+                assert!(said.contains("is written"), "{said}");
+                assert!(checkpoint(&steering).await.is_ok_and(|said| said.contains("already")));
+                sleep(3600 * SECOND).await;
+                assert_eq!(count.load(Relaxed), paused, "a job left during the pause");
+                settings.dispatcher.paused = false;
+                steering.change(&settings);
+                sleep(10 * SECOND).await;
+                after.store(count.load(Relaxed) - paused, Relaxed);
+                std::future::pending().await
+            }
+        }),
+        ..World::default()
+    };
+    let ended = world.clone().run();
+    assert!(after.load(Relaxed) > 0, "it goes on at once");
+    assert!(ended.took > 3600 * SECOND);
+    assert_eq!(ended.ledger().checkpoints.len(), 2, "the one that was asked for, and the last one");
+    assert_all_trained(&World { steer: None, ..world }, &ended, 4);
+}
+
+#[test]
+fn a_checkpoint_that_was_asked_for_is_told_as_it_went() {
+    let world = World {
+        bad_saves: vec![4],
+        save_takes: 3 * SECOND,
+        steer: steer(|steering, _| async move {
+            let early = checkpoint(&steering).await;
+            assert!(early.is_err_and(|why| why.contains("no step is complete yet")));
+            sleep(5 * SECOND).await;
+            let failed = checkpoint(&steering).await;
+            assert!(failed.is_err_and(|why| why.contains("step 4 ") && why.contains("no space left")));
+            // Two at once are one, and one that comes meanwhile is the next.
+            let (first, second) = (checkpoint(&steering), checkpoint(&steering));
+            let third = async {
+                sleep(2 * SECOND).await;
+                checkpoint(&steering).await
+            };
+            let (first, second, third) = tokio::join!(first, second, third);
+            assert!(first.is_ok() && first == second && third.as_ref().is_ok_and(|said| Ok(said) != first.as_ref()));
+            let waited = timeout(SECOND, std::future::pending::<()>()).await;
+            assert!(waited.is_err());
+        }),
+        ..World::default()
+    };
+    let ended = world.clone().run();
+    assert_all_trained(&World { steer: None, ..world }, &ended, 1);
+    assert_eq!(ended.ledger().checkpoints.len(), 3);
+}
+
+/// Automodel and others stop all ranks for one that is taken away; here the others go on, with smaller steps.
+#[test]
+fn a_paused_drafter_draws_nothing_and_the_steps_are_those_of_the_others() {
+    let world = World {
+        epochs: 3,
+        steer: steer(|steering, base| async move {
+            sleep(10 * SECOND).await;
+            let mut settings = base.clone();
+            (settings.trainer.paused, settings.dispatcher.paused_targets) = (vec![1], vec![0, 2]);
+            steering.change(&settings);
+            sleep(20 * SECOND).await;
+            steering.change(&base);
+            std::future::pending().await
+        }),
+        ..World::default()
+    };
+    let ended = world.clone().run();
+    assert_nothing_is_lost(&ended, 3);
+    let sizes = |from: f64, to: f64| -> Vec<u64> {
+        let steps = ended.records.iter().filter(|r| (from..to).contains(&r.seconds));
+        steps.map(|r| r.micro_batches).collect()
+    };
+    assert!(sizes(0.0, 10.0).iter().all(|n| *n == 4));
+    assert!(sizes(12.0, 30.0).iter().all(|n| *n == 2) && sizes(12.0, 30.0).len() > 10);
+    assert!(sizes(33.0, f64::MAX).iter().rev().skip(1).all(|n| *n == 4));
+    // To the end of the plan with one that is paused for good: nobody waits for it.
+    let paused = World {
+        steer: steer(|steering, mut settings| async move {
+            sleep(3 * SECOND).await;
+            settings.trainer.paused = vec![0];
+            steering.change(&settings);
+            std::future::pending().await
+        }),
+        ..World::default()
+    };
+    let ended = paused.run();
+    assert_nothing_is_lost(&ended, 1);
+    let work = &ended.report().drafters;
+    assert!(work[0].micro_batches <= 8 && work[1].micro_batches > 3 * work[0].micro_batches);
+}
+
+#[test]
+fn what_shapes_a_step_changes_at_its_border_and_all_of_it_together() {
+    let world = World {
+        steer: steer(|steering, base| async move {
+            for n in 1_u32..12 {
+                sleep(Duration::from_millis(900)).await;
+                let mut settings = base.clone();
+                settings.trainer.accumulation = 1 + n as usize % 3;
+                let rate = settings.trainer.accumulation as f64;
+                settings.trainer.learning_rate = Arc::new(move |_| rate);
+                steering.change(&settings);
+            }
+            std::future::pending().await
+        }),
+        ..World::default()
+    };
+    let ended = world.run();
+    assert_nothing_is_lost(&ended, 1);
+    let changed: Vec<_> = ended.records.iter().filter(|r| r.learning_rate >= 1.0).collect();
+    assert!(changed.len() > 5);
+    for record in &changed[..changed.len() - 1] {
+        assert_eq!(record.micro_batches as f64, 2.0 * record.learning_rate, "step {}: half of a change", record.step);
+    }
+}
+
+#[test]
+fn a_target_that_rests_before_its_restart_minds_a_shorter_pause() {
+    let lost = Breakage { every: Some((3, Wrong::Lose)), until: Some(3), ..Breakage::default() };
+    let took = |shorter: bool| {
+        let world = World {
+            targets: vec![lost.clone()],
+            steer: steer(move |steering, mut settings| async move {
+                settings.restart_pause = 1000 * SECOND;
+                steering.change(&settings);
+                sleep(60 * SECOND).await;
+                if shorter {
+                    settings.restart_pause = 10 * SECOND;
+                    steering.change(&settings);
+                }
+                std::future::pending().await
+            }),
+            ..World::default()
+        };
+        let ended = world.run();
+        assert_nothing_is_lost(&ended, 1);
+        ended.took
+    };
+    assert!(took(false) > 1000 * SECOND && took(true) < 120 * SECOND);
+}
