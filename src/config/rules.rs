@@ -40,7 +40,7 @@ impl Audit<'_> {
     /// Rules that look at one number alone.
     fn ranges(&mut self) {
         let w = &self.written.wire;
-        let positive: [(&str, u64); 26] = [
+        let positive: [(&str, u64); 29] = [
             ("run.epochs", w.run.epochs.into()),
             ("run.threads", w.run.threads.or(|| 1).into()),
             ("data.max_length", w.data.max_length.into()),
@@ -54,6 +54,9 @@ impl Audit<'_> {
             ("pool.max_batches", w.pool.max_batches.into()),
             ("pool.min_ready", w.pool.min_ready.into()),
             ("pool.replay_window", w.pool.replay_window.or(|| 1).into()),
+            ("eval.samples", w.eval.samples.into()),
+            ("eval.prompts", w.eval.prompts.into()),
+            ("eval.max_new_tokens", w.eval.max_new_tokens.into()),
             ("drafter.layers", w.drafter.layers.into()),
             ("drafter.anchors", w.drafter.anchors.into()),
             ("drafter.heads", w.drafter.heads.or(|| 1).into()),
@@ -274,12 +277,29 @@ impl Audit<'_> {
     }
 
     fn rest(&mut self) {
+        let admin = &self.written.wire.admin;
+        self.require(
+            admin.listen.0.is_none_or(|address| address.ip().is_loopback()) || !admin.token_file.as_os_str().is_empty(),
+            "admin.token_file",
+            format!(
+                "admin.listen = \"{}\" can be reached from other machines, and orders would need no token",
+                admin.listen
+            ),
+            "name a file that holds a token, or listen on 127.0.0.1",
+        );
         let log = &self.written.wire.log;
         self.require(
             tracing_subscriber::EnvFilter::try_new(&log.level).is_ok(),
             "log.level",
             "is no log filter",
             "choose error, warn, info, debug or trace, or \"info,draftmill::data=debug\"",
+        );
+        let share = self.written.wire.eval.max_share;
+        self.require(
+            share > 0.0 && share <= 1.0,
+            "eval.max_share",
+            "is a share of the run's time",
+            "choose a number above 0, up to 1; to measure nothing, set eval.every_steps and eval.decode_every_steps to 0",
         );
         let factor = self.written.wire.dispatch.straggler_factor;
         self.require(
@@ -404,6 +424,12 @@ mod tests {
             ("optimizer", "weight_decay = -1.0"),
             ("optimizer", "max_grad_norm = nan"),
             ("checkpoint", "keep_last = 0"),
+            ("admin", "listen = \"0.0.0.0:9464\""),
+            ("eval", "samples = 0"),
+            ("eval", "prompts = 0"),
+            ("eval", "max_new_tokens = 0"),
+            ("eval", "max_share = 0.0"),
+            ("eval", "max_share = 1.5"),
             ("log", "level = \"draftmill=loud\""),
             ("log", "progress_every = \"0s\""),
             ("simulate", "feature_bytes_per_token = \"1 TiB\""),

@@ -1,7 +1,7 @@
 //! What the configuration leaves to the target: the drafter's shape, the tapped layers, and bytes per token.
 
 use super::{
-    ByteSize, Config, Pool,
+    ByteSize, Config, Labels, Pool,
     load::Written,
     problem::{Problem, Problems},
 };
@@ -16,12 +16,16 @@ use draftmill_actors::{
 
 /// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
 const TOKEN_BYTES: u64 = 5;
+/// An i32 label, where they come from the target.
+const LABEL_BYTES: u64 = 4;
 /// The length of a row.
 pub const ROW_BYTES: u64 = 4;
 
-/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id and its loss mask.
-pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype) -> u64 {
-    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES
+/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id, its loss mask, and its label
+/// where the target gives one.
+pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype, labels: Labels) -> u64 {
+    let label = if labels == Labels::Target { LABEL_BYTES } else { 0 };
+    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES + label
 }
 
 /// The drafter with nothing left open, or everything that does not fit the target.
@@ -111,7 +115,7 @@ pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) 
         // Refused before, where the settings were read: it does not depend on the job.
         Deadlock::FewBatches => return None,
         Deadlock::FewBytes { needed } => {
-            let (name, why) = match config.pool.draw {
+            let (name, why) = match config.pool.order {
                 Draw::Replay => ("pool.replay_window", "the batch that is next may be the last to arrive of"),
                 _ => ("pool.min_ready", "draws wait for"),
             };
@@ -135,7 +139,7 @@ pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -
         max_bytes: pool.max_bytes.0,
         max_batches: pool.max_batches as usize,
         min_ready: pool.min_ready as usize,
-        draw: pool.draw,
+        draw: pool.order,
         replay_window: replay_window(pool, largest_job_bytes) as usize,
         start_step,
         seed: config.run.seed,
@@ -204,7 +208,8 @@ mod tests {
         assert_eq!(shape.mask_token_id, 151_669);
         let parameters: usize = shape.tensor_shapes().values().map(|dims| dims.iter().product::<usize>()).sum();
         assert_eq!(parameters / 1_000_000, 1_048);
-        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16), 40_960 + 5);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Labels::Data), 40_960 + 5);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Labels::Target), 40_960 + 9);
     }
 
     #[test]
@@ -255,7 +260,7 @@ mod tests {
     #[test]
     fn a_replay_window_that_the_pool_cannot_hold_is_refused_with_the_arithmetic() {
         let replay = |window: &str| {
-            let text = format!("[pool]\nmax_bytes = \"2 GiB\"\ndraw = \"replay\"\nmin_ready = 16\n{window}");
+            let text = format!("[pool]\nmax_bytes = \"2 GiB\"\norder = \"replay\"\nmin_ready = 16\n{window}");
             load_text(&text, "x.toml", &[]).unwrap()
         };
         let loaded = replay("replay_window = 8");

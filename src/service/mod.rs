@@ -7,6 +7,7 @@
 mod closing;
 pub mod facts;
 mod folder;
+mod identity;
 mod keeper;
 mod logs;
 mod models;
@@ -30,7 +31,7 @@ pub use logs::Logs;
 pub use schedule::Schedule;
 pub(crate) use settings::{Place, mill_settings};
 pub use steps::{StepLog, Window};
-pub use summary::{ActorShares, Summary};
+pub use summary::{ActorShares, Evaluation, Summary};
 
 use crate::{
     admin,
@@ -41,27 +42,29 @@ use crate::{
         saving::{Kept, Saving},
         simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
     },
+    eval::{History, during::Evaluator},
     exit::{Exit, Failure},
     simulate,
-    state::{Identity, RunEnd},
+    state::RunEnd,
 };
-use closing::close;
+use closing::{Ended, close};
 use draftmill_actors::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
     mill::{self, Parts},
-    plan::PlanSettings,
     sim::{self, SimOptimizer},
     steering::Steering,
     trainer::StepRecord,
 };
 use facts::Facts;
 use folder::{About, Opened};
+use identity::identity;
 use keeper::Keeper;
 use models::Models;
 use notify::Manager;
 use opening::Opening;
+use orders::Orders;
 use progress::Progress;
 use reload::Ground;
 use settings::plan_settings;
@@ -93,7 +96,7 @@ pub struct Start {
 
 /// How a start of a run came to its end.
 #[derive(Debug)]
-pub struct Ended {
+pub struct End {
     /// Its figures; one that was stopped before its plan was done is not `finished`. `None` where it was stopped before it began.
     pub summary: Option<Summary>,
     /// SIGTERM asked for it, and it was orderly.
@@ -101,7 +104,7 @@ pub struct Ended {
 }
 
 /// Trains until the plan is done, a signal comes, or the first fault.
-pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
+pub async fn train(loaded: Loaded, start: Start) -> Result<End, Failure> {
     let stops = Stops::default();
     let (in_force, watching) = watch::channel(loaded);
     let signals = signals::listen(stops.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
@@ -110,10 +113,10 @@ pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
     let trained = train_until(in_force, start, hangup, &stops).await;
     let terminated = signals.first() == Some(signals::Asked::Terminate) && !stops.abort.is_cancelled();
     match trained {
-        Ok(summary) => Ok(Ended { summary: Some(summary), terminated }),
+        Ok(summary) => Ok(End { summary: Some(summary), terminated }),
         Err(failure) if failure.exit == Exit::Interrupted && terminated => {
             tracing::info!("{failure}");
-            Ok(Ended { summary: None, terminated })
+            Ok(End { summary: None, terminated })
         }
         Err(failure) => Err(failure),
     }
@@ -163,6 +166,7 @@ struct Live {
 struct Prepared {
     loaded: Loaded,
     models: Option<Models>,
+    store: Arc<Store>,
     source: StoreSource,
     lengths: Arc<[u32]>,
     machine: Machine,
@@ -191,7 +195,7 @@ impl Prepared {
         let folder = RunFolder::new(&config.run.dir);
         let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
         let opened = folder.open(&loaded, &about)?;
-        Ok(Prepared { loaded, models, source, lengths, machine, forecast, opened })
+        Ok(Prepared { loaded, models, store, source, lengths, machine, forecast, opened })
     }
 
     fn start_step(&self) -> u64 {
@@ -248,6 +252,8 @@ impl Prepared {
                     targets: sim::targets(costs, &simulate::target_speeds(config)),
                     drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
                     optimizer: RememberingOptimizer::new(optimizer, trained, saving),
+                    // There is no drafter to measure.
+                    evaluator: None,
                 };
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
@@ -255,8 +261,11 @@ impl Prepared {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines =
-                    unless_stopped(stops, torch::load(&self.loaded, models, folder, from, for_saving)).await??;
+                let engines = unless_stopped(
+                    stops,
+                    torch::load(&self.loaded, models, folder, from, for_saving, self.store.clone()),
+                )
+                .await??;
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
         }
@@ -306,6 +315,8 @@ impl Prepared {
         let facts = Facts {
             run: begun.run,
             started: facts::now(),
+            dir: loaded.config.run.dir.display().to_string(),
+            engine: loaded.config.run.engine.to_string(),
             planned_steps: forecast.steps,
             epochs: loaded.config.run.epochs.into(),
             ..Facts::default()
@@ -339,12 +350,16 @@ impl Prepared {
             orders: given,
             hangup: live.hangup,
             place: watched,
+            measured: engines
+                .evaluator
+                .as_ref()
+                .map_or_else(|| watch::channel(History::default()).1, Evaluator::history),
             notes: Default::default(),
         };
         let ended = CancellationToken::new();
         let keeping = tokio::spawn(keeper.run(stops.close.clone(), ended.clone()));
 
-        let Engines { targets, drafters, optimizer } = engines;
+        let Engines { targets, drafters, optimizer, evaluator } = engines;
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
         let telling = manager.map(|telling| AbortOnDropHandle::new(tokio::spawn(telling)));
         let born = Instant::now();
@@ -358,7 +373,13 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from)?;
+        let mut ended = Ended { report, log: &log, seconds, before: from, evaluated: None };
+        let last = ended.last(&folder).filter(|_| ended.how(&loaded.config) != RunEnd::Stopped);
+        ended.evaluated = match (evaluator, last) {
+            (Some(evaluator), Some(last)) => Some(evaluator.finish(last).await),
+            (evaluator, _) => evaluator.map(|evaluator| evaluator.history().borrow().clone()),
+        };
+        let summary = close(&loaded, &folder, begun.run, ended)?;
         drop((metrics, telling));
         Ok(summary)
     }
@@ -368,6 +389,7 @@ struct Engines<T, D, O> {
     targets: Vec<T>,
     drafters: Vec<D>,
     optimizer: O,
+    evaluator: Option<Evaluator>,
 }
 
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
@@ -381,42 +403,9 @@ impl<T, E: Display> Failed<T> for Result<T, E> {
     }
 }
 
-/// What must not change while a run goes on, by the name that a person knows it by.
-fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
-    let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
-    let mut identity = Identity::new();
-    for (name, value) in [
-        ("data", data_name(store)),
-        ("data.max_length", made_with("max_length")),
-        ("tokenizer", made_with("tokenizer_sha256")),
-        ("template", made_with("template_sha256")),
-        ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
-        ("run.seed", config.run.seed.to_string()),
-        ("plan.job_tokens", plan.job_tokens.to_string()),
-        ("plan buckets", format!("{:?}", plan.bounds)),
-        ("plan.order", format!("{:?}", plan.order).to_lowercase()),
-    ] {
-        identity.insert(name.into(), value);
-    }
-    if let Some(models) = models {
-        models.identity(&config.target.dir, &mut identity).failed(Exit::Model)?;
-    }
-    Ok(identity)
-}
-
-/// The store's fingerprint, with the names of the files that it was made of for people.
-fn data_name(store: &Store) -> String {
-    let inputs = store.metadata().get("inputs").and_then(|text| serde_json::from_str::<serde_json::Value>(text).ok());
-    let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();
-    let names: Vec<_> = names.filter_map(|input| input["name"].as_str()).collect();
-    format!("{} ({})", store.fingerprint(), names.join(", "))
-}
-
 /// What the admin port needs of a running service: where orders go, and what is so.
 struct Asked {
-    #[expect(dead_code, reason = "the admin port learns to give orders in a change of its own")]
-    orders: orders::Orders,
-    #[expect(dead_code, reason = "likewise")]
+    orders: Orders,
     facts: watch::Receiver<Facts>,
 }
 
@@ -425,27 +414,32 @@ fn serve_metrics(
     config: &Config,
     forecast: &Forecast,
     checkpoint_time: f64,
-    _asked: Asked,
+    Asked { orders, facts }: Asked,
     stops: &Stops,
-) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
+) -> Result<tokio_util::task::AbortOnDropHandle<()>, Failure> {
+    let token =
+        config.admin.token().transpose().map_err(|why| format!("admin.token_file: {why}")).failed(Exit::Config)?;
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|s| !s.buckets.is_empty()).map(|s| (s.name, s.buckets)).collect();
     let handle = admin::install_recorder(&config.run.dir.display().to_string(), &histograms).failed(Exit::Internal)?;
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
+        positions: config.drafter.block_size as usize - 1,
         buckets: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
         version: env!("CARGO_PKG_VERSION"),
         planned_steps: forecast.steps,
         checkpoint_time,
     });
     let watching = process::watch();
-    let abort = stops.abort.clone();
-    let serving = admin::serve(listener, handle, async move { abort.cancelled().await });
+    let faults = admin::faults::recent();
+    let server =
+        admin::Server { listener, metrics: handle, facts, faults, orders, token, limits: admin::Limits::default() };
+    let serving = server.run(stops.abort.clone());
     Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(async move {
         tokio::select! {
-            served = serving => served,
-            () = watching => Ok(()),
+            () = serving => {}
+            () = watching => {}
         }
     })))
 }

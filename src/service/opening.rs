@@ -92,7 +92,7 @@ impl Opening {
                 "at most {} and {}; {}",
                 some(config.pool.max_batches.into(), "batch", "batches"),
                 ByteSize(config.pool.max_bytes.0).rounded(),
-                match config.pool.draw {
+                match config.pool.order {
                     Draw::Replay => "drawn in an order that plan and seed fix".into(),
                     Draw::Proportional | Draw::Uniform =>
                         format!("a draw waits until {}", some_are(config.pool.min_ready.into())),

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking, and so do its helpers")]
 
+mod admin;
 mod cli;
 mod config;
 mod dashboards;
@@ -11,6 +12,8 @@ mod decode;
 mod deploy;
 mod ending;
 mod eval;
+#[cfg(feature = "torch")]
+mod evaluation;
 mod export;
 #[cfg(feature = "failpoints")]
 mod failpoints;
