@@ -4,7 +4,7 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan,
+    Auto, ByteSize, Device, Dtype, Ending, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan,
     UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
@@ -320,6 +320,9 @@ sections! {
     shutdown: Shutdown {
         /// Time for running work and a last checkpoint; after it the process ends without.
         Live grace: TimeSpan = TimeSpan(Duration::from_secs(120));
+        /// Batches that wait in the pool: "reopen" = another start extracts their jobs anew; "train" = targets finish the forward in
+        /// hand, and what is in the pool is trained as far as it makes whole steps, for at most half of grace.
+        Live pool: Ending = Ending::Reopen;
     }
 
     /// The cost model of `draftmill simulate`, and of run.engine = "simulated". Work takes whole milliseconds; what is rounded off
