@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-dashboards lint bench bench-peers build clean tools prometheus
+.PHONY: help demo test test-dashboards test-ui lint bench bench-peers build clean tools prometheus
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -35,6 +35,10 @@ test: tools ## run every test, first without libtorch, then with it
 	cargo test --workspace --locked --no-default-features; \
 	cargo test --workspace --locked --no-default-features --features failpoints --test it failpoints; \
 	cargo test --workspace --locked
+
+test-ui: tools ## look at the status page in a headless Chromium, which it installs where it may
+	@cargo build --locked --no-default-features; \
+	python3 -B tests/ui/page.py
 
 test-dashboards: prometheus ## scrape a live run with a real Prometheus: metrics, alerts and every query of the dashboard
 	@cargo test --locked --no-default-features --test it dashboards -- --include-ignored

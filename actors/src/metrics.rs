@@ -159,6 +159,8 @@ table! {
     CHECKPOINT_EVERY = Gauge "draftmill_checkpoint_every_steps" ["steps"] {};
     /// Faults that end the run, by the actor that failed; those that only follow from another one do not count.
     FAULTS = Counter "draftmill_faults_total" ["faults"] { actor: ["planner", "dispatcher", "target", "pool", "drafter", "trainer"] };
+    /// Requests and connections that the admin port refused, by why.
+    ADMIN_REFUSED = Counter "draftmill_admin_refused_total" ["requests"] { reason: ["connections", "streams", "origin", "host", "token", "body"] };
     /// 1 while no job is handed out because somebody asked for a pause.
     PAUSED = Gauge "draftmill_paused" ["bool"] {};
     /// Tries to change the configuration of the running service, by result.

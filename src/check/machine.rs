@@ -54,6 +54,9 @@ pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Pr
             }
         }
     }
+    if let Some(Err(why)) = config.admin.token() {
+        problems.push(written.problem("admin.token_file", why, "make one: openssl rand -hex 32 > FILE"));
+    }
     if let Some(address) = config.admin.listen.0.filter(|_| machine.ask_port)
         && let Err(source) = TcpListener::bind(address)
     {
@@ -164,18 +167,19 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_port_and_a_file_in_the_place_of_the_run_are_told() {
+    fn a_taken_port_a_file_without_a_token_and_a_file_in_the_place_of_the_run_are_told() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let file = tempfile::NamedTempFile::new().unwrap();
         let sets = [
             format!("admin.listen={}", taken.local_addr().unwrap()),
             format!("run.dir={}", file.path().display()),
             "run.engine=simulated".into(),
+            format!("admin.token_file={}", file.path().display()),
         ];
         let loaded = load_text("", "x.toml", &sets).unwrap();
         let found = problems(&loaded.config, &loaded.written, &BARE);
         let keys: Vec<_> = found.iter().map(|problem| problem.key.as_str()).collect();
-        assert_eq!(keys, ["admin.listen", "run.dir"], "{found:?}");
+        assert_eq!(keys, ["admin.token_file", "admin.listen", "run.dir"], "{found:?}");
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
     if let Some(address) = config.admin.listen.0.filter(|address| !address.ip().is_loopback()) {
         report.notes.push(written.problem(
             "admin.listen",
-            format!("{} can be reached from other machines, and nothing asks who is there", address.ip()),
+            format!("{} can be reached from other machines: orders need the token, but anybody may read", address.ip()),
             "listen on 127.0.0.1 unless that is meant",
         ));
     }

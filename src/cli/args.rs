@@ -133,7 +133,7 @@ pub struct SimulateArgs {
     /// Jobs that wait for each target under round-robin
     #[arg(long, value_name = "JOBS", default_value = "4")]
     pub queue_depth: usize,
-    /// Which batch answers a draw, in the place of pool.draw: uniform, proportional or replay
+    /// Which batch answers a draw, in the place of pool.order: uniform, proportional or replay
     #[arg(long, value_name = "DRAW")]
     pub draw: Option<String>,
     /// Number of targets, in the place of target.devices

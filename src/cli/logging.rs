@@ -2,6 +2,7 @@
 
 use super::LogArgs;
 use crate::{
+    admin::faults::FaultLayer,
     config::{Log, LogFormat},
     exit::{Exit, Failure},
     service::SetLevel,
@@ -10,7 +11,9 @@ use std::{
     io::{self, IsTerminal, Write, stderr},
     sync::Arc,
 };
-use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, layer::SubscriberExt, reload, util::SubscriberInitExt};
+use tracing_subscriber::{
+    EnvFilter, Layer, Registry, filter::LevelFilter, fmt, layer::SubscriberExt, reload, util::SubscriberInitExt,
+};
 
 /// Starts logging for the whole process. The command line wins over the configuration; where it says nothing, the level can be
 /// changed later by what comes back.
@@ -30,7 +33,9 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Option<SetLevel>, Failure> {
         lines.with_ansi(terminal).with_target(false).boxed()
     };
     let (filter, handle) = reload::Layer::new(filter);
-    tracing_subscriber::registry().with(lines.with_filter(filter)).try_init().map_err(Failure::of(Exit::Internal))?;
+    let faults = FaultLayer.with_filter(LevelFilter::WARN);
+    let registry = tracing_subscriber::registry().with(lines.with_filter(filter)).with(faults);
+    registry.try_init().map_err(Failure::of(Exit::Internal))?;
     let set_level = move |level: &str| {
         let filter = EnvFilter::try_new(level).map_err(|error| error.to_string())?;
         handle.reload(filter).map_err(|error| error.to_string())

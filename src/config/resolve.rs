@@ -7,7 +7,7 @@ use super::{
     values::{Device, Dtype, Engine, Overlong, UnknownRole},
     wire::{self, Wire},
 };
-use crate::retention::Keep;
+use crate::{admin::Token, retention::Keep};
 use draftmill_actors::{engine::FeatureDtype, plan::Order};
 use std::{collections::BTreeSet, num::NonZeroUsize, path::PathBuf};
 
@@ -179,6 +179,13 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         shutdown: written.wire.shutdown.clone(),
         simulate: written.wire.simulate.clone(),
     })
+}
+
+impl wire::Admin {
+    /// The token that orders must carry, where a file is named, or why there is none.
+    pub fn token(&self) -> Option<Result<Token, String>> {
+        (!self.token_file.as_os_str().is_empty()).then(|| Token::read(&self.token_file))
+    }
 }
 
 impl Config {

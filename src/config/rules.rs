@@ -274,6 +274,16 @@ impl Audit<'_> {
     }
 
     fn rest(&mut self) {
+        let admin = &self.written.wire.admin;
+        self.require(
+            admin.listen.0.is_none_or(|address| address.ip().is_loopback()) || !admin.token_file.as_os_str().is_empty(),
+            "admin.token_file",
+            format!(
+                "admin.listen = \"{}\" can be reached from other machines, and orders would need no token",
+                admin.listen
+            ),
+            "name a file that holds a token, or listen on 127.0.0.1",
+        );
         let log = &self.written.wire.log;
         self.require(
             tracing_subscriber::EnvFilter::try_new(&log.level).is_ok(),
@@ -404,6 +414,7 @@ mod tests {
             ("optimizer", "weight_decay = -1.0"),
             ("optimizer", "max_grad_norm = nan"),
             ("checkpoint", "keep_last = 0"),
+            ("admin", "listen = \"0.0.0.0:9464\""),
             ("log", "level = \"draftmill=loud\""),
             ("log", "progress_every = \"0s\""),
             ("simulate", "feature_bytes_per_token = \"1 TiB\""),

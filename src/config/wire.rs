@@ -182,8 +182,8 @@ sections! {
         /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch; "replay" = an order
         /// that plan and seed fix, so that two runs train the same steps whatever the timing: it waits for the one batch
         /// that is next, whatever min_ready says. To "replay" and from it only at a start.
-        Live draw: Draw = Draw::Proportional;
-        /// For draw = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
+        Live order: Draw = Draw::Proportional;
+        /// For order = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
         /// holds.
         Restart replay_window: Auto<u32> = Auto::Auto;
     }
@@ -258,10 +258,13 @@ sections! {
         Live export_dtype: Dtype = Dtype::Bf16;
     }
 
-    /// The HTTP port with /metrics (Prometheus) and /livez.
+    /// The HTTP port: status page, /metrics (Prometheus), probes, and orders to the running service.
     admin: Admin {
-        /// Address to listen on; there is no authentication, so keep it on loopback. "off" = no port.
+        /// Address to listen on. Whoever reaches it may read; beyond loopback, orders need the token. "off" = no port.
         Restart listen: Listen = Listen(Some(([127, 0, 0, 1], 9464).into()));
+        /// File with the token that orders (pause, resume, checkpoint, reload) must carry: at least 16 characters, for example from
+        /// `openssl rand -hex 32`. "" = none, which is for loopback alone.
+        Restart token_file: PathBuf = PathBuf::new();
     }
 
     /// Log lines, on stderr.

@@ -10,11 +10,15 @@ use std::{
 const RELOADS: usize = 20;
 
 /// Facts of a run. Times are seconds since 1970.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Facts {
     /// Number of this start in its run folder.
     pub run: u64,
     pub started: f64,
+    /// The run folder.
+    pub dir: String,
+    /// "torch" or "simulated".
+    pub engine: String,
     /// Steps that the whole plan will take; the estimate changes with accumulation.
     pub planned_steps: u64,
     pub epochs: u64,

@@ -56,6 +56,7 @@ use facts::Facts;
 use folder::{About, Opened};
 use keeper::Keeper;
 use models::Models;
+use orders::Orders;
 use progress::Progress;
 use reload::Ground;
 use settings::plan_settings;
@@ -303,6 +304,8 @@ impl Prepared {
         let facts = Facts {
             run: begun.run,
             started: facts::now(),
+            dir: loaded.config.run.dir.display().to_string(),
+            engine: loaded.config.run.engine.to_string(),
             planned_steps: forecast.steps,
             epochs: loaded.config.run.epochs.into(),
             ..Facts::default()
@@ -408,9 +411,7 @@ fn data_name(store: &Store) -> String {
 
 /// What the admin port needs of a running service: where orders go, and what is so.
 struct Asked {
-    #[expect(dead_code, reason = "the admin port learns to give orders in a change of its own")]
-    orders: orders::Orders,
-    #[expect(dead_code, reason = "likewise")]
+    orders: Orders,
     facts: watch::Receiver<Facts>,
 }
 
@@ -419,9 +420,11 @@ fn serve_metrics(
     config: &Config,
     forecast: &Forecast,
     checkpoint_time: f64,
-    _asked: Asked,
+    Asked { orders, facts }: Asked,
     stops: &Stops,
-) -> Result<tokio_util::task::AbortOnDropHandle<std::io::Result<()>>, Failure> {
+) -> Result<tokio_util::task::AbortOnDropHandle<()>, Failure> {
+    let token =
+        config.admin.token().transpose().map_err(|why| format!("admin.token_file: {why}")).failed(Exit::Config)?;
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|s| !s.buckets.is_empty()).map(|s| (s.name, s.buckets)).collect();
     let handle = admin::install_recorder(&config.run.dir.display().to_string(), &histograms).failed(Exit::Internal)?;
@@ -434,12 +437,14 @@ fn serve_metrics(
         checkpoint_time,
     });
     let watching = process::watch();
-    let abort = stops.abort.clone();
-    let serving = admin::serve(listener, handle, async move { abort.cancelled().await });
+    let faults = admin::faults::recent();
+    let server =
+        admin::Server { listener, metrics: handle, facts, faults, orders, token, limits: admin::Limits::default() };
+    let serving = server.run(stops.abort.clone());
     Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(async move {
         tokio::select! {
-            served = serving => served,
-            () = watching => Ok(()),
+            () = serving => {}
+            () = watching => {}
         }
     })))
 }

@@ -53,7 +53,7 @@ impl Seen {
             slower_stage: bound.slower(),
             imbalance: bound.imbalance(),
             policy: scenario.policy,
-            draw: config.pool.draw,
+            draw: config.pool.order,
             targets: targets.iter().zip(&target_speeds).map(|(w, &s)| actor(&w.totals, s, w.jobs)).collect(),
             drafters: drafters
                 .iter()

@@ -86,7 +86,7 @@ impl Scenario {
     }
 
     pub fn draw(mut self, draw: Draw) -> Scenario {
-        self.loaded.config.pool.draw = draw;
+        self.loaded.config.pool.order = draw;
         self
     }
 

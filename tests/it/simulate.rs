@@ -342,7 +342,7 @@ fn what_cannot_work_is_refused_with_a_sentence() {
         (&["--sweep", "targets=x"], Exit::Usage, "is no list of numbers; write targets=1..7"),
         (&["--policy", "push"], Exit::Usage, "pull, round-robin"),
         (&["--policy", "round-robin", "--queue-depth", "0"], Exit::Config, "queues of 0 jobs hold nothing"),
-        (&["--draw", "best"], Exit::Config, "pool.draw"),
+        (&["--draw", "best"], Exit::Config, "pool.order"),
         (&["--set", "pool.max_bytes=10 GiB"], Exit::Config, "8 x 2400 MiB = 19200 MiB is more than 10 GiB; raise it"),
         (&["--set", "pool.min_ready=25"], Exit::Config, "never holds more than pool.max_batches = 24"),
         (&["--set", "optimizer.accumulation=5000"], Exit::Config, "no step could ever fill"),

@@ -205,7 +205,7 @@ fn a_killed_run_goes_on_from_its_last_checkpoint() {
 /// Draw replay: which job is part of which step does not depend on timing, on the number of targets, or on a kill.
 #[test]
 fn a_replayed_run_that_was_killed_trains_the_same_steps_as_one_that_was_not() {
-    let sets = [SLOW, &["pool.draw=replay"]].concat();
+    let sets = [SLOW, &["pool.order=replay"]].concat();
     let whole = Run::new(&[&sets[..], &["target.devices=[\"cpu\"]"]].concat());
     assert_eq!(whole.train(&[]).status.code(), Some(0));
     let mut run = Run::new(&sets);

@@ -1,0 +1,409 @@
+//! The admin port over raw sockets: what it tells, what it refuses, and clients that are slow on purpose.
+
+use crate::train::{Run, SLOW, text};
+use draftmill::{
+    admin::{self, Limits, Server, Token},
+    service::{
+        facts::Facts,
+        orders::{self, Given, Order},
+    },
+};
+use draftmill_actors::metrics as m;
+use metrics::{counter, gauge};
+use metrics_exporter_prometheus::PrometheusHandle;
+use serde_json::Value;
+use std::{net::SocketAddr, time::Duration};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    sync::{mpsc, watch},
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+const SECRET: &str = "a-token-of-the-tests-0123";
+/// Longer than anything here takes on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A server with metrics of its own, on the one thread of a test.
+struct World {
+    address: SocketAddr,
+    metrics: PrometheusHandle,
+    facts: watch::Sender<Facts>,
+    given: Option<mpsc::Receiver<Given>>,
+    shutdown: CancellationToken,
+    running: JoinHandle<()>,
+    _recorder: metrics::LocalRecorderGuard<'static>,
+}
+
+impl World {
+    async fn new(limits: Limits, token: Option<&str>) -> World {
+        let histograms = m::TABLE.iter().filter(|spec| !spec.buckets.is_empty());
+        let recorder = admin::recorder(&histograms.map(|spec| (spec.name, spec.buckets)).collect::<Vec<_>>()).unwrap();
+        let metrics = recorder.handle();
+        // Lives as long as the process: a guard cannot stand beside what it borrows.
+        let guard = metrics::set_default_local_recorder(Box::leak(Box::new(recorder)));
+        m::register(&m::Known { targets: 1, drafters: 1, buckets: vec![64, 128], ..m::Known::default() });
+        let listener = admin::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (facts, told) = watch::channel(Facts { planned_steps: 10, ..Facts::default() });
+        let (_, faults) = watch::channel(Default::default());
+        let (orders, given) = orders::channel();
+        let (token, shutdown) = (token.map(Token::new), CancellationToken::new());
+        let server = Server { listener, metrics: metrics.clone(), facts: told, faults, orders, token, limits };
+        let running = tokio::spawn(server.run(shutdown.clone()));
+        World { address, metrics, facts, given: Some(given), shutdown, running, _recorder: guard }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.unwrap()
+    }
+
+    /// One request on a connection of its own, and everything that comes back.
+    async fn ask(&self, request: &str, fields: &str) -> String {
+        let mut stream = self.connect().await;
+        let host = if fields.contains("Host:") { "" } else { "Host: localhost\r\n" };
+        let head = format!("{request} HTTP/1.1\r\n{host}Connection: close\r\n{fields}\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        rest(&mut stream).await
+    }
+
+    async fn get(&self, path: &str) -> String {
+        self.ask(&format!("GET {path}"), "").await
+    }
+
+    async fn status(&self) -> Value {
+        let answer = self.get("/status").await;
+        serde_json::from_str(body(&answer)).unwrap_or_else(|error| panic!("{error}: {answer}"))
+    }
+
+    /// Answers every order with these words, until the end of the test.
+    fn answer(&mut self, answer: Result<&'static str, &'static str>) -> JoinHandle<Vec<Order>> {
+        let mut given = self.given.take().unwrap();
+        tokio::spawn(async move {
+            let mut orders = Vec::new();
+            while let Some(given) = given.recv().await {
+                orders.push(given.order);
+                given.answer.send(answer.map(str::to_owned).map_err(str::to_owned)).unwrap();
+                if orders.len() == 4 {
+                    break;
+                }
+            }
+            orders
+        })
+    }
+
+    fn refused(&self, reason: &str) -> f64 {
+        admin::Samples::parse(&self.metrics.render()).with(m::ADMIN_REFUSED, &[("reason", reason)])
+    }
+
+    async fn has_place_for_a_reader(&self) -> bool {
+        let mut text = String::new();
+        read_until(&mut self.events().await, &mut text, "\r\n\r\n", 1).await;
+        text.starts_with("HTTP/1.1 200")
+    }
+
+    /// Asks for `/events`.
+    async fn events(&self) -> TcpStream {
+        let mut stream = self.connect().await;
+        stream.write_all(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+        stream
+    }
+}
+
+/// What a connection still says until it ends, however it ends.
+async fn rest(stream: &mut TcpStream) -> String {
+    let mut bytes = Vec::new();
+    let mut buffer = [0; 4096];
+    let reading = async {
+        while let Ok(n) = stream.read(&mut buffer).await {
+            if n == 0 {
+                break;
+            }
+            bytes.extend_from_slice(&buffer[..n]);
+        }
+    };
+    timeout(PATIENCE, reading).await.expect("the server ends the connection");
+    String::from_utf8(bytes).unwrap()
+}
+
+/// Reads until `text` holds `part` this often.
+async fn read_until(stream: &mut TcpStream, text: &mut String, part: &str, times: usize) {
+    let mut buffer = [0; 4096];
+    while text.matches(part).count() < times {
+        let n = timeout(PATIENCE, stream.read(&mut buffer)).await.expect("something comes").unwrap();
+        assert!(n > 0, "the connection ended after {text}");
+        text.push_str(std::str::from_utf8(&buffer[..n]).unwrap());
+    }
+}
+
+/// Asks again and again until the answer is yes.
+async fn eventually(what: &str, ask: impl AsyncFn() -> bool) {
+    let asking = async {
+        while !ask().await {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(PATIENCE, asking).await.unwrap_or_else(|_| panic!("waited in vain: {what}"));
+}
+
+fn body(answer: &str) -> &str {
+    answer.split_once("\r\n\r\n").map_or("", |(_, body)| body)
+}
+
+fn is(answer: &str, code: u16) {
+    assert!(answer.starts_with(&format!("HTTP/1.1 {code} ")), "not {code}: {answer}");
+}
+
+#[tokio::test]
+async fn everything_that_is_read_is_there_and_says_so() {
+    let world = World::new(Limits::default(), None).await;
+    gauge!(m::TARGET_UP, "index" => "0").set(1.0);
+    counter!(m::JOBS, "outcome" => "trained").increment(3);
+    let metrics = world.get("/metrics").await;
+    is(&metrics, 200);
+    for line in ["content-type: text/plain; version=0.0.4", "draftmill_jobs_total{outcome=\"trained\"} 3\n"] {
+        assert!(metrics.contains(line), "{line} is not in\n{metrics}");
+    }
+    assert_eq!(body(&world.get("/livez").await), "ok\n");
+    let page = world.get("/").await;
+    is(&page, 200);
+    assert!(page.contains("content-type: text/html") && page.contains("script-src 'sha256-"), "{page}");
+    let missing = world.get("/nothing").await;
+    is(&missing, 404);
+    for answer in [&metrics, &page, &missing, &world.get("/status").await] {
+        for field in
+            ["cache-control: no-store", "x-content-type-options: nosniff", "content-security-policy: default-src"]
+        {
+            assert!(answer.contains(field), "{field} is not in {answer}");
+        }
+        assert!(!answer.contains("access-control-allow"), "{answer}");
+    }
+    is(&world.get("/pause").await, 405);
+    let status = world.status().await;
+    assert_eq!((&status["jobs"]["trained"], &status["progress"]["planned_steps"]), (&3.into(), &10.into()), "{status}");
+}
+
+#[tokio::test]
+async fn readiness_goes_when_no_target_answers_and_at_once_when_the_run_ends() {
+    let world = World::new(Limits::default(), None).await;
+    let starting = world.get("/readyz").await;
+    is(&starting, 503);
+    gauge!(m::ACTOR_STATE, "actor" => "target", "index" => "0", "state" => "out").set(1.0);
+    eventually("no target", async || world.get("/readyz").await.contains("no target")).await;
+    let out = world.get("/readyz").await;
+    is(&out, 503);
+    assert_eq!(body(&out), "no target answers: all are taken out or gone\n");
+    gauge!(m::TARGET_UP, "index" => "0").set(1.0);
+    eventually("ready", async || world.get("/readyz").await.ends_with("\r\n\r\nok\n")).await;
+    world.facts.send_modify(|facts| facts.stopping = true);
+    let ending = world.get("/readyz").await;
+    is(&ending, 503);
+    assert_eq!(body(&ending), "the run is ending\n");
+    assert_eq!(body(&world.get("/livez").await), "ok\n", "a process that ends in order is alive");
+}
+
+#[tokio::test]
+async fn orders_are_carried_out_or_refused_with_their_sentence() {
+    let mut world = World::new(Limits::default(), None).await;
+    let taken = world.answer(Ok("done as you said"));
+    for path in ["/reload", "/checkpoint", "/pause", "/resume"] {
+        let answer = world.ask(&format!("POST {path}"), "Content-Length: 0\r\n").await;
+        is(&answer, 200);
+        assert_eq!(body(&answer), "done as you said\n");
+    }
+    assert_eq!(taken.await.unwrap(), [Order::Reload, Order::Checkpoint, Order::Pause, Order::Resume]);
+    // Nobody listens any more.
+    let late = world.ask("POST /pause", "").await;
+    is(&late, 409);
+    assert_eq!(body(&late), "the run is ending\n");
+
+    let mut world = World::new(Limits::default(), None).await;
+    let _taken = world.answer(Err("a checkpoint is on its way already"));
+    let refused = world.ask("POST /checkpoint", "").await;
+    is(&refused, 409);
+    assert_eq!(body(&refused), "a checkpoint is on its way already\n");
+}
+
+#[tokio::test]
+async fn other_sites_other_names_and_wrong_tokens_give_no_orders() {
+    let world = World::new(Limits::default(), None).await;
+    let own = world.address.to_string();
+    for (fields, reason) in [
+        ("Origin: http://evil.example\r\n".to_owned(), "origin"),
+        (format!("Host: {own}\r\nOrigin: http://127.0.0.1:1\r\n"), "origin"),
+        (format!("Host: {own}\r\nSec-Fetch-Site: cross-site\r\n"), "origin"),
+        ("Host: evil.example\r\nOrigin: http://evil.example\r\n".to_owned(), "host"),
+    ] {
+        let before = world.refused(reason);
+        is(&world.ask("POST /pause", &fields).await, 403);
+        assert_eq!(world.refused(reason), before + 1.0, "{fields}");
+    }
+    // The names of a rebound address may look, and find nothing to press.
+    is(&world.ask("GET /status", "Host: evil.example\r\n").await, 200);
+
+    let mut world = World::new(Limits::default(), Some(SECRET)).await;
+    let _taken = world.answer(Ok("paused"));
+    let bare = world.ask("POST /pause", "").await;
+    is(&bare, 401);
+    assert!(bare.contains("www-authenticate: Bearer"), "{bare}");
+    is(&world.ask("POST /pause", "Authorization: Bearer a-token-of-the-tests-0124\r\n").await, 401);
+    assert_eq!(world.refused("token"), 2.0);
+    let right = format!("Host: mill.example:9464\r\nAuthorization: Bearer {SECRET}\r\n");
+    is(&world.ask("POST /pause", &right).await, 200);
+    is(&world.ask("POST /pause", &format!("{right}Origin: https://evil.example\r\n")).await, 403);
+    is(&world.ask("POST /pause", &format!("{right}Origin: http://mill.example:9464\r\n")).await, 200);
+    is(&world.get("/status").await, 200);
+}
+
+#[tokio::test]
+async fn events_begin_with_the_whole_and_follow_every_change() {
+    let world = World::new(Limits::default(), None).await;
+    for begin in [1, 2] {
+        let mut stream = world.events().await;
+        let mut text = String::new();
+        read_until(&mut stream, &mut text, "\n\n", 1).await;
+        assert!(text.contains("content-type: text/event-stream") && text.contains("event: status\n"), "{text}");
+        let first: u64 = after(&text, "id: ").parse().unwrap();
+        gauge!(m::QUEUE_JOBS).set(f64::from(begin));
+        let next = format!("id: {}\n", first + 1);
+        read_until(&mut stream, &mut text, &next, 1).await;
+        let (_, mut event) = text.split_once(&next).map(|(before, after)| (before, after.to_owned())).unwrap();
+        if !event.contains("\n\n") {
+            read_until(&mut stream, &mut event, "\n\n", 1).await;
+        }
+        let told: Value = serde_json::from_str(after(&event, "data: ")).unwrap_or_else(|e| panic!("{e}: {event}"));
+        assert_eq!(told["queue"]["jobs"], begin, "{event}");
+        assert_eq!(told, world.status().await, "a reader of /events and one of /status see the same");
+    }
+}
+
+/// The rest of the line behind the first `mark`.
+fn after<'a>(text: &'a str, mark: &str) -> &'a str {
+    text.split_once(mark).and_then(|(_, rest)| rest.lines().next()).unwrap_or_default()
+}
+
+#[tokio::test]
+async fn readers_of_events_are_limited_and_the_last_words_of_a_server_are_an_end() {
+    let world = World::new(Limits { streams: 2, ..Limits::default() }, None).await;
+    let (mut one, two) = (world.events().await, world.events().await);
+    let mut text = String::new();
+    read_until(&mut one, &mut text, "\n\n", 1).await;
+    let third = world.get("/events").await;
+    is(&third, 503);
+    assert!(third.contains("too many readers") && world.refused("streams") == 1.0, "{third}");
+    drop(two);
+    // The server notices when it next writes.
+    eventually("a place", async || {
+        gauge!(m::QUEUE_JOBS).increment(1.0);
+        world.has_place_for_a_reader().await
+    })
+    .await;
+    world.shutdown.cancel();
+    rest(&mut one).await;
+    timeout(PATIENCE, world.running).await.unwrap().unwrap();
+    assert!(TcpStream::connect(world.address).await.is_err());
+}
+
+#[tokio::test]
+async fn slowloris_loses_its_connection_and_others_do_not_notice() {
+    let limits = Limits { head: Duration::from_millis(300), ..Limits::default() };
+    let world = World::new(limits, None).await;
+    let mut slow = Vec::new();
+    for _ in 0..20 {
+        let mut stream = world.connect().await;
+        stream.write_all(b"GET /status HTTP/1.1\r\nHost: localhost\r\nX-Slow: ").await.unwrap();
+        slow.push(stream);
+    }
+    is(&world.get("/livez").await, 200);
+    for mut stream in slow {
+        // A letter now and then wins no time.
+        let dripping = async {
+            while stream.write_all(b"a").await.is_ok() {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(PATIENCE, dripping).await.expect("the server ends the connection");
+    }
+    let mut silent = world.connect().await;
+    assert_eq!(rest(&mut silent).await, "", "who says nothing is not waited for either");
+}
+
+#[tokio::test]
+async fn heads_and_bodies_have_a_limit() {
+    // It is the size of a head that ends the connection, not its time.
+    let limits = Limits { body: Duration::from_millis(300), head: 10 * PATIENCE, ..Limits::default() };
+    let world = World::new(limits, None).await;
+    let mut stream = world.connect().await;
+    let head = format!("GET /status HTTP/1.1\r\nHost: localhost\r\nX-Long: {}", "a".repeat(64 << 10));
+    let _ = stream.write_all(head.as_bytes()).await;
+    let answer = rest(&mut stream).await;
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
+
+    let mut stream = world.connect().await;
+    let order = format!("POST /pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n{}", "a".repeat(2000));
+    stream.write_all(order.as_bytes()).await.unwrap();
+    let mut text = String::new();
+    read_until(&mut stream, &mut text, "\n", 1).await;
+    is(&text, 413);
+    // A body that says its length and never comes.
+    is(&world.ask("POST /pause", "Content-Length: 10\r\n").await, 408);
+    assert_eq!(world.refused("body"), 2.0);
+}
+
+#[tokio::test]
+async fn one_connection_too_many_is_told_so_and_room_is_made_again() {
+    let world = World::new(Limits { connections: 3, ..Limits::default() }, None).await;
+    let mut open = Vec::new();
+    for _ in 0..3 {
+        let mut stream = world.connect().await;
+        stream.write_all(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+        let mut text = String::new();
+        read_until(&mut stream, &mut text, "ok\n", 1).await;
+        open.push(stream);
+    }
+    let mut fourth = world.connect().await;
+    let answer = rest(&mut fourth).await;
+    is(&answer, 503);
+    assert!(answer.contains("too many connections") && world.refused("connections") == 1.0, "{answer}");
+    drop(open);
+    eventually("room", async || world.get("/livez").await.starts_with("HTTP/1.1 200")).await;
+}
+
+/// The only place among the readers is taken by one that never reads; it is lost when the server's buffers are full.
+#[tokio::test]
+async fn a_client_that_never_reads_events_is_dropped() {
+    let limits = Limits { streams: 1, write: Duration::from_millis(500), ..Limits::default() };
+    let world = World::new(limits, None).await;
+    let mut asleep = world.events().await;
+    let mut text = String::new();
+    read_until(&mut asleep, &mut text, "\n\n", 1).await;
+    eventually("its place is free", async || {
+        // More and more, until it is more than the buffers of both ends hold.
+        world.facts.send_modify(|facts| facts.dir.push_str(&"x".repeat(1 << 20)));
+        is(&world.get("/livez").await, 200);
+        world.has_place_for_a_reader().await
+    })
+    .await;
+    drop(asleep);
+}
+
+#[test]
+fn a_port_that_others_reach_needs_a_token_before_a_run_begins() {
+    let run = Run::new(SLOW);
+    let open = ["--set", "admin.listen=0.0.0.0:0"];
+    let refused = run.train(&open);
+    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
+    assert!(text(&refused).contains("admin.token_file = \"\": admin.listen = \"0.0.0.0:0\""), "{}", text(&refused));
+    let empty = run.dir().join("token");
+    std::fs::write(&empty, "\n").unwrap();
+    let file = format!("admin.token_file={}", empty.display());
+    let refused = run.train(&[&open[..], &["--set", &file]].concat());
+    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
+    assert!(text(&refused).contains("it holds no token"), "{}", text(&refused));
+    std::fs::write(&empty, SECRET).unwrap();
+    let trained = run.train(&[&open[..], &["--set", &file]].concat());
+    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
+    assert!(!text(&trained).contains(SECRET), "no log tells the token");
+}
