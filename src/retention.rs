@@ -7,7 +7,7 @@ pub struct Keep {
     pub last: usize,
     /// Of every so many steps the first checkpoint; 0 keeps none for that.
     pub every: u64,
-    /// Those of the highest scores. Nothing gives a checkpoint a score yet, so there is no setting for it.
+    /// Those of the highest scores.
     pub best: usize,
 }
 

@@ -169,6 +169,24 @@ table! {
     CONFIG_HASH = Gauge "draftmill_config_hash" ["1"] {};
     /// When the configuration in force came into force, in seconds since 1970.
     CONFIG_APPLIED = Gauge "draftmill_config_applied_timestamp_seconds" ["seconds"] {};
+    /// Measures beside the steps (section [eval]) by result; one that is due while another is under way, or rests, is skipped.
+    EVALS = Counter "draftmill_evals_total" ["measures"] { result: ["done", "skipped", "failed"] };
+    /// Time that measures beside the steps took, the decoding of prompts included.
+    EVAL_SECONDS = Histogram "draftmill_eval_seconds" ["seconds"] {} SECONDS;
+    /// Step of the newest measure.
+    EVAL_STEP = Gauge "draftmill_eval_step" ["steps"] {};
+    /// Mean loss on held-out samples, in nats.
+    EVAL_LOSS = Gauge "draftmill_eval_loss" ["nats"] {};
+    /// Share of the supervised positions of held-out samples that were predicted right.
+    EVAL_ACCURACY = Gauge "draftmill_eval_accuracy" ["ratio"] {};
+    /// The same by the place in the block; the first predicted token is 1.
+    EVAL_POSITION_ACCURACY = Gauge "draftmill_eval_position_accuracy" ["ratio"] { position: [] };
+    /// Tokens per verification that these accuracies predict.
+    EVAL_PREDICTED = Gauge "draftmill_eval_predicted_acceptance" ["tokens"] {};
+    /// Tokens per verification in real decoding, all responses together.
+    EVAL_ACCEPTANCE = Gauge "draftmill_eval_acceptance" ["tokens"] {};
+    /// The best of them so far in this run.
+    EVAL_BEST_ACCEPTANCE = Gauge "draftmill_eval_best_acceptance" ["tokens"] {};
     /// Violations of an invariant of ARCHITECTURE.md; always 0 in a healthy program.
     INVARIANT_VIOLATIONS = Counter "draftmill_invariant_violations_total" ["violations"] { id: ["P1", "P2", "D1", "D2", "L1", "L2", "L3", "T1", "T2", "R1", "S1"] };
     /// Worker threads of the runtime that the actors share; forwards and the like run on threads of their own.
@@ -202,6 +220,8 @@ table! {
 pub struct Known {
     pub targets: usize,
     pub drafters: usize,
+    /// Predicted slots of a block.
+    pub positions: usize,
     /// Longest sample of each length bucket, in tokens.
     pub buckets: Vec<u32>,
     pub version: &'static str,
@@ -270,8 +290,12 @@ pub fn series(spec: &Spec, known: &Known) -> Vec<Vec<Label>> {
                 "bucket" => known.buckets.len(),
                 "index" if spec.name.starts_with("draftmill_target") => known.targets,
                 "index" => known.drafters,
+                "position" => known.positions,
                 _ => 0,
             };
+            // Positions are counted from the first predicted one.
+            let from = usize::from(label == "position");
+            let numbers = |count: usize| (from..count + from).map(|i| i.to_string());
             let version = (label == "version").then(|| known.version.to_owned());
             let values = values.iter().map(|value| (*value).to_owned()).chain(numbers(count)).chain(version);
             values.map(|value| vec![Label::new(label, value)]).collect()

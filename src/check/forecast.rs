@@ -1,7 +1,7 @@
 //! What a run would do, computed from lengths, settings and shapes: counts, bytes, memory, disk. Runs nothing.
 
 use crate::{
-    config::{self, Config, Device, ROW_BYTES, feature_bytes_per_token, replay_window},
+    config::{self, Config, Device, Labels, ROW_BYTES, feature_bytes_per_token, replay_window},
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use draftmill_actors::{
@@ -65,7 +65,7 @@ pub struct DeviceMemory {
     pub device: String,
     pub targets: usize,
     pub drafters: usize,
-    /// Target weights up to the last tapped layer, embedding included.
+    /// Target weights up to the last tapped layer, embedding included; all of them where labels come from the target.
     pub target_weights: u64,
     /// Hidden states of the largest job while a target fills them.
     pub features: u64,
@@ -73,6 +73,8 @@ pub struct DeviceMemory {
     pub drafter_weights: u64,
     /// f32 weights and both moments, beside the first drafter.
     pub optimizer: u64,
+    /// The whole target and a drafter, with which measures beside the steps are made.
+    pub evaluation: u64,
     /// The pool, which is on the host.
     pub pool: u64,
     pub total: u64,
@@ -82,7 +84,7 @@ pub struct DeviceMemory {
 pub struct Disk {
     /// f32 weights and both moments.
     pub checkpoint: u64,
-    /// `keep_last` of them, those of `keep_every`, and the one that is being written.
+    /// `keep_last` of them, those of `keep_every` and `keep_best`, and the one that is being written.
     pub checkpoints: u64,
     pub export: u64,
     pub total: u64,
@@ -104,7 +106,7 @@ pub fn forecast(
     let bytes_per_token = match models {
         Some((target, drafter)) => {
             let taps = drafter.target_layer_ids.len();
-            feature_bytes_per_token(taps, target.hidden_size, config.target.feature_dtype)
+            feature_bytes_per_token(taps, target.hidden_size, config.target.feature_dtype, config.drafter.labels)
         }
         None => config.simulate.feature_bytes_per_token.0,
     };
@@ -167,7 +169,10 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
     let shapes = target.tensor_shapes();
     let last_tap = drafter.target_layer_ids.iter().max().copied().unwrap_or(0);
     let frozen = count(&shapes, |name| name == EMBEDDING || name == HEAD);
-    let forward = count(&shapes, |name| name == EMBEDDING || layer_of(name).is_some_and(|layer| layer <= last_tap));
+    let forward = match config.drafter.labels {
+        Labels::Data => count(&shapes, |name| name == EMBEDDING || layer_of(name).is_some_and(|l| l <= last_tap)),
+        Labels::Target => count(&shapes, |_| true),
+    };
     let trained = count(&drafter.tensor_shapes(), |_| true);
 
     let mut devices: BTreeMap<Device, DeviceMemory> = BTreeMap::new();
@@ -183,10 +188,21 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
         memory.drafter_weights += (trained + frozen) * config.drafter.dtype.bytes() + trained * F32;
         memory.optimizer += if index == 0 { trained * 3 * F32 } else { 0 };
     }
+    if config.measures(config.data.validation_fraction > 0.0) {
+        let whole = count(&shapes, |_| true);
+        // Beside the drafter's weights a copy of new ones waits.
+        devices.entry(config.eval.device).or_default().evaluation =
+            whole * config.target.dtype.bytes() + trained * 2 * F32;
+    }
     devices.entry(Device::Cpu).or_default().pool = config.pool.max_bytes.0;
     let named = devices.into_iter().map(|(device, memory)| DeviceMemory {
         device: device.to_string(),
-        total: memory.target_weights + memory.features + memory.drafter_weights + memory.optimizer + memory.pool,
+        total: memory.target_weights
+            + memory.features
+            + memory.drafter_weights
+            + memory.optimizer
+            + memory.evaluation
+            + memory.pool,
         ..memory
     });
     named.collect()
@@ -195,9 +211,9 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
 fn disk(config: &Config, drafter: &DraftConfig, steps: u64) -> Disk {
     let trained = count(&drafter.tensor_shapes(), |_| true);
     let checkpoint = trained * 3 * F32;
-    let config::Checkpoint { every_steps, keep_last, keep_every, .. } = config.checkpoint;
+    let config::Checkpoint { every_steps, keep_last, keep_every, keep_best, .. } = config.checkpoint;
     let kept_for_good = if keep_every > 0 { steps / keep_every.max(every_steps) } else { 0 };
-    let checkpoints = checkpoint * (u64::from(keep_last) + kept_for_good + 1);
+    let checkpoints = checkpoint * (u64::from(keep_last) + kept_for_good + u64::from(keep_best) + 1);
     let export = trained * config.checkpoint.export_dtype.bytes();
     Disk { checkpoint, checkpoints, export, total: checkpoints + export }
 }
@@ -243,7 +259,8 @@ mod tests {
         [target]\nlayer_ids = [0, 1]\ndevices = [\"cpu\", \"cuda:0\"]
         [drafter]\nlayers = 1\nblock_size = 4\ndevices = [\"cuda:0\", \"cuda:1\"]\ndtype = \"bf16\"
         [optimizer]\naccumulation = 2
-        [checkpoint]\nkeep_last = 2
+        [checkpoint]\nkeep_last = 2\nkeep_best = 0
+        [eval]\ndecode_every_steps = 0\nevery_steps = 0
         [pool]\nmax_bytes = \"1 MB\"\nmax_batches = 9";
 
     #[test]
@@ -275,12 +292,20 @@ mod tests {
         let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
         let more = forecast(&config, &lengths, Some((&target, &drafter))).unwrap();
         assert_eq!(more.disk.checkpoints, 4 * checkpoint);
+        let shape = drafter;
 
         // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.
         let (weights, drafter) = ((100_000 + 2 * 90_200) * 4, (trained + 100_000) * 2 + trained * 4);
         let devices: Vec<_> = seen.devices.iter().map(|d| (d.device.as_str(), d.total)).collect();
         let cuda0 = weights + 32_216 + drafter + trained * 12;
         assert_eq!(devices, [("cpu", weights + 32_216 + 1_000_000), ("cuda:0", cuda0), ("cuda:1", drafter)]);
+
+        // Measures take a whole target: 4 layers, and the final norm.
+        let sets = ["eval.every_steps=9".into(), "eval.device=cuda:1".into()];
+        let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
+        let more = forecast(&config, &lengths, Some((&target, &shape))).unwrap();
+        let evaluation = (100_000 + 4 * 90_200 + 100) * 4 + trained * 8;
+        assert_eq!((more.devices[2].evaluation, more.devices[2].total), (evaluation, drafter + evaluation));
     }
 
     #[test]

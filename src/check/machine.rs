@@ -41,8 +41,14 @@ pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Pr
                 "build with the default features, or choose \"simulated\"",
             ));
         }
-        for (key, devices) in [("target.devices", &config.target.devices), ("drafter.devices", &config.drafter.devices)]
-        {
+        // "auto" is a target's own device, of which one finding is enough.
+        let measures = config.measures(config.data.validation_fraction > 0.0).then_some(config.eval.device);
+        let measures: Vec<_> = measures.into_iter().filter(|device| !config.target.devices.contains(device)).collect();
+        for (key, devices) in [
+            ("target.devices", &config.target.devices),
+            ("drafter.devices", &config.drafter.devices),
+            ("eval.device", &measures),
+        ] {
             let missing: BTreeSet<_> = devices.iter().filter(|device| !exists(**device, machine)).collect();
             if !missing.is_empty() {
                 let missing: Vec<_> = missing.into_iter().map(Device::to_string).collect();

@@ -16,7 +16,7 @@ use crate::{
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
-        pool_problem, step_problem,
+        pool_problem, start_from, step_problem,
     },
     exit::Exit,
     hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
@@ -54,6 +54,10 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
             format!("{} can be reached from other machines: orders need the token, but anybody may read", address.ip()),
             "listen on 127.0.0.1 unless that is meant",
         ));
+    }
+    let prompts = config.eval.prompt_file.as_deref().filter(|_| config.measures(true));
+    if let Some(Err(error)) = prompts.map(|file| crate::eval::read(file, Some(1))) {
+        report.fail(Exit::Config, written.problem("eval.prompt_file", error.to_string(), ""));
     }
     let models = match config.run.engine {
         Engine::Torch => models(config, written, &mut report),
@@ -117,7 +121,13 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     let mask = mask_token_id(config, written, &target, report);
     // Without a mask token the rest of the shape can still be judged: row 0 always exists.
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
-        Ok(drafter) => Some((target, drafter)),
+        Ok(drafter) => {
+            let init = config.drafter.init.as_deref().filter(|_| mask.is_some());
+            let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));
+            let started =
+                started.map_err(|problems| problems.0.into_iter().for_each(|one| report.fail(Exit::Model, one)));
+            Some((target, started.unwrap_or(drafter)))
+        }
         Err(problems) => {
             problems.0.into_iter().for_each(|problem| report.fail(Exit::Config, problem));
             None

@@ -148,6 +148,7 @@ fn parts(memory: &DeviceMemory) -> String {
         ("hidden states".into(), memory.features),
         (format!("{} x drafter", memory.drafters), memory.drafter_weights),
         ("optimizer".into(), memory.optimizer),
+        ("measures ([eval])".into(), memory.evaluation),
         ("pool".into(), memory.pool),
     ];
     let parts = parts.iter().filter(|(_, bytes)| *bytes > 0);

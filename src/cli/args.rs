@@ -1,7 +1,7 @@
 //! The arguments of every command, with the texts of `--help`.
 
 use super::simulate::PolicyName;
-use crate::{config::Dtype, exit, simulate::Sweep};
+use crate::{config::Dtype, exit, hf::layout::Layout, simulate::Sweep};
 use clap::{
     ArgAction, Args, Parser, Subcommand,
     builder::{PossibleValuesParser, TypedValueParser},
@@ -33,6 +33,8 @@ pub enum Command {
     Ledger(LedgerArgs),
     Export(ExportArgs),
     Eval(EvalArgs),
+    #[command(hide = true)]
+    Block(BlockArgs),
 }
 
 /// How much is logged.
@@ -57,15 +59,27 @@ pub struct ConfigArgs {
     pub set: Vec<String>,
 }
 
-/// Turns a GGUF file into a Hugging Face folder: config.json, model.safetensors, tokenizer.json, chat template
+/// Turns a GGUF file into a Hugging Face folder, or a drafter of any layout into one to start from
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Example:
-  draftmill import --gguf SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2")]
+A GGUF file becomes config.json, model.safetensors, tokenizer.json and a chat template. A drafter's folder, as z-lab, \
+speculators or draftmill write it, is held to every name and shape and becomes a folder of z-lab's layout with the same bits; \
+training starts from it with drafter.init.
+
+Examples:
+  draftmill import --gguf SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2
+  draftmill import --draft downloads/Qwen3-8B-speculator --target models/qwen3-8b --out drafters/start
+  draftmill train --config my.toml --set drafter.init=drafters/start")]
 pub struct ImportArgs {
     /// The file to read; quantised weights are turned into numbers
-    #[arg(long, value_name = "FILE")]
-    pub gguf: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "draft")]
+    pub gguf: Option<PathBuf>,
+    /// Folder of a drafter to read
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["gguf", "dtype"])]
+    pub draft: Option<PathBuf>,
+    /// Folder of the drafter's target, to compare it with; files of speculators do not say how many layers it has
+    #[arg(long, value_name = "DIR", requires = "draft", conflicts_with = "gguf")]
+    pub target: Option<PathBuf>,
     /// The folder to write
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
@@ -228,10 +242,13 @@ fn job_id(text: &str) -> Result<JobId, String> {
 /// Writes a trained drafter as a model folder that inference engines load, or checks such a folder
 #[derive(Args, Debug)]
 #[command(after_help = "\
-The layout is z-lab's DFlash format: config.json and model.safetensors.
+Layouts: z-lab's DFlash format (config.json and model.safetensors), which SGLang, vLLM and transformers load, or that of \
+speculators, which brings the target's embedding and head along. Before an export exists it is loaded anew and decodes a few \
+prompts with its target: its logits and its acceptance must be those of the drafter that was trained.
 
 Examples:
   draftmill export --run runs/demo --out drafters/demo
+  draftmill export --run runs/demo --format speculators --out drafters/demo-speculators
   draftmill export --run runs/demo --checkpoint 500 --out drafters/demo-500 --dtype f32
   draftmill export --check drafters/demo --json")]
 pub struct ExportArgs {
@@ -248,6 +265,19 @@ pub struct ExportArgs {
     #[arg(long, value_name = "DTYPE", conflicts_with = "check",
           value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|word| Dtype::from_str(&word)))]
     pub dtype: Option<Dtype>,
+    /// Layout of the folder: zlab or speculators
+    #[arg(long, value_name = "LAYOUT", default_value = "zlab", conflicts_with = "check",
+          value_parser = PossibleValuesParser::new(["zlab", "speculators"]).map(|word| match word.as_str() {
+              "speculators" => Layout::Speculators,
+              _ => Layout::Zlab,
+          }))]
+    pub format: Layout,
+    /// Folder of the target [default: target.dir of the run]; with --check: the folder must be a drafter of it
+    #[arg(long, value_name = "DIR")]
+    pub target: Option<PathBuf>,
+    /// Do not serve the export before it exists
+    #[arg(long, conflicts_with = "check")]
+    pub no_self_check: bool,
     /// Replace the folder if it exists
     #[arg(long, conflicts_with = "check")]
     pub force: bool,
@@ -301,6 +331,23 @@ pub struct EvalArgs {
     /// Draw acceptance by position and tokens per step
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
+}
+
+/// Writes the logits of one drafted block, in f32, for a comparison with other implementations
+#[derive(Args, Debug)]
+pub struct BlockArgs {
+    /// Folder of the target
+    #[arg(long, value_name = "DIR")]
+    pub target: PathBuf,
+    /// Folder of the drafter, in either layout
+    #[arg(long, value_name = "DIR")]
+    pub draft: PathBuf,
+    /// Tokens before the block's first one: 1,2,3
+    #[arg(long, value_name = "IDS", value_delimiter = ',', required = true)]
+    pub ids: Vec<u32>,
+    /// The file to write: ids, anchor, context and logits
+    #[arg(long, value_name = "FILE.safetensors")]
+    pub out: PathBuf,
 }
 
 fn temperature(text: &str) -> Result<f64, String> {
@@ -363,6 +410,11 @@ mod tests {
             "draftmill ledger runs/a --job 5",
             "draftmill ledger runs/a --job 0/5 --verify",
             "draftmill import --gguf a --out b --dtype f16",
+            "draftmill import --out b",
+            "draftmill import --gguf a --draft b --out c",
+            "draftmill import --gguf a --target b --out c",
+            "draftmill export --run a --out b --format gguf",
+            "draftmill export --check a --no-self-check",
             "draftmill check -v --log-level debug",
         ] {
             assert!(parse(bad).is_err(), "{bad}");

@@ -2,25 +2,26 @@
 
 use super::{ExportArgs, WhichCheckpoint, output};
 use crate::{
-    checkpoint,
-    config::Engine,
+    checkpoint::{self, Verified},
+    config::{Config, Engine, load_text},
+    eval,
     exit::{Exit, Failure},
-    export::{self, Severity},
-    hf::Dtype,
+    export::{self, ExportOptions, Severity},
+    hf::{Dtype, config::TargetConfig, layout::DraftFolder},
     service::RunFolder,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Writes a drafter as a model folder, or checks one.
 pub fn run(args: &ExportArgs) -> Result<(), Failure> {
     match (&args.check, &args.run, &args.out) {
-        (Some(dir), ..) => check(dir, args.json),
+        (Some(dir), ..) => check(dir, args.target.as_deref(), args.json),
         (None, Some(run), Some(out)) => write(args, run, out),
         _ => Err(Failure::new(Exit::Usage, "give --run DIR and --out DIR, or --check DIR")),
     }
 }
 
-fn check(dir: &Path, json: bool) -> Result<(), Failure> {
+fn check(dir: &Path, target: Option<&Path>, json: bool) -> Result<(), Failure> {
     let findings = export::check(dir);
     if json {
         output::print_json(&serde_json::json!({ "dir": dir, "sound": findings.is_empty(), "findings": findings }))?;
@@ -33,12 +34,22 @@ fn check(dir: &Path, json: bool) -> Result<(), Failure> {
         output::print(&findings.iter().map(|f| format!("{f}\n")).collect::<String>())?;
     }
     match findings.iter().filter(|f| f.severity == Severity::Error).count() {
-        0 => Ok(()),
+        0 => target.map_or(Ok(()), |target| belongs(dir, target)),
         n => Err(Failure::new(
             Exit::Model,
             format!("{} has {n} errors; an engine would not load it, or load something else", dir.display()),
         )),
     }
+}
+
+/// Whether a sound folder is a drafter of this target.
+fn belongs(dir: &Path, target: &Path) -> Result<(), Failure> {
+    let model = TargetConfig::load(target).map_err(Failure::of(Exit::Model))?;
+    let folder = DraftFolder::open(dir, Some(model.num_hidden_layers)).map_err(Failure::of(Exit::Model))?;
+    folder.config.fits(&model).map_err(|why| {
+        let (dir, target) = (dir.display(), target.display());
+        Failure::new(Exit::Model, format!("the drafter of {dir} was not made for the target of {target}: {why}"))
+    })
 }
 
 fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
@@ -51,16 +62,6 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         };
         return Err(Failure::new(Exit::Model, format!("{} {why}", run.display())));
     }
-    if args.checkpoint == WhichCheckpoint::Best {
-        return Err(Failure::new(
-            Exit::Model,
-            format!(
-                "no acceptance was measured of any checkpoint of {} yet, so none is the best; use --checkpoint latest, or a \
-                 step",
-                run.display()
-            ),
-        ));
-    }
     let config = crate::config::load(Some(&folder.config()), &[]).map(|loaded| loaded.config).ok();
     if config.as_ref().is_some_and(|config| config.run.engine == Engine::Simulated) {
         let run = run.display();
@@ -70,7 +71,8 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         ));
     }
     let step = match args.checkpoint {
-        WhichCheckpoint::Latest | WhichCheckpoint::Best => steps.last().copied(),
+        WhichCheckpoint::Latest => steps.last().copied(),
+        WhichCheckpoint::Best => Some(best(run, &steps)?),
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
     };
     let step = step.ok_or_else(|| {
@@ -85,17 +87,68 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     let stated = config.map_or(Dtype::Bf16, |config| config.checkpoint.export_dtype.into());
     let dtype = args.dtype.map_or(stated, Dtype::from);
     let checkpoint = folder.checkpoints().join(checkpoint::name_of(step));
-    let report = export::export_checkpoint(&checkpoint, out, dtype, args.force).map_err(Failure::of(Exit::Model))?;
+    let trained_with = Verified::open(&checkpoint).map_err(Failure::of(Exit::Model))?.state.config;
+    let trained_with = load_text(&trained_with, "the checkpoint's configuration", &[]).map(|loaded| loaded.config).ok();
+    let options = ExportOptions {
+        dtype,
+        layout: args.format,
+        force: args.force,
+        target: target(args, trained_with.as_ref()),
+        self_check: (!args.no_self_check).then(|| device(trained_with.as_ref())),
+    };
+    if options.self_check.is_some() && options.target.is_none() {
+        return Err(Failure::new(
+            Exit::Model,
+            "the checkpoint does not say where its target lies, which the export is served with to check it; give --target, or \
+             leave the check out with --no-self-check",
+        ));
+    }
+    let report = export::export_checkpoint(&checkpoint, out, &options).map_err(Failure::of(Exit::Model))?;
+    match (&report.self_check, args.no_self_check) {
+        (Some(proof), _) => output::tell(&format!(
+            "self-check: served anew on {} prompts; {:.2} tokens per step in {} steps, as the drafter in memory",
+            proof.prompts, proof.acceptance, proof.steps
+        )),
+        (None, true) => output::tell("self-check: left out, so nothing says that this export serves as it was trained"),
+        (None, false) => output::tell("self-check: left out, since this draftmill was built without libtorch"),
+    }
     if args.json {
         return output::print_json(&report);
     }
     output::print(&format!(
-        "{}: step {}, {} tensors, {} parameters, {} MiB in {}\n",
+        "{}: step {step}, {} tensors, {} parameters, {} MiB in {}\n",
         report.dir.display(),
-        report.step,
         report.tensors,
         report.parameters,
         report.bytes >> 20,
         report.dtype
     ))
+}
+
+/// The checkpoint whose drafter had the best measured acceptance; of two that are as good the later one.
+fn best(run: &Path, steps: &[u64]) -> Result<u64, Failure> {
+    let scores = eval::scores(run);
+    let scored = steps.iter().filter_map(|step| Some((*step, *scores.get(step)?)));
+    let best = scored.max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
+    best.map(|(step, _)| step).ok_or_else(|| {
+        let run = run.display();
+        Failure::new(
+            Exit::Model,
+            format!(
+                "no acceptance was measured of any checkpoint of {run}, so none is the best; use --checkpoint latest, or a \
+                 step ({steps:?}). Section [eval] has it measured"
+            ),
+        )
+    })
+}
+
+/// The target's folder: as named, or as the checkpoint's configuration has it.
+fn target(args: &ExportArgs, trained_with: Option<&Config>) -> Option<PathBuf> {
+    args.target.clone().or_else(|| trained_with.map(|config| config.target.dir.clone()))
+}
+
+/// Where the run's first target computed; the CPU, where that device is not here.
+fn device(trained_with: Option<&Config>) -> crate::config::Device {
+    let first = trained_with.and_then(|config| config.target.devices.first().copied());
+    first.filter(|device| export::is_here(*device)).unwrap_or(crate::config::Device::Cpu)
 }

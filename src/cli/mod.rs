@@ -1,6 +1,7 @@
 //! The command line: what can be asked for, and who answers. Data goes to stdout, everything else to stderr.
 
 mod args;
+mod block;
 mod check;
 mod eval;
 mod export;
@@ -14,8 +15,8 @@ mod simulate;
 mod train;
 
 pub use self::args::{
-    CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs, PrepareArgs, RunsArgs,
-    SimulateArgs, TrainArgs, WhichCheckpoint,
+    BlockArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs, PrepareArgs,
+    RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
 };
 
 use crate::{
@@ -85,7 +86,13 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             logging::start(&cli.log, &Log::default())?;
             eval::run(args)
         }
+        Command::Block(args) => {
+            open_libtorch()?;
+            logging::start(&cli.log, &Log::default())?;
+            block::run(args)
+        }
         Command::Export(args) => {
+            open_libtorch()?;
             logging::start(&cli.log, &Log::default())?;
             export::run(args)
         }

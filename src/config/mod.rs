@@ -6,6 +6,7 @@
 //! The wire types are declared in [`wire`], once; what depends on the target's own config.json waits for [`shape`].
 
 mod example;
+mod init;
 mod load;
 pub mod mask;
 mod problem;
@@ -17,9 +18,10 @@ pub mod wire;
 
 pub use self::{
     example::{annotated, changes, differences, example},
+    init::start_from,
     load::{Written, read_text},
     problem::{Problem, Problems},
-    resolve::{Config, Data, Drafter, Plan, Run, Target, resolve},
+    resolve::{Config, Data, Drafter, Eval, Plan, Run, Target, resolve},
     shape::{
         ROW_BYTES, draft_config, feature_bytes_per_token, pool_problem, pool_settings, replay_window, step_problem,
     },

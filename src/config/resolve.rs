@@ -4,7 +4,7 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Device, Dtype, Engine, Overlong, UnknownRole},
+    values::{Device, Dtype, Engine, Labels, Overlong, UnknownRole},
     wire::{self, Wire},
 };
 use crate::{admin::Token, retention::Keep};
@@ -23,6 +23,7 @@ pub struct Config {
     pub drafter: Drafter,
     pub optimizer: wire::Optimizer,
     pub checkpoint: wire::Checkpoint,
+    pub eval: Eval,
     pub admin: wire::Admin,
     pub log: wire::Log,
     pub reload: wire::Reload,
@@ -81,6 +82,8 @@ pub struct Plan {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Drafter {
     pub devices: Vec<Device>,
+    /// Folder of a drafter to start from.
+    pub init: Option<PathBuf>,
     /// Those that draw nothing for now.
     pub paused: Vec<usize>,
     pub layers: u32,
@@ -94,7 +97,35 @@ pub struct Drafter {
     pub dtype: Dtype,
     /// `None`: all slots weigh the same.
     pub loss_decay_gamma: Option<f64>,
+    pub labels: Labels,
     pub prefetch: u32,
+}
+
+/// Measures beside the steps.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Eval {
+    /// `None`: nothing is measured on held-out samples.
+    pub every_steps: Option<u64>,
+    pub samples: u32,
+    /// `None`: nothing is decoded.
+    pub decode_every_steps: Option<u64>,
+    pub prompts: u32,
+    /// `None`: the beginnings of held-out samples.
+    pub prompt_file: Option<PathBuf>,
+    pub max_new_tokens: u32,
+    pub device: Device,
+    /// In 0..=1.
+    pub max_share: f64,
+}
+
+impl Config {
+    /// Whether anything is measured beside the steps, where `held_out` samples are kept apart.
+    pub fn measures(&self, held_out: bool) -> bool {
+        let Eval { every_steps, decode_every_steps, prompt_file, .. } = &self.eval;
+        let any =
+            held_out && every_steps.is_some() || decode_every_steps.is_some() && (held_out || prompt_file.is_some());
+        any && self.run.engine == Engine::Torch
+    }
 }
 
 impl From<Dtype> for FeatureDtype {
@@ -114,8 +145,10 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         return Err(problems);
     }
 
-    let Wire { run, data, target, plan, drafter, .. } = written.wire.clone();
+    let Wire { run, data, target, plan, drafter, eval, .. } = written.wire.clone();
     let store = data.store.or(|| run.dir.join("data.safetensors"));
+    let first = target.devices.first().copied().unwrap_or(Device::Cpu);
+    let often = |steps: u64| (steps > 0).then_some(steps);
     let target_dtype = target.dtype.or(|| natural_dtype(&target.devices));
     let gamma = drafter.loss_decay_gamma.or(|| published_gamma(drafter.block_size));
     let threads = run.threads.given().map(|&threads| threads as usize);
@@ -157,6 +190,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         drafter: Drafter {
             dtype: drafter.dtype.or(|| natural_dtype(&drafter.devices)),
             devices: drafter.devices,
+            init: drafter.init.given().cloned(),
             paused: places(&drafter.paused),
             layers: drafter.layers,
             block_size: drafter.block_size,
@@ -167,12 +201,23 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             intermediate_size: drafter.intermediate_size.given().copied(),
             mask_token_id: drafter.mask_token_id.given().copied(),
             loss_decay_gamma: (gamma > 0.0).then_some(gamma),
+            labels: drafter.labels,
             prefetch: drafter.prefetch,
         },
         dispatch: written.wire.dispatch.clone(),
         pool: written.wire.pool.clone(),
         optimizer: written.wire.optimizer.clone(),
         checkpoint: written.wire.checkpoint.clone(),
+        eval: Eval {
+            every_steps: often(eval.every_steps),
+            samples: eval.samples,
+            decode_every_steps: often(eval.decode_every_steps.or(|| written.wire.checkpoint.every_steps)),
+            prompts: eval.prompts,
+            prompt_file: eval.prompt_file.given().cloned(),
+            max_new_tokens: eval.max_new_tokens,
+            device: eval.device.or(|| first),
+            max_share: eval.max_share,
+        },
         admin: written.wire.admin.clone(),
         log: written.wire.log.clone(),
         reload: written.wire.reload.clone(),
@@ -204,7 +249,7 @@ fn places(paused: &[u32]) -> Vec<usize> {
 impl wire::Checkpoint {
     /// What is kept when a run ends.
     pub fn keep(&self) -> Keep {
-        Keep { last: self.keep_last as usize, every: self.keep_every, ..Keep::default() }
+        Keep { last: self.keep_last as usize, every: self.keep_every, best: self.keep_best as usize }
     }
 }
 

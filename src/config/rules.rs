@@ -40,7 +40,7 @@ impl Audit<'_> {
     /// Rules that look at one number alone.
     fn ranges(&mut self) {
         let w = &self.written.wire;
-        let positive: [(&str, u64); 26] = [
+        let positive: [(&str, u64); 29] = [
             ("run.epochs", w.run.epochs.into()),
             ("run.threads", w.run.threads.or(|| 1).into()),
             ("data.max_length", w.data.max_length.into()),
@@ -54,6 +54,9 @@ impl Audit<'_> {
             ("pool.max_batches", w.pool.max_batches.into()),
             ("pool.min_ready", w.pool.min_ready.into()),
             ("pool.replay_window", w.pool.replay_window.or(|| 1).into()),
+            ("eval.samples", w.eval.samples.into()),
+            ("eval.prompts", w.eval.prompts.into()),
+            ("eval.max_new_tokens", w.eval.max_new_tokens.into()),
             ("drafter.layers", w.drafter.layers.into()),
             ("drafter.anchors", w.drafter.anchors.into()),
             ("drafter.heads", w.drafter.heads.or(|| 1).into()),
@@ -291,6 +294,13 @@ impl Audit<'_> {
             "is no log filter",
             "choose error, warn, info, debug or trace, or \"info,draftmill::data=debug\"",
         );
+        let share = self.written.wire.eval.max_share;
+        self.require(
+            share > 0.0 && share <= 1.0,
+            "eval.max_share",
+            "is a share of the run's time",
+            "choose a number above 0, up to 1; to measure nothing, set eval.every_steps and eval.decode_every_steps to 0",
+        );
         let factor = self.written.wire.dispatch.straggler_factor;
         self.require(
             factor == 0.0 || (1.0..1e6).contains(&factor),
@@ -415,6 +425,11 @@ mod tests {
             ("optimizer", "max_grad_norm = nan"),
             ("checkpoint", "keep_last = 0"),
             ("admin", "listen = \"0.0.0.0:9464\""),
+            ("eval", "samples = 0"),
+            ("eval", "prompts = 0"),
+            ("eval", "max_new_tokens = 0"),
+            ("eval", "max_share = 0.0"),
+            ("eval", "max_share = 1.5"),
             ("log", "level = \"draftmill=loud\""),
             ("log", "progress_every = \"0s\""),
             ("simulate", "feature_bytes_per_token = \"1 TiB\""),

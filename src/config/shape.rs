@@ -1,7 +1,7 @@
 //! What the configuration leaves to the target: the drafter's shape, the tapped layers, and bytes per token.
 
 use super::{
-    ByteSize, Config, Pool,
+    ByteSize, Config, Labels, Pool,
     load::Written,
     problem::{Problem, Problems},
 };
@@ -16,12 +16,16 @@ use draftmill_actors::{
 
 /// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
 const TOKEN_BYTES: u64 = 5;
+/// An i32 label, where they come from the target.
+const LABEL_BYTES: u64 = 4;
 /// The length of a row.
 pub const ROW_BYTES: u64 = 4;
 
-/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id and its loss mask.
-pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype) -> u64 {
-    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES
+/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id, its loss mask, and its label
+/// where the target gives one.
+pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype, labels: Labels) -> u64 {
+    let label = if labels == Labels::Target { LABEL_BYTES } else { 0 };
+    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES + label
 }
 
 /// The drafter with nothing left open, or everything that does not fit the target.
@@ -204,7 +208,8 @@ mod tests {
         assert_eq!(shape.mask_token_id, 151_669);
         let parameters: usize = shape.tensor_shapes().values().map(|dims| dims.iter().product::<usize>()).sum();
         assert_eq!(parameters / 1_000_000, 1_048);
-        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16), 40_960 + 5);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Labels::Data), 40_960 + 5);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Labels::Target), 40_960 + 9);
     }
 
     #[test]

@@ -98,6 +98,15 @@ words! {
     }
 }
 words! {
+    /// What the drafter learns to say.
+    Labels {
+        /// The tokens of the data.
+        Data = "data",
+        /// What the target itself would say at each place.
+        Target = "target",
+    }
+}
+words! {
     /// How the learning rate runs after the warm-up.
     Schedule { Cosine = "cosine", Constant = "constant" }
 }

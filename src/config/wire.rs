@@ -4,7 +4,8 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Engine, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan, UnknownRole,
+    Auto, ByteSize, Device, Dtype, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan,
+    UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
@@ -192,6 +193,9 @@ sections! {
     drafter: Drafter {
         /// One drafter per entry: "cpu" or "cuda:0"; "cpu" may be repeated.
         Restart devices: Vec<Device> = vec![Device::Cpu];
+        /// Folder of a drafter to start from, as `draftmill import --draft` or an export writes it, in either layout; its sizes
+        /// and taps must be those of this section. "auto" = new weights, which follow from run.seed.
+        Restart init: Auto<PathBuf> = Auto::Auto;
         /// Drafters that draw nothing for now, by their place in devices from 0: [1]. Each trains what it has in hand; one has to
         /// stay.
         Live paused: Vec<u32> = vec![];
@@ -218,6 +222,9 @@ sections! {
         /// Slot k of a block weighs exp(-(k-1)/gamma); 0 = all the same. "auto" = the paper's 4, 5 or 7 for blocks of up to
         /// 8, up to 12, or more.
         Restart loss_decay_gamma: Auto<f64> = Auto::Auto;
+        /// "data" = learn the tokens of the data; "target" = learn what the target would say at each place, for data that the target
+        /// did not write, whose tokens are the wrong teacher. Targets are then computed whole, head included.
+        Restart labels: Labels = Labels::Data;
         /// Batches that each drafter draws ahead while it computes.
         Live prefetch: u32 = 1;
     }
@@ -254,8 +261,33 @@ sections! {
         Live keep_last: u32 = 3;
         /// Checkpoints that are kept besides, for good: the first of every so many steps. 0 = none.
         Live keep_every: u64 = 0;
+        /// Checkpoints that are kept besides: those whose drafter had the best measured acceptance (section [eval]).
+        Live keep_best: u32 = 1;
         /// Number type of exported weights.
         Live export_dtype: Dtype = Dtype::Bf16;
+    }
+
+    /// What the drafter is worth while it trains, measured beside the steps with a whole target of its own: on held-out samples
+    /// (data.validation_fraction), which are never trained, and by decoding. A measure that is due while another one is under way
+    /// is left out. The weights of the beginning and of the end are always decoded with.
+    eval: Eval {
+        /// Optimizer steps between measures of loss, accuracy by position and the acceptance that these predict; 0 = never.
+        Restart every_steps: u64 = 250;
+        /// Held-out samples of such a measure, the same ones each time.
+        Restart samples: u32 = 32;
+        /// Optimizer steps between measures of acceptance by real decoding; 0 = never. "auto" = those of
+        /// checkpoint.every_steps, so that each checkpoint has its acceptance.
+        Restart decode_every_steps: Auto<u64> = Auto::Auto;
+        /// Prompts that are decoded, the same ones each time.
+        Restart prompts: u32 = 8;
+        /// JSONL of prompts, as `draftmill eval` takes them; "auto" = the beginnings of held-out samples.
+        Restart prompt_file: Auto<PathBuf> = Auto::Auto;
+        /// Tokens of a decoded response at most.
+        Restart max_new_tokens: u32 = 64;
+        /// Where it computes; "auto" = beside the first target.
+        Restart device: Auto<Device> = Auto::Auto;
+        /// Most share of the run's time that is spent on it: after a measure it rests as long as that takes.
+        Restart max_share: f64 = 0.1;
     }
 
     /// The HTTP port: status page, /metrics (Prometheus), probes, and orders to the running service.

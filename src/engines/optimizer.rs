@@ -3,6 +3,7 @@
 use super::{saving::Saving, worker::Worker};
 use crate::{
     checkpoint::{self, CheckpointError, NamedTensor, Verified},
+    eval::evaluator::Snapshots,
     model::{
         ModelError,
         adamw::{AdamW, Hyper},
@@ -18,6 +19,8 @@ pub struct TorchOptimizer {
     inner: Worker<Inner>,
     /// Where drafter `i` computes.
     drafters: Vec<Device>,
+    /// Where weights go that are to be measured.
+    snapshots: Option<Snapshots>,
 }
 
 struct Inner {
@@ -36,7 +39,7 @@ impl TorchOptimizer {
         saving: Saving,
     ) -> Result<TorchOptimizer, ModelError> {
         let adamw = AdamW::new(weights.deep_copy(device, Kind::Float)?, hyper)?;
-        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters })
+        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters, snapshots: None })
     }
 
     /// Goes on from a checkpoint: the same bits in weights and moments.
@@ -51,11 +54,32 @@ impl TorchOptimizer {
         let masters = set(checkpoint::WEIGHTS)?;
         let (exp_avg, exp_avg_sq) = (set(checkpoint::FIRST_MOMENTS)?, set(checkpoint::SECOND_MOMENTS)?);
         let adamw = AdamW::resume(masters, exp_avg, exp_avg_sq, from.state.step, hyper);
-        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters })
+        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters, snapshots: None })
     }
 }
 
 impl TorchOptimizer {
+    /// From now on weights are measured where that is due; the first ones at once, where nothing was measured yet.
+    pub fn measured(mut self, snapshots: Snapshots, first: bool) -> TorchOptimizer {
+        if let Some((what, turn)) = snapshots.due(0).filter(|_| first) {
+            let weights = self.masters_on(snapshots.device).map_err(|error| error.to_string());
+            snapshots.send(0, what, turn, weights);
+        }
+        self.snapshots = Some(snapshots);
+        self
+    }
+
+    /// Copies the weights for a measure that is due. One that fails costs that measure and no step.
+    async fn publish(&mut self, step: u64) {
+        if let Some(snapshots) = &self.snapshots
+            && let Some((what, turn)) = snapshots.due(step)
+        {
+            let device = snapshots.device;
+            let copied = self.inner.run(move |inner| inner.adamw.masters.deep_copy(device, Kind::Float)).await;
+            snapshots.send(step, what, turn, copied.map_err(|error| error.to_string()));
+        }
+    }
+
     /// A copy of the weights on `device`, before the first unit of work.
     pub fn masters_on(&self, device: Device) -> Result<Weights, ModelError> {
         let inner = self.inner.peek().ok_or_else(|| ModelError::Input("the optimizer is at work".into()))?;
@@ -83,7 +107,9 @@ impl Optimizer for TorchOptimizer {
     type Weights = Weights;
 
     async fn step(&mut self, gradients: Vec<Gradient>, request: StepRequest) -> Result<StepReport, EngineError> {
-        self.inner.run(move |inner| inner.step(gradients, request)).await
+        let report = self.inner.run(move |inner| inner.step(gradients, request)).await?;
+        self.publish(request.step).await;
+        Ok(report)
     }
 
     async fn weights(&mut self, drafter: usize) -> Result<Weights, EngineError> {

@@ -27,6 +27,8 @@ pub struct TorchFeatures {
     /// `[tokens, taps * width]`.
     hidden: Tensor,
     ids: Vec<i32>,
+    /// What the target says at each place; `None` where the ids are the labels.
+    labels: Option<Vec<i32>>,
     loss_mask: Vec<u8>,
     lengths: Vec<u32>,
     shape: FeatureShape,
@@ -45,6 +47,8 @@ pub struct TargetOptions {
     pub features_on: Device,
     /// Tapped layers, in the order of the drafter's `target_layer_ids`.
     pub taps: Vec<usize>,
+    /// Send what the target says at each place along, for which it is loaded and computed whole.
+    pub labels: bool,
 }
 
 /// A frozen target on one device.
@@ -85,7 +89,7 @@ struct Replica {
 
 impl Features for TorchFeatures {
     fn bytes(&self) -> u64 {
-        bytes(&self.shape, self.lengths.len())
+        bytes(&self.shape, self.lengths.len(), self.labels.is_some())
     }
 
     fn shape(&self) -> FeatureShape {
@@ -100,7 +104,8 @@ impl Features for TorchFeatures {
 impl TorchFeatures {
     /// The rows as the drafter takes them.
     pub fn packed(&self) -> Packed<'_> {
-        Packed { hidden: &self.hidden, ids: &self.ids, loss_mask: &self.loss_mask, lengths: &self.lengths }
+        let labels = self.labels.as_deref().unwrap_or(&self.ids);
+        Packed { hidden: &self.hidden, ids: &self.ids, labels, loss_mask: &self.loss_mask, lengths: &self.lengths }
     }
 }
 
@@ -126,7 +131,8 @@ impl Source {
         let Some(&last) = options.taps.iter().max() else {
             return Err(ModelError::Input("a target needs at least one tapped layer".into()));
         };
-        let (depth, kind) = (Depth::Layers(last + 1), kind_of(options.compute));
+        let depth = if options.labels { Depth::Whole } else { Depth::Layers(last + 1) };
+        let kind = kind_of(options.compute);
         Target::load(self.config.clone(), &self.files, depth, kind, options.device)
     }
 }
@@ -144,7 +150,7 @@ impl TargetEngine for TorchTarget {
     }
 
     fn feature_bytes(&self, batch: &PaddedBatch) -> u64 {
-        bytes(&self.expected_shape(batch), batch.rows)
+        bytes(&self.expected_shape(batch), batch.rows, self.options.labels)
     }
 
     async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<TorchFeatures, EngineError> {
@@ -272,7 +278,13 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
         let (mask, ids) = (batch.loss_mask.len(), batch.ids.len());
         return Err(ModelError::Input(format!("a loss mask of {mask} entries does not fit {ids} ids")));
     }
-    let hidden = target.taps(&rows, &options.taps, kind_of(options.features))?;
+    let (hidden, labels) = match options.labels {
+        false => (target.taps(&rows, &options.taps, kind_of(options.features))?, None),
+        true => {
+            let (hidden, labels) = target.taps_and_labels(&rows, &options.taps, kind_of(options.features))?;
+            (hidden, Some(labels))
+        }
+    };
     // Read before the copy, where the values were made.
     let finite = all_finite(&hidden)?;
     let hidden = hidden.f_to_device(options.features_on)?;
@@ -293,6 +305,7 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     };
     Ok(TorchFeatures {
         hidden,
+        labels,
         ids: cells.iter().map(|&cell| batch.ids[cell]).collect(),
         loss_mask: cells.iter().map(|&cell| batch.loss_mask[cell]).collect(),
         lengths: batch.lengths.clone(),
@@ -301,9 +314,9 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     })
 }
 
-/// Hidden states, then an id and a mask entry for each token, then a length for each row.
-fn bytes(shape: &FeatureShape, rows: usize) -> u64 {
+/// Hidden states, then an id, a mask entry and perhaps a label for each token, then a length for each row.
+fn bytes(shape: &FeatureShape, rows: usize, labels: bool) -> u64 {
     let per_token = u64::from(shape.taps) * u64::from(shape.width) * shape.dtype.bytes();
-    let side = size_of::<i32>() + size_of::<u8>();
+    let side = size_of::<i32>() + size_of::<u8>() + if labels { size_of::<i32>() } else { 0 };
     shape.tokens * (per_token + side as u64) + (rows * size_of::<u32>()) as u64
 }

@@ -149,7 +149,7 @@ impl Figures {
 
 /// 1 + a1 + a1 a2 + ...: the expected accepted length, with the target's own token (`reference/dflash.md` section 5.2). It
 /// ends at a slot that was never tried.
-fn predicted(accuracy: &[Option<f64>]) -> Option<f64> {
+pub(super) fn predicted(accuracy: &[Option<f64>]) -> Option<f64> {
     accuracy.first().copied().flatten()?;
     let mut all = 1.0;
     let sum = accuracy.iter().map_while(|share| *share).map(|share| {

@@ -1,6 +1,14 @@
 //! What a drafter is worth: acceptance and speed of speculative decoding, measured with the target it was trained for.
 
+#[cfg(feature = "torch")]
+mod bench;
+#[cfg(feature = "torch")]
+mod block;
+pub mod during;
+#[cfg(feature = "torch")]
+pub mod evaluator;
 mod figures;
+mod history;
 #[cfg(feature = "torch")]
 mod measure;
 mod plot;
@@ -8,9 +16,10 @@ mod prompts;
 mod table;
 
 #[cfg(feature = "torch")]
-pub use self::measure::measure;
+pub use self::{bench::Bench, block::dump_block, measure::measure};
 pub use self::{
     figures::{Category, Figures, Record, Report, Step},
+    history::{Decoded, EvalLog, HeldOut, History, Measured, read as read_history, scores},
     plot::svg,
     prompts::{Prompt, PromptError, parse, read},
 };

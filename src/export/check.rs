@@ -5,7 +5,9 @@ use super::{CONFIG, MODEL};
 use crate::hf::{
     Dtype,
     draft::DraftConfig,
-    dtype_from_name, read_json,
+    dtype_from_name,
+    layout::{Layout, config_of, tensor_shapes},
+    read_json,
     tensors::{RawDtype, RawTensor, TensorFiles},
 };
 use half::{bf16, f16};
@@ -41,11 +43,15 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Keys that must not stand in a drafter's config: readers act on them (speculators#613, DeepSpec#72, Automodel#3605).
-const FORBIDDEN: [&str; 6] = [
+/// Keys that must not stand in a drafter's config: readers act on them (speculators#613, DeepSpec#72, Automodel#3605), or take
+/// them for another order of the rotary halves (vllm#53063).
+const FORBIDDEN: [&str; 9] = [
     "partial_rotary_factor",
     "mrope_section",
     "mrope_interleaved",
+    "rope_interleaved",
+    "rope_interleave",
+    "is_neox_style",
     "linear_attn_config",
     "full_attention_interval",
     "mtp_num_hidden_layers",
@@ -64,12 +70,22 @@ const REQUIRED: [(&str, &str); 9] = [
     ("vocab_size", "write the rows of the target's embedding"),
 ];
 
+/// Keys that a reader of the speculators layout needs.
+const REQUIRED_BY_SPECULATORS: [(&str, &str); 7] = [
+    ("speculators_model_type", "write \"dflash\""),
+    ("speculators_config", "write the algorithm, the proposal methods and the verifier; vLLM reads them"),
+    ("transformer_layer_config", "write the settings of the layers"),
+    ("aux_hidden_state_layer_ids", "list the tapped layers, each one higher than in z-lab's layout"),
+    ("mask_token_id", "write the token that fills the slots"),
+    ("block_size", "write the slots of a block"),
+    ("draft_vocab_size", "write the rows of the target's embedding"),
+];
+
 /// Checks a folder. No finding at all means that every engine we know loads it as it was trained.
 pub fn check(dir: &Path) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let config = check_config(dir, &mut findings);
-    if let Some(config) = config {
-        check_tensors(dir, &config, &mut findings);
+    if let Some((layout, config)) = check_config(dir, &mut findings) {
+        check_tensors(dir, layout, &config, &mut findings);
     }
     findings
 }
@@ -88,7 +104,7 @@ fn warning(file: &str, key: &str, value: impl fmt::Display, remedy: impl Into<St
     Finding { severity: Severity::Warning, ..error(file, key, value, remedy) }
 }
 
-fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<DraftConfig> {
+fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<(Layout, DraftConfig)> {
     let json = match read_json(&dir.join(CONFIG)) {
         Ok(Value::Object(map)) => Value::Object(map),
         Ok(_) => {
@@ -100,19 +116,29 @@ fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<DraftConfig> 
             return None;
         }
     };
-    for (key, remedy) in REQUIRED {
+    let layers = json.get("transformer_layer_config").filter(|layers| layers.is_object());
+    let speculators = json.get("speculators_model_type").is_some() || layers.is_some();
+    let required: &[_] = if speculators { &REQUIRED_BY_SPECULATORS } else { &REQUIRED };
+    for (key, remedy) in required {
         if json.get(key).is_none() {
-            findings.push(error(CONFIG, key, "is missing", remedy));
+            findings.push(error(CONFIG, key, "is missing", *remedy));
         }
     }
-    for at in [&json, &json["dflash_config"], &json["rope_parameters"], &json["rope_scaling"]] {
+    let of_layers = layers.unwrap_or(&json);
+    let mut places = vec![&json, &json["dflash_config"], &of_layers["rope_parameters"], &of_layers["rope_scaling"]];
+    places.extend(layers);
+    for at in places {
         for key in FORBIDDEN {
             if let Some(value) = at.get(key) {
                 findings.push(error(CONFIG, key, format!("= {value} changes what engines compute"), "delete the key"));
             }
         }
     }
-    places_agree(&json, findings);
+    rope_places_agree(of_layers, findings);
+    match speculators {
+        true => proposals_fit(&json, findings),
+        false => places_agree(&json, findings),
+    }
     if let Some(map) = json.get("auto_map").and_then(Value::as_object) {
         for (class, target) in map {
             let module = target.as_str().and_then(|t| t.split('.').next()).unwrap_or_default();
@@ -127,15 +153,31 @@ fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<DraftConfig> 
             }
         }
     }
-    let config = match DraftConfig::from_json(&json) {
-        Ok(config) => config,
+    // A file of the speculators layout need not say how deep the target is.
+    let ids = json["aux_hidden_state_layer_ids"].as_array().into_iter().flatten();
+    let deepest = ids.filter_map(Value::as_u64).max().map_or(2, |id| id as usize + 2);
+    let (layout, config) = match config_of(CONFIG, &json, Some(deepest)) {
+        Ok(read) => read,
         Err(e) => {
             findings.push(error(CONFIG, "(value)", e, "correct it"));
             return None;
         }
     };
     values_make_sense(&config, &json, findings);
-    Some(config)
+    Some((layout, config))
+}
+
+/// speculators#456: an engine that proposes as many tokens as the block has slots drafts one too many.
+fn proposals_fit(json: &Value, findings: &mut Vec<Finding>) {
+    let proposed = json["speculators_config"]["proposal_methods"][0]["speculative_tokens"].as_u64();
+    let size = json["block_size"].as_u64();
+    if proposed.is_none() || size.is_some_and(|size| proposed != size.checked_sub(1)) {
+        let value = format!(
+            "= {} with a block of {} slots",
+            json["speculators_config"]["proposal_methods"][0]["speculative_tokens"], json["block_size"]
+        );
+        findings.push(error(CONFIG, "speculative_tokens", value, "write block_size - 1: the first slot is given"));
+    }
 }
 
 fn places_agree(json: &Value, findings: &mut Vec<Finding>) {
@@ -156,6 +198,24 @@ fn places_agree(json: &Value, findings: &mut Vec<Finding>) {
         }
         _ => {}
     }
+    // The same taps by the other convention: engines that find both must find the same layers (vllm#42704).
+    let ids = |value: &Value| value.as_array().map(|ids| ids.iter().filter_map(Value::as_u64).collect::<Vec<_>>());
+    if let (Some(own), Some(aux)) =
+        (ids(&json["dflash_config"]["target_layer_ids"]), ids(&json["aux_hidden_state_layer_ids"]))
+        && !own.iter().map(|id| id + 1).eq(aux.iter().copied())
+    {
+        let value = format!("= {aux:?} beside target_layer_ids = {own:?}");
+        findings.push(error(
+            CONFIG,
+            "aux_hidden_state_layer_ids",
+            value,
+            "write each id one higher, or leave the key out",
+        ));
+    }
+}
+
+/// Old readers look for the rope base at the top, new ones in `rope_parameters`.
+fn rope_places_agree(json: &Value, findings: &mut Vec<Finding>) {
     let theta = |at: &Value| at.get("rope_theta").and_then(Value::as_f64);
     match (theta(json), theta(&json["rope_parameters"])) {
         (Some(a), Some(b)) if a != b => {
@@ -188,13 +248,18 @@ fn values_make_sense(config: &DraftConfig, json: &Value, findings: &mut Vec<Find
         let value = format!("= {} with {} embedding rows", config.mask_token_id, config.vocab_size);
         findings.push(error(CONFIG, "mask_token_id", value, "use a row that exists in the target's embedding"));
     }
+    // Automodel#2461: a mask token that text uses is drafted as if it were known, and nobody says so.
+    if config.eos_token_ids.contains(&config.mask_token_id) {
+        let value = format!("= {} ends a response", config.mask_token_id);
+        findings.push(error(CONFIG, "mask_token_id", value, "use a token that text never holds, as in training"));
+    }
     if json.get("architectures").is_some_and(|a| *a != serde_json::json!(["DFlashDraftModel"])) {
         let value = format!("= {}", json["architectures"]);
         findings.push(error(CONFIG, "architectures", value, "write [\"DFlashDraftModel\"]"));
     }
 }
 
-fn check_tensors(dir: &Path, config: &DraftConfig, findings: &mut Vec<Finding>) {
+fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mut Vec<Finding>) {
     let files = match TensorFiles::open(dir) {
         Ok(files) => files,
         Err(e) => return findings.push(error(MODEL, "(file)", e, "export the drafter again")),
@@ -203,7 +268,7 @@ fn check_tensors(dir: &Path, config: &DraftConfig, findings: &mut Vec<Finding>) 
         let remedy = "write {\"format\": \"pt\"} into the file's metadata; transformers refuses it otherwise";
         findings.push(error(MODEL, "format", "is missing from the metadata", remedy));
     }
-    let shapes = config.tensor_shapes();
+    let shapes = tensor_shapes(layout, config, &files);
     for name in files.names().filter(|name| !shapes.contains_key(*name)) {
         let remedy = "remove or rename it; SGLang ignores unknown names without a word";
         findings.push(error(MODEL, name, "is not a tensor of this drafter", remedy));

@@ -181,6 +181,23 @@ impl TargetConfig {
 }
 
 impl DraftConfig {
+    /// Whether this drafter belongs to `target`, as far as their configurations tell; else a sentence with the key.
+    pub fn fits(&self, target: &TargetConfig) -> Result<(), String> {
+        for (name, of_target, draft, target) in [
+            ("hidden_size", "hidden_size", self.hidden_size, target.hidden_size),
+            // A head that is padded to another size cannot be shared, and acceptance is 0 (vllm#46435).
+            ("vocab_size", "vocab_size", self.vocab_size, target.vocab_size),
+            ("num_target_layers", "num_hidden_layers", self.num_target_layers, target.num_hidden_layers),
+        ] {
+            if draft != target {
+                return Err(format!(
+                    "its `{name}` is {draft}, but the target's `{of_target}` is {target}; give the folders that belong together"
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// A drafter for `target`: its widths, heads, rotary base and vocabulary are the target's, every layer is full,
     /// and the rotary embedding is unscaled.
     pub fn for_target(

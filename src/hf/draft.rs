@@ -62,7 +62,7 @@ impl DraftConfig {
         DraftConfig::from_named_json("config.json", value)
     }
 
-    fn from_named_json(file: &str, value: &Value) -> Result<DraftConfig, HfError> {
+    pub(super) fn from_named_json(file: &str, value: &Value) -> Result<DraftConfig, HfError> {
         let top = Fields::new(file, value)?;
         refuse_other_architectures(&top)?;
         let nested = top.nested("dflash_config")?.ok_or_else(|| {

@@ -3,6 +3,7 @@
 pub mod config;
 pub mod draft;
 mod fields;
+pub mod layout;
 pub mod tensors;
 
 pub use draftmill_actors::engine::FeatureDtype as Dtype;

@@ -31,6 +31,18 @@ pub struct RawTensor<'a> {
     pub bytes: &'a [u8],
 }
 
+impl RawTensor<'_> {
+    /// The values of an F32, F16 or BF16 tensor, all of which f32 holds exactly.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+        match self.dtype {
+            RawDtype::F16 => pairs().map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),
+            RawDtype::BF16 => pairs().map(|b| half::bf16::from_le_bytes(b).to_f32()).collect(),
+            _ => self.bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        }
+    }
+}
+
 struct MappedFile {
     path: PathBuf,
     map: Mmap,

@@ -17,7 +17,7 @@ pub struct Anchors {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Slots {
     pub places: Vec<i64>,
-    /// The token at the slot's own position: labels are not shifted.
+    /// The label at the slot's own position: labels are not shifted.
     pub labels: Vec<i64>,
     /// Decay of the slot; 1 where there is none.
     pub weights: Vec<f32>,
@@ -93,7 +93,7 @@ impl Anchors {
                 let position = anchor + slot;
                 if position < len as usize && batch.loss_mask[start + position] > 0 {
                     slots.places.push((block * block_size + slot) as i64);
-                    slots.labels.push(i64::from(batch.ids[start + position]));
+                    slots.labels.push(i64::from(batch.labels[start + position]));
                     slots.weights.push(weight as f32);
                 }
             }
@@ -166,7 +166,7 @@ mod tests {
     }
 
     fn packed<'a>(hidden: &'a Tensor, ids: &'a [i32], loss_mask: &'a [u8], lengths: &'a [u32]) -> Packed<'a> {
-        Packed { hidden, ids, loss_mask, lengths }
+        Packed { hidden, ids, labels: ids, loss_mask, lengths }
     }
 
     /// SpecForge#455: labels shifted by one gave a good loss and an acceptance of 1.29.

@@ -58,6 +58,8 @@ pub struct Packed<'a> {
     pub hidden: &'a Tensor,
     /// Token ids, `[tokens]`.
     pub ids: &'a [i32],
+    /// What is to be predicted at each place, `[tokens]`: the ids themselves, or what the target says there.
+    pub labels: &'a [i32],
     /// 1 where a token is supervised, `[tokens]`.
     pub loss_mask: &'a [u8],
     /// Tokens of each row.
@@ -69,14 +71,20 @@ impl Packed<'_> {
     pub fn check(&self, width: usize, vocab_size: usize) -> Result<(), ModelError> {
         let tokens: usize = self.lengths.iter().map(|&len| len as usize).sum();
         let shape = self.hidden.size();
-        if shape != [tokens as i64, width as i64] || self.ids.len() != tokens || self.loss_mask.len() != tokens {
+        if shape != [tokens as i64, width as i64]
+            || self.ids.len() != tokens
+            || self.loss_mask.len() != tokens
+            || self.labels.len() != tokens
+        {
             return Err(ModelError::Input(format!(
-                "features of shape {shape:?} with {} ids and {} mask entries do not make {tokens} tokens of width {width}",
+                "features of shape {shape:?} with {} ids, {} labels and {} mask entries do not make {tokens} tokens of width {width}",
                 self.ids.len(),
+                self.labels.len(),
                 self.loss_mask.len()
             )));
         }
-        check_ids(self.ids, vocab_size)
+        check_ids(self.ids, vocab_size)?;
+        check_ids(self.labels, vocab_size)
     }
 
     /// First token of each row.

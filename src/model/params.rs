@@ -3,6 +3,7 @@
 use super::{ModelError, load::weight};
 use crate::hf::HfError;
 use crate::hf::draft::DraftConfig;
+use crate::hf::layout::DraftFolder;
 use crate::hf::tensors::TensorFiles;
 use draftmill_actors::plan::stream_seed;
 use rand::RngExt;
@@ -101,11 +102,20 @@ pub fn load_params(config: &DraftConfig, files: &TensorFiles) -> Result<ParamSet
     if let Some(name) = files.names().find(|name| !shapes.contains_key(*name)) {
         return Err(HfError::UnknownTensor { file: files.label().into(), name: name.into() }.into());
     }
+    read_params(config, files)
+}
+
+/// The weights of a drafter's folder in either layout, in fp32 on the CPU.
+pub fn folder_params(folder: &DraftFolder) -> Result<ParamSet, ModelError> {
+    read_params(&folder.config, &folder.files)
+}
+
+fn read_params(config: &DraftConfig, files: &TensorFiles) -> Result<ParamSet, ModelError> {
     let read = |(name, shape): (String, Vec<usize>)| -> Result<(String, Tensor), ModelError> {
         let tensor = weight(files, &name, &shape, Kind::Float, Device::Cpu)?;
         Ok((name, tensor))
     };
-    Ok(ParamSet::new(shapes.into_iter().map(read).collect::<Result<_, _>>()?))
+    Ok(ParamSet::new(config.tensor_shapes().into_iter().map(read).collect::<Result<_, _>>()?))
 }
 
 /// Normal values by Box and Muller's method, which needs nothing but uniform ones.

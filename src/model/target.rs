@@ -4,6 +4,7 @@ mod cached;
 
 pub use cached::Extended;
 
+use super::draft::Shared;
 use super::load::weight;
 use super::ops::{attention, linear, rms_norm};
 use super::rope::{Rope, RopeTable};
@@ -11,6 +12,9 @@ use super::{ModelError, batch::Rows};
 use crate::hf::config::TargetConfig;
 use crate::hf::tensors::TensorFiles;
 use tch::{Device, Kind, Tensor};
+
+/// Tokens whose logits are held at once while labels are made.
+const HEAD_ROWS: usize = 256;
 
 /// The part of a target that was loaded, on one device.
 pub struct Target {
@@ -139,9 +143,62 @@ impl Target {
         self.device
     }
 
+    /// Number type of weights and activations.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// What a drafter on the same device shares with this target, at no cost. Needs [`Depth::Whole`].
+    pub fn shared(&self) -> Result<Shared, ModelError> {
+        match &self.top {
+            Some(top) => Ok(Shared { embedding: self.embedding.shallow_clone(), head: top.head.shallow_clone() }),
+            None => Err(ModelError::Input("the head is not loaded, only the target's lower layers are".into())),
+        }
+    }
+
     /// Residual streams after the layers `taps`, side by side, of the real tokens alone: `[tokens, taps * hidden]` of
     /// `out`, row after row. Stops after the last tap.
     pub fn taps(&self, rows: &Rows<'_>, taps: &[usize], out: Kind) -> Result<Tensor, ModelError> {
+        Ok(self.tapped(rows, taps, out, false)?.0)
+    }
+
+    /// The same, and what the target says at each real token: its most likely one behind the tokens before it in the row. The
+    /// first token of a row has none before it, and stands for itself. Needs [`Depth::Whole`].
+    pub fn taps_and_labels(
+        &self,
+        rows: &Rows<'_>,
+        taps: &[usize],
+        out: Kind,
+    ) -> Result<(Tensor, Vec<i32>), ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let (packed, x) = self.tapped(rows, taps, out, true)?;
+        let Some(top) = &self.top else {
+            return Err(ModelError::Input("labels need the whole target, but only its lower layers are loaded".into()));
+        };
+        let x = match rows.real_positions(self.device)? {
+            Some(real) => x.f_index_select(0, &real)?,
+            None => x,
+        };
+        let mut said = Vec::with_capacity(x.size()[0] as usize);
+        // Logits of all tokens at once would be larger than anything else here.
+        for start in (0..x.size()[0]).step_by(HEAD_ROWS) {
+            let part = x.f_narrow(0, start, (HEAD_ROWS as i64).min(x.size()[0] - start))?;
+            let best = self.head(top, &part)?.f_argmax(-1, false)?;
+            said.extend(Vec::<i64>::try_from(best.f_to_device(Device::Cpu)?)?.into_iter().map(|id| id as i32));
+        }
+        let (_, width) = rows.padded();
+        let mut labels = Vec::with_capacity(said.len());
+        let mut at = 0;
+        for (row, &len) in rows.lengths.iter().enumerate().filter(|(_, len)| **len > 0) {
+            labels.push(rows.ids[row * width as usize]);
+            labels.extend_from_slice(&said[at..at + len as usize - 1]);
+            at += len as usize;
+        }
+        Ok((packed, labels))
+    }
+
+    /// Taps, and the residual stream of the padded rows after the last layer that was computed.
+    fn tapped(&self, rows: &Rows<'_>, taps: &[usize], out: Kind, whole: bool) -> Result<(Tensor, Tensor), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let last = taps.iter().copied().max().unwrap_or(0);
         if last >= self.layers.len() {
@@ -152,7 +209,8 @@ impl Target {
         let packed = Tensor::f_empty([rows.tokens(), taps.len() as i64 * width], (out, self.device))?;
         let real = rows.real_positions(self.device)?;
         let (mut x, table) = self.start(rows)?;
-        for (index, layer) in self.layers.iter().enumerate().take(last + 1) {
+        let depth = if whole { self.layers.len() } else { last + 1 };
+        for (index, layer) in self.layers.iter().enumerate().take(depth) {
             x = self.layer(layer, &x, &table, rows)?;
             for place in (0..taps.len()).filter(|&place| taps[place] == index) {
                 let kept = match &real {
@@ -162,7 +220,12 @@ impl Target {
                 packed.f_narrow(1, place as i64 * width, width)?.f_copy_(&kept)?;
             }
         }
-        Ok(packed)
+        Ok((packed, x))
+    }
+
+    /// Logits of rows of the residual stream after the last layer.
+    fn head(&self, top: &Top, x: &Tensor) -> Result<Tensor, ModelError> {
+        linear(&rms_norm(x, &top.norm, self.config.rms_norm_eps)?, &top.head, None)
     }
 
     /// A whole forward with every intermediate result. Needs [`Depth::Whole`]. What stands on padding is arbitrary.

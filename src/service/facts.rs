@@ -1,5 +1,6 @@
 //! What a running service tells of itself beyond its metrics: one value that the service changes and the admin port reads.
 
+use crate::eval::History;
 use serde::Serialize;
 use std::{
     collections::VecDeque,
@@ -8,6 +9,8 @@ use std::{
 
 /// Reloads that are remembered.
 const RELOADS: usize = 20;
+/// Points of the curve that are told, the newest.
+const POINTS: usize = 500;
 
 /// Facts of a run. Times are seconds since 1970.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -32,6 +35,42 @@ pub struct Facts {
     pub paused: bool,
     /// A signal asked for the end.
     pub stopping: bool,
+    /// What was measured beside the steps; absent where nothing was yet.
+    pub acceptance: Option<Acceptance>,
+}
+
+/// What the drafter is worth so far, in tokens per verification.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Acceptance {
+    /// The newest measure in real decoding, and the best one with its step.
+    pub decoded: Option<f64>,
+    pub best: Option<f64>,
+    pub best_step: Option<u64>,
+    /// What the accuracies on held-out samples predict, and their loss in nats.
+    pub predicted: Option<f64>,
+    pub loss: Option<f64>,
+    /// Step of the newest measure.
+    pub step: u64,
+    /// Acceptance in real decoding by step: `[step, tokens]`.
+    pub curve: Vec<(u64, f64)>,
+}
+
+impl Acceptance {
+    /// `None` where nothing was measured.
+    pub fn of(history: &History) -> Option<Acceptance> {
+        let step = history.0.last()?.step;
+        let held_out = history.held_out().map(|(_, held_out)| held_out);
+        let skip = history.curve().count().saturating_sub(POINTS);
+        Some(Acceptance {
+            decoded: history.curve().last().map(|(_, acceptance)| acceptance),
+            best: history.best().map(|(_, acceptance)| acceptance),
+            best_step: history.best().map(|(step, _)| step),
+            predicted: held_out.and_then(|held_out| held_out.predicted_acceptance),
+            loss: held_out.map(|held_out| held_out.loss),
+            step,
+            curve: history.curve().skip(skip).collect(),
+        })
+    }
 }
 
 /// One try to change the configuration of the running service.

@@ -4,7 +4,7 @@
 //! them, facts, metrics, log lines, rows of `state.db`. A change is taken as a whole or not at all.
 
 use super::{
-    facts::{Facts, Reload, now},
+    facts::{Acceptance, Facts, Reload, now},
     folder::{RunFolder, hash},
     orders::{Given, Order},
     reload::{Ground, Verdict},
@@ -13,6 +13,7 @@ use super::{
 use crate::{
     config::{self, Config, Loaded, Source, annotated},
     engines::saving::Kept,
+    eval::History,
     state::STEP_SIZE,
 };
 use draftmill_actors::{
@@ -59,6 +60,8 @@ pub struct Keeper {
     pub hangup: Signal,
     /// How far the run is.
     pub place: watch::Receiver<Place>,
+    /// What is measured beside the steps.
+    pub measured: watch::Receiver<History>,
     /// On their way to state.db.
     pub notes: VecDeque<Note>,
 }
@@ -88,6 +91,8 @@ impl Keeper {
                     self.facts.send_modify(|facts| facts.stopping = true);
                 }
                 Some(given) = self.orders.recv() => self.on_order(given, &mut seen, stopping).await,
+                // Where nothing is measured, or nothing more, the channel is closed.
+                Ok(()) = self.measured.changed() => self.on_measured(),
                 _ = self.hangup.recv() => {
                     tracing::info!("SIGHUP: reading the configuration again");
                     // The log tells what came of it.
@@ -116,6 +121,15 @@ impl Keeper {
             Order::Resume => self.pause(false),
         };
         let _ = answer.send(answered);
+    }
+
+    /// Tells of the newest measure.
+    fn on_measured(&mut self) {
+        let history = self.measured.borrow_and_update().clone();
+        self.facts.send_modify(|facts| facts.acceptance = Acceptance::of(&history));
+        if let Some(measured) = history.0.last() {
+            self.note(Note::Event { kind: "measured".into(), text: measured.to_string() });
+        }
     }
 
     fn pause(&mut self, paused: bool) -> Result<String, String> {

@@ -26,22 +26,23 @@ pub use keeper::SetLevel;
 pub use schedule::Schedule;
 pub(crate) use settings::{Place, mill_settings};
 pub use steps::{StepLog, Window};
-pub use summary::{ActorShares, Summary};
+pub use summary::{ActorShares, Evaluation, Summary};
 
 use crate::{
     admin,
     check::{Forecast, Machine, Samples, Stored, examine},
-    config::{Config, Engine, Loaded, Source},
+    config::{Config, Engine, Labels, Loaded, Source},
     data::{Split, Store, StoreSource},
     engines::{
         saving::{Kept, Saving},
         simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
     },
+    eval::{History, during::Evaluator},
     exit::{Exit, Failure},
     simulate,
     state::{Identity, RunEnd},
 };
-use closing::close;
+use closing::{Ended, close};
 use draftmill_actors::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
@@ -144,6 +145,7 @@ struct Live {
 struct Prepared {
     loaded: Loaded,
     models: Option<Models>,
+    store: Arc<Store>,
     source: StoreSource,
     lengths: Arc<[u32]>,
     machine: Machine,
@@ -172,7 +174,7 @@ impl Prepared {
         let folder = RunFolder::new(&config.run.dir);
         let about = About { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
         let opened = folder.open(&loaded, &about)?;
-        Ok(Prepared { loaded, models, source, lengths, machine, forecast, opened })
+        Ok(Prepared { loaded, models, store, source, lengths, machine, forecast, opened })
     }
 
     fn start_step(&self) -> u64 {
@@ -228,6 +230,8 @@ impl Prepared {
                     targets: sim::targets(costs, &simulate::target_speeds(config)),
                     drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
                     optimizer: RememberingOptimizer::new(optimizer, trained, saving),
+                    // There is no drafter to measure.
+                    evaluator: None,
                 };
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
@@ -235,8 +239,11 @@ impl Prepared {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines =
-                    unless_stopped(stops, torch::load(&self.loaded, models, folder, from, for_saving)).await??;
+                let engines = unless_stopped(
+                    stops,
+                    torch::load(&self.loaded, models, folder, from, for_saving, self.store.clone()),
+                )
+                .await??;
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
         }
@@ -337,12 +344,16 @@ impl Prepared {
             orders: given,
             hangup: live.hangup,
             place: watched,
+            measured: engines
+                .evaluator
+                .as_ref()
+                .map_or_else(|| watch::channel(History::default()).1, Evaluator::history),
             notes: Default::default(),
         };
         let ended = CancellationToken::new();
         let keeping = tokio::spawn(keeper.run(stops.stop.clone(), ended.clone()));
 
-        let Engines { targets, drafters, optimizer } = engines;
+        let Engines { targets, drafters, optimizer, evaluator } = engines;
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
         let born = Instant::now();
         let report = mill::run_steered(settings, parts, steered, stops.clone()).await;
@@ -355,7 +366,13 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let summary = close(&loaded, &folder, begun.run, report, &log, seconds, from)?;
+        let mut ended = Ended { report, log: &log, seconds, before: from, evaluated: None };
+        let last = ended.last(&folder).filter(|_| ended.how(&loaded.config) != RunEnd::Stopped);
+        ended.evaluated = match (evaluator, last) {
+            (Some(evaluator), Some(last)) => Some(evaluator.finish(last).await),
+            (evaluator, _) => evaluator.map(|evaluator| evaluator.history().borrow().clone()),
+        };
+        let summary = close(&loaded, &folder, begun.run, ended)?;
         drop(metrics);
         Ok(summary)
     }
@@ -365,6 +382,7 @@ struct Engines<T, D, O> {
     targets: Vec<T>,
     drafters: Vec<D>,
     optimizer: O,
+    evaluator: Option<Evaluator>,
 }
 
 /// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
@@ -395,8 +413,12 @@ fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<
     ] {
         identity.insert(name.into(), value);
     }
+    // Only where it is not the default, so that older runs go on.
+    if config.drafter.labels != Labels::Data {
+        identity.insert("drafter.labels".into(), config.drafter.labels.to_string());
+    }
     if let Some(models) = models {
-        models.identity(&config.target.dir, &mut identity).failed(Exit::Model)?;
+        models.identity(&config.target.dir, config.drafter.init.as_deref(), &mut identity).failed(Exit::Model)?;
     }
     Ok(identity)
 }
@@ -431,6 +453,7 @@ fn serve_metrics(
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
+        positions: config.drafter.block_size as usize - 1,
         buckets: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
         version: env!("CARGO_PKG_VERSION"),
         planned_steps: forecast.steps,

@@ -20,7 +20,10 @@ pub struct Models {
 
 impl Models {
     /// What must not change while a run goes on.
-    pub fn identity(&self, dir: &Path, identity: &mut Identity) -> io::Result<()> {
+    pub fn identity(&self, dir: &Path, init: Option<&Path>, identity: &mut Identity) -> io::Result<()> {
+        if let Some(init) = init {
+            identity.insert("drafter.init".into(), fingerprint(init)?);
+        }
         let mut put = |name: &str, value: String| identity.insert(name.to_owned(), value);
         let t = &self.target;
         put("target shape", format!("{:?}, {} layers of {}", t.family, t.num_hidden_layers, t.hidden_size));

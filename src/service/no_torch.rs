@@ -4,10 +4,12 @@ use super::{Engines, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
     config::Loaded,
+    data::Store,
     engines::saving::Kept,
     exit::{Exit, Failure},
 };
 use draftmill_actors::sim::{SimDrafter, SimOptimizer, SimTarget};
+use std::sync::Arc;
 use tokio::sync::watch;
 
 /// Refuses. `check` does so earlier, with the line of the configuration.
@@ -17,6 +19,7 @@ pub async fn load(
     _folder: RunFolder,
     _from: Option<Verified>,
     _kept: watch::Receiver<Kept>,
+    _store: Arc<Store>,
 ) -> Result<Engines<SimTarget, SimDrafter, SimOptimizer>, Failure> {
     Err(Failure::new(
         Exit::Config,

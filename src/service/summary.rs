@@ -1,7 +1,7 @@
 //! What a run did, in numbers that a person reads at its end and a program from `summary.json`.
 
 use super::steps::Window;
-use crate::config::ByteSize;
+use crate::{config::ByteSize, eval::History};
 use draftmill_actors::{meter::Totals, mill::Report};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, path::PathBuf};
@@ -42,9 +42,68 @@ pub struct Summary {
     pub target_dir: PathBuf,
     /// Where the drafter was exported to; absent when the run was stopped before its end.
     pub export_dir: Option<PathBuf>,
+    /// What was measured beside the steps; absent where nothing was.
+    #[serde(default)]
+    pub evaluation: Option<Evaluation>,
     /// The last checkpoint.
     pub checkpoint: Option<String>,
     pub finished: bool,
+}
+
+/// What the drafter is worth, on samples and prompts that were never trained.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Tokens per verification in real decoding, of the first weights that were measured, of the last and of the best.
+    pub acceptance_first: Option<f64>,
+    pub acceptance_last: Option<f64>,
+    pub acceptance_best: Option<f64>,
+    pub best_step: Option<u64>,
+    /// Responses of the last decoding.
+    pub responses: usize,
+    /// Of the newest measure on held-out samples: loss in nats, accuracy in 0..=1, and the acceptance that it predicts.
+    pub loss: Option<f64>,
+    pub accuracy: Option<f64>,
+    pub predicted_acceptance: Option<f64>,
+    /// Measures of the whole run, and the seconds that they took.
+    pub measures: usize,
+    pub seconds: f64,
+}
+
+impl Evaluation {
+    /// `None` where nothing was measured.
+    pub fn of(history: &History) -> Option<Evaluation> {
+        let held_out = history.held_out().map(|(_, held_out)| held_out);
+        let decoded = history.0.iter().rev().find_map(|measured| measured.decoded.as_ref());
+        (!history.0.is_empty()).then(|| Evaluation {
+            acceptance_first: history.curve().next().map(|(_, acceptance)| acceptance),
+            acceptance_last: history.curve().last().map(|(_, acceptance)| acceptance),
+            acceptance_best: history.best().map(|(_, acceptance)| acceptance),
+            best_step: history.best().map(|(step, _)| step),
+            responses: decoded.map_or(0, |decoded| decoded.responses),
+            loss: held_out.map(|held_out| held_out.loss),
+            accuracy: held_out.map(|held_out| held_out.accuracy),
+            predicted_acceptance: held_out.and_then(|held_out| held_out.predicted_acceptance),
+            measures: history.0.len(),
+            seconds: history.0.iter().map(|measured| measured.seconds).sum(),
+        })
+    }
+}
+
+impl fmt::Display for Evaluation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let (Some(first), Some(last)) = (self.acceptance_first, self.acceptance_last) {
+            write!(
+                f,
+                "{first:.2} -> {last:.2} tokens per step, on {} prompts that were never trained",
+                self.responses
+            )?;
+        }
+        if let (Some(loss), Some(predicted)) = (self.loss, self.predicted_acceptance) {
+            let comma = if self.acceptance_last.is_some() { "; " } else { "" };
+            write!(f, "{comma}held-out loss {loss:.3}, which predicts {predicted:.2}")?;
+        }
+        Ok(())
+    }
 }
 
 /// How one actor spent its time. The shares do not add up to 1: what is left is its own bookkeeping.
@@ -116,6 +175,9 @@ impl fmt::Display for Summary {
             };
             writeln!(f, "  loss        {:.3} -> {:.3}   ({over})", self.loss_first, self.loss_last)?;
             writeln!(f, "  accuracy    {} -> {}", percent(self.accuracy_first), percent(self.accuracy_last))?;
+        }
+        if let Some(evaluation) = &self.evaluation {
+            writeln!(f, "  acceptance  {evaluation}")?;
         }
         if self.resumed_from > 0 {
             writeln!(f, "  since this start, which went on from step {}:", self.resumed_from)?;

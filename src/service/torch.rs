@@ -3,20 +3,25 @@
 use super::{Engines, Failed, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
-    config::{self, Config, Loaded},
+    config::{self, Config, Labels, Loaded},
+    data::Store,
     engines::{
         optimizer::TorchOptimizer,
         saving::{Kept, Saving},
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
     },
+    eval::{
+        EvalLog,
+        evaluator::{self, Setup},
+    },
     exit::{Exit, Failure},
-    hf::tensors::TensorFiles,
+    hf::{layout::DraftFolder, tensors::TensorFiles},
     model::{
         adamw::Hyper,
         draft::{DraftOptions, Shared},
         libtorch::set_threads,
         load::kind_of,
-        params::{Weights, init_params},
+        params::{Weights, folder_params, init_params},
     },
 };
 use draftmill_actors::engine::DraftEngine;
@@ -34,13 +39,33 @@ pub async fn load(
     folder: RunFolder,
     from: Option<Verified>,
     kept: watch::Receiver<Kept>,
+    store: Arc<Store>,
 ) -> Result<TorchEngines, Failure> {
     let config = loaded.config.clone();
-    let load = move || blocking(&config, models, &folder, kept, from.as_ref());
+    let start_step = from.as_ref().map_or(0, |from| from.state.step);
+    let setup = Setup {
+        eval: config.eval.clone(),
+        target: config.target.dir.clone(),
+        kind: kind_of(config.target.dtype.into()),
+        draft: models.draft.clone(),
+        gamma: config.drafter.loss_decay_gamma,
+        seed: config.run.seed,
+        labels: config.drafter.labels,
+        store,
+    };
+    let (log, history) =
+        EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
+    let run = folder.clone();
+    let load = move || blocking(&config, models, &run, kept, from.as_ref());
     let (mut engines, weights) =
         tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
     for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
         drafter.load_weights(weights).await.failed(Exit::Model)?;
+    }
+    let first = start_step == 0 && history.0.is_empty();
+    if let Some((snapshots, evaluator)) = evaluator::start(setup, log, history).failed(Exit::Config)? {
+        engines.optimizer = engines.optimizer.measured(snapshots, first);
+        engines.evaluator = Some(evaluator);
     }
     Ok(engines)
 }
@@ -68,6 +93,7 @@ fn blocking(
             features: config.target.feature_dtype,
             features_on: Device::Cpu,
             taps: draft.target_layer_ids.clone(),
+            labels: config.drafter.labels == Labels::Target,
         };
         targets.push(TorchTarget::new(target.clone(), files.clone(), options).failed(Exit::Model)?);
     }
@@ -89,11 +115,17 @@ fn blocking(
     let optimizer = match from {
         Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
         None => {
-            let weights = init_params(&draft, config.run.seed).failed(Exit::Model)?;
+            let weights = match &config.drafter.init {
+                Some(folder) => {
+                    let folder = DraftFolder::open(folder, Some(draft.num_target_layers)).failed(Exit::Model)?;
+                    folder_params(&folder).failed(Exit::Model)?
+                }
+                None => init_params(&draft, config.run.seed).failed(Exit::Model)?,
+            };
             TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
         }
     };
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
-    Ok((Engines { targets, drafters, optimizer }, weights))
+    Ok((Engines { targets, drafters, optimizer, evaluator: None }, weights))
 }

@@ -106,7 +106,7 @@ fn a_random_drafter_brings_about_one_token_with_a_step() {
 /// Here every block that is served, after every kind of partial acceptance, is compared with the form without a cache
 /// and with the form that trains; a key too many or too few in either cache would show.
 #[test]
-fn specforge_455_what_is_served_after_partial_acceptance_is_what_was_trained() {
+fn specforge_455_473_what_is_served_after_partial_acceptance_is_what_was_trained() {
     for seed in 0..4 {
         let world = World::random(10 + seed, 40);
         let size = 5;
@@ -204,6 +204,28 @@ fn several_prompts_side_by_side_get_the_answers_of_each_alone() {
 }
 
 /// speculators#456: a block of B slots holds B - 1 drafts; the first slot is given.
+/// One seed gives each prompt chances of its own: the same prompt asked three times side by side is answered in three ways, and
+/// again in the same three with the same seed.
+#[test]
+fn prompts_of_one_seed_have_different_streams() {
+    let world = World::random(5, 40);
+    let drafter = world.drafter(4, false, 39);
+    let limits = Settings { temperature: 1.0, seed: 9, ..settings(12) };
+    let prompt = vec![3, 1, 4];
+    let ask = |seed| {
+        let limits = Settings { seed, ..limits.clone() };
+        let said =
+            speculative(&world.target, &drafter, &[prompt.clone(), prompt.clone(), prompt.clone()], &limits).unwrap();
+        said.into_iter().map(|response| response.tokens).collect::<Vec<_>>()
+    };
+    let said = ask(9);
+    assert!(said[0] != said[1] && said[1] != said[2] && said[0] != said[2], "{said:?}");
+    assert_eq!(said, ask(9));
+    assert_ne!(said, ask(10));
+    let alone = |stream| plain(&world.target, &prompt, &limits, stream).unwrap().tokens;
+    assert_ne!(alone(0), alone(1));
+}
+
 #[test]
 fn speculators_456_a_block_proposes_one_token_fewer_than_it_has_slots() {
     let world = World::golden("target_qwen3");

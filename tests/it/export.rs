@@ -1,8 +1,12 @@
 //! The export and its strict check: a sound folder has no finding, and each single break has exactly its own.
 
+mod layouts;
+#[cfg(feature = "torch")]
+mod served;
+
 use draftmill::{
     checkpoint::{self, NamedTensor, State},
-    export::{ExportError, Finding, Severity, check, export_checkpoint},
+    export::{ExportError, ExportOptions, Finding, Severity, check, export_checkpoint},
     hf::{Dtype, draft::DraftConfig, tensors::TensorFiles},
 };
 use serde_json::{Value, json};
@@ -43,7 +47,7 @@ fn checkpoint(root: &Path) -> PathBuf {
 }
 
 struct Export {
-    root: tempfile::TempDir,
+    root: std::rc::Rc<tempfile::TempDir>,
     dir: PathBuf,
 }
 
@@ -51,9 +55,9 @@ fn export(dtype: Dtype) -> Export {
     let root = tempfile::tempdir().unwrap();
     let from = checkpoint(root.path());
     let dir = root.path().join("export");
-    let report = export_checkpoint(&from, &dir, dtype, false).unwrap();
-    assert_eq!((report.step, report.tensors), (7, 2 * 11 + 3));
-    Export { root, dir }
+    let report = export_checkpoint(&from, &dir, &ExportOptions::new(dtype)).unwrap();
+    assert_eq!((report.step, report.tensors), (Some(7), 2 * 11 + 3));
+    Export { root: root.into(), dir }
 }
 
 impl Export {
@@ -117,9 +121,9 @@ fn a_sound_export_has_no_finding_and_the_values_of_the_checkpoint() {
 }
 
 #[test]
-fn each_broken_key_is_found_by_name() {
+fn automodel_2461_vllm_53063_each_broken_key_is_found_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change); 14] = [
+    let cases: [(&str, &str, Change); 18] = [
         ("architectures", "missing", |c| drop(c.as_object_mut().unwrap().remove("architectures"))),
         ("model_type", "missing", |c| drop(c.as_object_mut().unwrap().remove("model_type"))),
         ("layer_types", "missing", |c| drop(c.as_object_mut().unwrap().remove("layer_types"))),
@@ -134,6 +138,15 @@ fn each_broken_key_is_found_by_name() {
         ("target_layer_ids", "[3, 1]", |c| c["dflash_config"]["target_layer_ids"] = json!([3, 1])),
         ("target_layer_ids", "[1, 5]", |c| c["dflash_config"]["target_layer_ids"] = json!([1, 5])),
         ("mask_token_id", "32", |c| c["dflash_config"]["mask_token_id"] = json!(32)),
+        // Automodel#2461: the mask token fell back to the one that ends responses.
+        ("mask_token_id", "ends a response", |c| c["eos_token_id"] = json!([2, 31])),
+        ("mask_token_id", "lacks the key", |c| {
+            drop(c["dflash_config"].as_object_mut().unwrap().remove("mask_token_id"))
+        }),
+        // vllm#53063: rotary halves in the target's order, not in the drafter's, gave an acceptance of 1 without a word.
+        ("rope_interleaved", "true", |c| c["rope_parameters"]["rope_interleaved"] = json!(true)),
+        // vllm#42704: the same taps by another count.
+        ("aux_hidden_state_layer_ids", "one higher", |c| c["aux_hidden_state_layer_ids"] = json!([1, 3])),
     ];
     for (key, part, change) in cases {
         let findings = export(Dtype::Bf16).edit(change);
@@ -189,22 +202,23 @@ fn a_folder_of_garbage_gives_findings_and_no_panic() {
 fn an_export_replaces_nothing_unless_told_and_leaves_nothing_half_written() {
     let export = export(Dtype::Bf16);
     let from = export.root.path().join("step-7");
-    let again = export_checkpoint(&from, &export.dir, Dtype::F32, false);
+    let forced = ExportOptions { force: true, ..ExportOptions::new(Dtype::F32) };
+    let again = export_checkpoint(&from, &export.dir, &ExportOptions::new(Dtype::F32));
     assert!(matches!(again, Err(ExportError::Occupied(_))), "{again:?}");
     assert_eq!(check(&export.dir), []);
-    export_checkpoint(&from, &export.dir, Dtype::F32, true).unwrap();
+    export_checkpoint(&from, &export.dir, &forced).unwrap();
     assert_eq!(DraftConfig::load(&export.dir).unwrap().dtype, Dtype::F32);
     // What no export wrote is never deleted, whatever is asked: not a stranger's file, the run itself, or a parent.
     fs::write(export.dir.join("precious.txt"), "hi").unwrap();
     for dir in [&export.dir, &from, &export.root.path().to_owned(), &export.dir.join("..")] {
-        let refused = export_checkpoint(&from, dir, Dtype::F32, true);
+        let refused = export_checkpoint(&from, dir, &forced);
         assert!(matches!(refused, Err(ExportError::Foreign { .. })), "{}: {refused:?}", dir.display());
     }
     assert_eq!(fs::read_to_string(export.dir.join("precious.txt")).unwrap(), "hi");
     fs::remove_file(export.dir.join("precious.txt")).unwrap();
     let weights = from.join(checkpoint::WEIGHTS);
     fs::write(&weights, [fs::read(&weights).unwrap(), vec![0]].concat()).unwrap();
-    assert!(export_checkpoint(&from, &export.dir, Dtype::F32, true).is_err());
+    assert!(export_checkpoint(&from, &export.dir, &forced).is_err());
     let left: Vec<_> = fs::read_dir(export.root.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert!(left.len() == 2 && check(&export.dir).is_empty(), "{left:?}");
 }

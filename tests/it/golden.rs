@@ -6,6 +6,7 @@ mod adamw;
 mod drafter;
 mod engine;
 mod files;
+mod labels;
 mod ladder;
 mod plain;
 mod random;

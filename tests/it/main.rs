@@ -10,6 +10,8 @@ mod data;
 #[cfg(feature = "torch")]
 mod decode;
 mod eval;
+#[cfg(feature = "torch")]
+mod evaluation;
 mod export;
 #[cfg(feature = "failpoints")]
 mod failpoints;

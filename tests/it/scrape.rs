@@ -161,8 +161,14 @@ fn every_series_of_the_table_is_there_from_the_first_scrape_and_no_other_one_com
     let faulty = ["simulate.job_failures=0.2", "dispatch.max_skip_fraction=1.0", "dispatch.max_attempts=2"];
     let long = ["run.epochs=500", "dispatch.restart_pause=10ms"];
     let run = Running::start(&[SLOW, &faulty, &long].concat());
-    let known =
-        Known { targets: 2, drafters: 2, buckets: vec![0; 2], version: env!("CARGO_PKG_VERSION"), ..Known::default() };
+    let known = Known {
+        targets: 2,
+        drafters: 2,
+        buckets: vec![0; 2],
+        positions: 3,
+        version: env!("CARGO_PKG_VERSION"),
+        ..Known::default()
+    };
     let promised = promised(&known);
     // Independent of the code that lists them.
     for series in [

@@ -255,3 +255,34 @@ fn a_second_process_on_the_same_run_is_refused() {
     child.kill().unwrap();
     child.wait().unwrap();
 }
+
+/// A run goes on from the weights of another one's export, in either layout, and only if they fit.
+#[cfg(feature = "torch")]
+#[test]
+fn a_run_starts_from_the_weights_of_another_ones_export() {
+    let first = Run::new(&["run.epochs=2", "checkpoint.export_dtype=f32"]);
+    assert!(first.train(&[]).status.success());
+    let export = first.dir().join("export");
+    let speculators = first.dir().join("speculators");
+    let run = first.dir();
+    let (run, out) = (run.to_str().unwrap(), speculators.to_str().unwrap());
+    let exported = first.plain(&["export", "--run", run, "--out", out, "--format", "speculators", "--json"]);
+    assert!(exported.status.success(), "{}", text(&exported));
+    let report: Value = serde_json::from_slice(&exported.stdout).unwrap();
+    assert_eq!(report["self_check"]["largest_difference"], 0.0, "{report}");
+    let last = first.summary()["loss_last"].as_f64().unwrap();
+    for init in [export, speculators] {
+        let init = format!("drafter.init={}", init.display());
+        // A learning rate of next to nothing, so that the losses are those of the weights it began with.
+        let second = Run::new(&[&init, "run.epochs=1", "optimizer.learning_rate=1e-9"]);
+        assert!(second.train(&[]).status.success());
+        let summary = second.summary();
+        assert!(summary["loss_first"].as_f64().unwrap() < 1.1 * last, "{last}: {summary}");
+        assert!(summary["loss_last"].as_f64().unwrap() < 1.1 * last, "{last}: {summary}");
+        let other = Run::new(&[&init, "drafter.layers=1", "drafter.head_dim=8"]).train(&[]);
+        assert_eq!(other.status.code(), Some(5), "{}", text(&other));
+        for part in ["drafter.init", "drafter.layers = 2, drafter.head_dim = 16"] {
+            assert!(text(&other).contains(part), "{part}: {}", text(&other));
+        }
+    }
+}

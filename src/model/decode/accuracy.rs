@@ -47,7 +47,7 @@ pub fn slot_accuracy(
     let first = prompt.len() as u32;
     let anchors = Anchors { rows: vec![(first..first + response.len() as u32 - 1).collect()] };
     let (mask, lengths) = (vec![1; ids.len()], [ids.len() as u32]);
-    let packed = Packed { hidden: &seen.taps, ids: &ids, loss_mask: &mask, lengths: &lengths };
+    let packed = Packed { hidden: &seen.taps, ids: &ids, labels: &ids, loss_mask: &mask, lengths: &lengths };
     let hidden = drafter.hidden(&packed, &anchors)?;
     let guesses = said(&hidden, &|x| linear(x, &drafter.shared().head, None))?;
     for (anchor, block) in guesses.chunks(size).enumerate() {

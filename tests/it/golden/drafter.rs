@@ -67,7 +67,13 @@ impl Case {
     }
 
     fn packed(&self) -> Packed<'_> {
-        Packed { hidden: &self.hidden, ids: &self.ids, loss_mask: &self.loss_mask, lengths: &self.lengths }
+        Packed {
+            hidden: &self.hidden,
+            ids: &self.ids,
+            labels: &self.ids,
+            loss_mask: &self.loss_mask,
+            lengths: &self.lengths,
+        }
     }
 
     /// As the file has it, fillers included.

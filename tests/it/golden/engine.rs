@@ -12,7 +12,7 @@ use std::sync::Arc;
 use tch::{Device, Kind};
 
 /// Rows of these lengths with ids that differ, supervised but for a hole here and there.
-fn batch(case: &Case, lengths: &[u32]) -> Arc<PaddedBatch> {
+pub fn batch(case: &Case, lengths: &[u32]) -> Arc<PaddedBatch> {
     let width = lengths.iter().copied().max().unwrap() as usize;
     let vocab = case.config().vocab_size;
     let mut batch = PaddedBatch { rows: lengths.len(), width, lengths: lengths.to_vec(), ..PaddedBatch::default() };
@@ -33,6 +33,7 @@ pub fn target(case: &Case, features: FeatureDtype) -> TorchTarget {
         features,
         features_on: Device::Cpu,
         taps: case.config().target_layer_ids,
+        labels: false,
     };
     TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap()
 }
@@ -176,6 +177,7 @@ async fn a_failed_micro_batch_leaves_no_trace() {
         features: FeatureDtype::F32,
         features_on: Device::Cpu,
         taps,
+        labels: false,
     };
     let mut other = TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap();
     let wrong = other.extract(batch(&case, &[12, 7])).await.unwrap();

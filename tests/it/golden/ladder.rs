@@ -123,6 +123,7 @@ proptest! {
             let packed = Packed {
                 hidden: &hidden,
                 ids: &scene.ids[tokens.clone()],
+                labels: &scene.ids[tokens.clone()],
                 loss_mask: &scene.loss_mask[tokens],
                 lengths: &scene.lengths[row..=row],
             };

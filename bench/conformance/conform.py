@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Holds draftmill's exports against what others wrote: the logits of a drafted block, from the same files, by the packages
+`dflash` (z-lab's own loader) and `speculators` (the vLLM project's), in f32 on the CPU.
+
+    conform.py [--mill COMMAND] [--run DIR ...]
+
+Without --run it trains the tiny model of configs/smoke.toml, which takes seconds. Packages are installed once, by name and
+version, into a virtual environment under draftmill's cache (about 5 GB). Ends with 1 where a difference is above the limit.
+"""
+import argparse
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+import venv
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LIMIT = 1e-4
+# Tokens before the block: fewer than it has slots, and more.
+LENGTHS = (1, 5, 40)
+
+
+def environment():
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = pathlib.Path(os.environ.get("DRAFTMILL_CACHE") or os.path.join(base, "draftmill")) / "conformance-1"
+    python = folder / "bin" / "python"
+    whole = folder / ".whole"
+    wanted = (HERE / "requirements.txt").read_text() + (HERE / "packages.txt").read_text()
+    if not (whole.exists() and whole.read_text() == wanted):
+        print(f"installing the packages to compare with into {folder}", file=sys.stderr)
+        venv.create(folder, with_pip=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--requirement", HERE / "requirements.txt"], check=True)
+        subprocess.run([*pip, "--no-deps", "--requirement", HERE / "packages.txt"], check=True)
+        whole.write_text(wanted)
+    return python
+
+
+def mill(command, *arguments):
+    done = subprocess.run([*shlex.split(command), *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"draftmill {arguments[0]} failed:\n{done.stdout}{done.stderr}")
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument("--mill", default="cargo run --quiet --release --locked --", help="the command that is draftmill")
+    args.add_argument("--run", action="append", default=[], help="folder of a run to export; may be repeated")
+    args.add_argument("--compare", nargs=4, metavar=("TARGET", "ZLAB", "SPECULATORS", "BLOCK"), help=argparse.SUPPRESS)
+    args = args.parse_args()
+    if args.compare:
+        return compare(*map(pathlib.Path, args.compare))
+    python = environment()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        runs = [pathlib.Path(run).absolute() for run in args.run]
+        if not runs:
+            smoke = ["--config", "configs/smoke.toml", "--set", f"run.dir={folder}/smoke"]
+            mill(args.mill, "prepare", *smoke)
+            mill(args.mill, "train", *smoke)
+            runs = [folder / "smoke"]
+        worst = max(one_run(args.mill, python, run, folder / f"run-{i}") for i, run in enumerate(runs))
+    print(f"largest difference {worst:.1e}, the limit is {LIMIT:.0e}")
+    sys.exit(0 if worst <= LIMIT else 1)
+
+
+def one_run(command, python, run, folder):
+    """Exports a run in both layouts and compares blocks; gives the largest difference."""
+    import tomllib
+
+    target = ROOT / tomllib.loads((run / "run.toml").read_text())["target"]["dir"]
+    folder.mkdir()
+    for layout in ("zlab", "speculators"):
+        mill(command, "export", "--run", run, "--out", folder / layout, "--format", layout, "--dtype", "f32")
+    print(f"{run.name}: drafter of {target.name}")
+    worst = 0.0
+    for length in LENGTHS:
+        block = folder / f"block-{length}.safetensors"
+        # Ids without a pattern, all of them low enough for any vocabulary.
+        ids = ",".join(str((i * 73 + 11) % 300) for i in range(length))
+        mill(command, "block", "--target", target, "--draft", folder / "zlab", "--ids", ids, "--out", block)
+        done = subprocess.run(
+            [python, __file__, "--compare", target, folder / "zlab", folder / "speculators", block],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        if done.returncode != 0:
+            sys.exit(done.stdout + done.stderr)
+        print(f"  {length} tokens before the block")
+        for line in done.stdout.splitlines():
+            name, difference = line.rsplit(" ", 1)
+            print(f"    {name:<58} {float(difference):.1e}")
+            worst = max(worst, float(difference))
+    return worst
+
+
+def compare(target, zlab, speculators, block):
+    """Prints differences, each over the largest logit. Runs inside the virtual environment."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    torch.set_grad_enabled(False)
+    ours = load_file(block)
+    ids, anchor = ours["ids"].long(), ours["anchor"].long()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    seen = model(input_ids=ids[None], output_hidden_states=True)
+
+    def tell(name, theirs, own):
+        print(name, float((theirs - own).abs().max() / theirs.abs().max()))
+
+    tell("transformers, the target's most likely next token differs", seen.logits[0, -1].argmax()[None].float(), ours["anchor"])
+
+    from dflash.model import DFlashDraftModel
+
+    draft = DFlashDraftModel.from_pretrained(zlab, dtype=torch.float32, attn_implementation="sdpa").eval()
+    size = draft.block_size
+    taps = torch.cat([seen.hidden_states[layer + 1] for layer in draft.target_layer_ids], dim=-1)
+    tell("transformers, the target's hidden states", taps[0], ours["context"])
+    slots = torch.cat([anchor, torch.full((size - 1,), draft.mask_token_id)])
+    for name, context in (("our hidden states", ours["context"][None]), ("its own hidden states", taps)):
+        hidden = draft(
+            target_hidden=context,
+            noise_embedding=model.get_input_embeddings()(slots)[None],
+            position_ids=torch.arange(len(ids) + size)[None],
+        )
+        logits = draft.compute_logits(hidden, model.lm_head)[0, 1:]
+        tell(f"dflash 0.1.0, logits of the block from {name}", logits, ours["logits"])
+
+    from speculators.models.dflash import DFlashDraftModel as Speculator, DFlashSpeculatorConfig
+
+    config = DFlashSpeculatorConfig.from_pretrained(speculators)
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    draft = Speculator.from_pretrained(speculators, config=config, dtype=torch.float32).eval()
+    # Its forward draws anchors from supervised places, the last block's excluded: one is left, the one behind the context.
+    length = len(ids) + 1 + size
+    row = torch.zeros(1, length, dtype=torch.long)
+    row[0, : len(ids)], row[0, len(ids)] = ids, anchor[0]
+    supervised = torch.zeros(1, length)
+    supervised[0, len(ids)] = 1
+    taps = torch.cat([seen.hidden_states[layer] for layer in draft.target_layer_ids], dim=-1)
+    for name, context in (("our hidden states", ours["context"][None]), ("its own hidden states", taps)):
+        padded = torch.zeros(1, length, context.shape[-1])
+        padded[:, : len(ids)] = context
+        _, logits, *_ = draft._backbone_forward(
+            padded, row, supervised, torch.zeros(1, length, model.config.hidden_size), torch.zeros(1, length, dtype=torch.long),
+            max_anchors=1,
+        )
+        tell(f"speculators 0.9.0, logits of the block from {name}", logits[0, 1:size], ours["logits"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+//! A drafter to start from: whether it is the one that the configuration describes, and what it brings along.
+
+use super::{load::Written, problem::Problems};
+use crate::hf::{
+    draft::{DraftConfig, LayerType},
+    layout::DraftFolder,
+};
+use std::path::Path;
+
+/// The shape of a run that starts from the drafter in `folder`: `shape`, with the rotary base and the epsilon that its weights
+/// were trained with; or what does not fit, with the settings that would.
+///
+/// The block size may be another one: no weight depends on it. So may the mask token, which the target's frozen embedding holds.
+pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Result<DraftConfig, Problems> {
+    let problem = |message: String, remedy: String| Problems(vec![written.problem("drafter.init", message, remedy)]);
+    let init = DraftFolder::open(folder, Some(shape.num_target_layers));
+    let init = init.map_err(|error| problem(error.to_string(), String::new()))?.config;
+    let mut sets = Vec::new();
+    let mut differ = |key: &str, found: usize, wanted: usize| {
+        if found != wanted {
+            sets.push(format!("{key} = {found}"));
+        }
+    };
+    differ("drafter.layers", init.num_hidden_layers, shape.num_hidden_layers);
+    differ("drafter.heads", init.num_attention_heads, shape.num_attention_heads);
+    differ("drafter.kv_heads", init.num_key_value_heads, shape.num_key_value_heads);
+    differ("drafter.head_dim", init.head_dim, shape.head_dim);
+    differ("drafter.intermediate_size", init.intermediate_size, shape.intermediate_size);
+    if init.target_layer_ids != shape.target_layer_ids {
+        sets.push(format!("target.layer_ids = {:?}", init.target_layer_ids));
+    }
+    let of_target = [
+        ("hidden_size", init.hidden_size, shape.hidden_size),
+        ("vocab_size", init.vocab_size, shape.vocab_size),
+        ("num_target_layers", init.num_target_layers, shape.num_target_layers),
+    ];
+    if let Some((key, found, wanted)) = of_target.into_iter().find(|(_, found, wanted)| found != wanted) {
+        let message =
+            format!("it is a drafter of another target: its `{key}` is {found}, and this target needs {wanted}");
+        return Err(problem(message, "give a drafter of target.dir".into()));
+    }
+    if init.layer_types.contains(&LayerType::Sliding) {
+        let message = "its layers slide over the context, and a run trains layers that see all of it".into();
+        return Err(problem(message, "give a drafter whose layers are all full".into()));
+    }
+    if !sets.is_empty() {
+        return Err(problem("it has another shape than this configuration".into(), format!("set {}", sets.join(", "))));
+    }
+    Ok(DraftConfig { rope_theta: init.rope_theta, rms_norm_eps: init.rms_norm_eps, ..shape.clone() })
+}

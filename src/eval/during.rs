@@ -1,0 +1,124 @@
+//! A measure beside the steps: who is due, who has to wait, and what the service hears of it.
+
+use super::history::History;
+use std::{path::PathBuf, sync::Arc, time::Duration};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio_util::task::AbortOnDropHandle;
+
+/// What is to be measured of some weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct What {
+    /// Loss and accuracy on held-out samples.
+    pub held_out: bool,
+    /// Acceptance in real decoding.
+    pub decode: bool,
+}
+
+impl What {
+    pub const ALL: What = What { held_out: true, decode: true };
+    const NOTHING: What = What { held_out: false, decode: false };
+}
+
+/// How often measures are due, and the one turn that they share.
+#[derive(Clone, Debug)]
+pub struct Turns {
+    /// Steps between measures on held-out samples, and between decodings; `None`: never.
+    pub every: Option<u64>,
+    pub decode_every: Option<u64>,
+    turn: Arc<Semaphore>,
+}
+
+/// The right to measure; whoever holds it keeps others from it.
+#[derive(Debug)]
+pub struct Turn(#[allow(dead_code, reason = "dropping it is its use")] OwnedSemaphorePermit);
+
+/// What is due after a step.
+#[derive(Debug)]
+pub enum Due {
+    Nothing,
+    /// Another measure is under way, or rests after one.
+    Skipped,
+    Now(What, Turn),
+}
+
+impl Turns {
+    pub fn new(every: Option<u64>, decode_every: Option<u64>) -> Turns {
+        Turns { every, decode_every, turn: Arc::new(Semaphore::new(1)) }
+    }
+
+    /// What is due after `step`, and the turn for it where nobody else has it.
+    pub fn due(&self, step: u64) -> Due {
+        let at = |every: Option<u64>| every.is_some_and(|every| step.is_multiple_of(every));
+        let what = What { held_out: at(self.every), decode: at(self.decode_every) };
+        if what == What::NOTHING {
+            return Due::Nothing;
+        }
+        match self.turn.clone().try_acquire_owned() {
+            Ok(turn) => Due::Now(what, Turn(turn)),
+            Err(_) => Due::Skipped,
+        }
+    }
+}
+
+/// How long to rest after a measure that took `spent`, so that measures take no more than `share` of all time.
+pub fn rest(spent: Duration, share: f64) -> Duration {
+    Duration::try_from_secs_f64(spent.as_secs_f64() * (1.0 / share - 1.0)).unwrap_or(Duration::MAX)
+}
+
+/// The weights that a run ends with.
+#[derive(Debug)]
+pub struct Last {
+    pub step: u64,
+    /// Their checkpoint.
+    pub checkpoint: PathBuf,
+}
+
+/// What the service holds of the measures beside its steps. Dropping it gives up the one that is under way.
+pub struct Evaluator {
+    pub(super) history: watch::Receiver<History>,
+    pub(super) last: oneshot::Sender<Last>,
+    pub(super) task: AbortOnDropHandle<()>,
+}
+
+impl Evaluator {
+    /// Everything that was measured so far, and every change of it.
+    pub fn history(&self) -> watch::Receiver<History> {
+        self.history.clone()
+    }
+
+    /// Waits for the measure that is under way, measures the last weights, and tells everything that was measured.
+    pub async fn finish(self, last: Last) -> History {
+        let Evaluator { history, last: send, task } = self;
+        // One that is gone has said why in the log.
+        let _ = send.send(last);
+        if let Err(error) = task.await {
+            tracing::warn!(%error, "the measures beside the steps ended early");
+        }
+        history.borrow().clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_due_has_one_turn_at_a_time() {
+        let turns = Turns::new(Some(10), Some(15));
+        assert!(matches!(turns.due(7), Due::Nothing));
+        let Due::Now(what, turn) = turns.due(20) else { panic!("20 is a multiple of 10") };
+        assert_eq!(what, What { held_out: true, decode: false });
+        assert!(matches!(turns.due(30), Due::Skipped));
+        assert!(matches!(turns.due(31), Due::Nothing));
+        drop(turn);
+        let Due::Now(what, _turn) = turns.due(30) else { panic!("the turn was given back") };
+        assert_eq!(what, What::ALL);
+        assert!(matches!(Turns::new(None, None).due(30), Due::Nothing));
+    }
+
+    #[test]
+    fn the_rest_keeps_the_share() {
+        assert_eq!(rest(Duration::from_secs(2), 0.1).as_secs_f64().round(), 18.0);
+        assert_eq!(rest(Duration::from_secs(2), 1.0), Duration::ZERO);
+    }
+}

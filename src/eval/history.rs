@@ -1,0 +1,174 @@
+//! What was measured while a run trained: one line of `evals.jsonl` for each measure, and what follows from them.
+
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+const FILE: &str = "evals.jsonl";
+
+/// One measure of the weights after `step` steps.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    pub step: u64,
+    /// Seconds since 1970.
+    pub at: f64,
+    /// Time that it took.
+    pub seconds: f64,
+    pub held_out: Option<HeldOut>,
+    pub decoded: Option<Decoded>,
+}
+
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "after step {}, in {:.1} s", self.step, self.seconds)?;
+        if let Some(decoded) = &self.decoded {
+            let Decoded { acceptance, responses, .. } = decoded;
+            write!(f, "; {acceptance:.3} tokens per step in {responses} decoded responses")?;
+        }
+        if let Some(held_out) = &self.held_out {
+            let HeldOut { loss, accuracy, samples, predicted_acceptance, .. } = held_out;
+            write!(f, "; loss {loss:.4} and accuracy {accuracy:.4} on {samples} held-out samples")?;
+            if let Some(predicted) = predicted_acceptance {
+                write!(f, ", which predict {predicted:.3}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// On samples that are never trained, every token before a block being given.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HeldOut {
+    pub samples: usize,
+    /// Mean loss in nats, as training has it.
+    pub loss: f64,
+    /// Share of supervised positions that were right, in 0..=1.
+    pub accuracy: f64,
+    /// The same by slot; the first predicted one comes first.
+    pub accuracy_by_position: Vec<Option<f64>>,
+    /// 1 + the sum of the cumulative products of these.
+    pub predicted_acceptance: Option<f64>,
+}
+
+/// In real decoding, greedily.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Decoded {
+    pub responses: usize,
+    /// Verifications of all responses, and the tokens that they brought.
+    pub steps: usize,
+    pub tokens: u64,
+    /// All tokens over all steps.
+    pub acceptance: f64,
+    /// Mean over the responses of the tokens per step of each.
+    pub acceptance_mean: f64,
+}
+
+/// Everything that was measured of a run, in the order of its steps.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct History(pub Vec<Measured>);
+
+impl History {
+    /// Acceptance by step, of those that were decoded with.
+    pub fn curve(&self) -> impl Iterator<Item = (u64, f64)> + '_ {
+        self.0.iter().filter_map(|measured| Some((measured.step, measured.decoded.as_ref()?.acceptance)))
+    }
+
+    /// The best acceptance and its step; of two that are as good the later one.
+    pub fn best(&self) -> Option<(u64, f64)> {
+        self.curve().max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
+    }
+
+    /// The newest measure on held-out samples.
+    pub fn held_out(&self) -> Option<(u64, &HeldOut)> {
+        self.0.iter().rev().find_map(|measured| Some((measured.step, measured.held_out.as_ref()?)))
+    }
+}
+
+/// `evals.jsonl` of a run, open for appending.
+pub struct EvalLog {
+    path: PathBuf,
+    file: File,
+}
+
+impl EvalLog {
+    /// Opens the log of a run whose weights hold `start_step` steps, and reads it. Later lines are of weights that are gone, and
+    /// are dropped, as is a last line that was cut short.
+    pub fn open(run: &Path, start_step: u64) -> io::Result<(EvalLog, History)> {
+        let path = run.join(FILE);
+        let mut history = read(run)?;
+        history.0.retain(|measured| measured.step <= start_step);
+        if path.exists() {
+            let fresh = path.with_extension("jsonl.tmp");
+            let mut out = File::create(&fresh)?;
+            history.0.iter().try_for_each(|measured| write_line(&mut out, measured))?;
+            fs::rename(&fresh, &path)?;
+        }
+        let file = OpenOptions::new().create(true).append(true).open(&path)?;
+        Ok((EvalLog { path, file }, history))
+    }
+
+    pub fn push(&mut self, measured: &Measured) -> io::Result<()> {
+        write_line(&mut self.file, measured)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// What the folder of a run says of its measures; nothing where there were none.
+pub fn read(run: &Path) -> io::Result<History> {
+    match fs::read_to_string(run.join(FILE)) {
+        Ok(text) => Ok(History(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(History::default()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Measured acceptance by step: how good a checkpoint is. A file that cannot be read scores nothing.
+pub fn scores(run: &Path) -> BTreeMap<u64, f64> {
+    read(run).unwrap_or_default().curve().collect()
+}
+
+fn write_line(out: &mut File, measured: &Measured) -> io::Result<()> {
+    let mut line = serde_json::to_vec(measured)?;
+    line.push(b'\n');
+    out.write_all(&line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(step: u64, acceptance: Option<f64>) -> Measured {
+        let decoded = acceptance.map(|acceptance| Decoded { acceptance, ..Decoded::default() });
+        Measured {
+            step,
+            decoded,
+            held_out: Some(HeldOut { loss: step as f64, ..HeldOut::default() }),
+            ..Measured::default()
+        }
+    }
+
+    #[test]
+    fn a_log_is_read_back_without_what_a_crash_undid() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut log, history) = EvalLog::open(folder.path(), 0).unwrap();
+        assert_eq!(history, History::default());
+        for (step, acceptance) in [(0, Some(1.0)), (10, Some(1.5)), (20, None), (30, Some(1.5))] {
+            log.push(&measured(step, acceptance)).unwrap();
+        }
+        log.file.write_all(b"{\"step\": 40, \"at\"").unwrap();
+        assert_eq!(scores(folder.path()), [(0, 1.0), (10, 1.5), (30, 1.5)].into());
+        let (_, history) = EvalLog::open(folder.path(), 20).unwrap();
+        assert_eq!(history.0.iter().map(|m| m.step).collect::<Vec<_>>(), [0, 10, 20]);
+        assert_eq!((history.best(), history.held_out().map(|(step, _)| step)), (Some((10, 1.5)), Some(20)));
+        assert_eq!(read(folder.path()).unwrap(), history);
+        assert_eq!(History(vec![measured(3, Some(2.0)), measured(5, Some(2.0))]).best(), Some((5, 2.0)));
+    }
+}

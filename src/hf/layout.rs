@@ -1,0 +1,295 @@
+//! The two layouts in which DFlash drafters lie on disk: z-lab's, which engines load, and that of the vLLM project's
+//! speculators, which brings the target's embedding and head along and counts taps from one.
+
+use super::{HfError, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
+use serde_json::{Map, Value, json};
+use std::{collections::BTreeMap, path::Path};
+
+/// How a drafter's folder is written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    #[default]
+    Zlab,
+    Speculators,
+}
+
+/// The target as a speculators config names it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verifier {
+    /// A folder, or a name on a hub.
+    pub name_or_path: String,
+    pub architectures: Vec<String>,
+}
+
+/// Version of speculators whose files these are.
+const SPECULATORS_VERSION: &str = "0.9.0";
+/// The target's own tensors, which a file of the speculators layout may hold, each `[vocab, hidden]`.
+pub const EMBEDDING: &str = "embed_tokens.weight";
+pub const HEAD: &str = "lm_head.weight";
+/// Keys of z-lab's config that are no setting of its layers.
+const NOT_OF_LAYERS: [&str; 5] = ["architectures", "dflash_config", "block_size", "num_target_layers", "dtype"];
+
+/// A drafter's folder in either layout, held to exactly the tensors of its configuration.
+pub struct DraftFolder {
+    pub layout: Layout,
+    pub config: DraftConfig,
+    pub files: TensorFiles,
+}
+
+impl DraftFolder {
+    /// Opens a folder and compares every name and shape. `target_layers` is for files of the speculators layout that do not say
+    /// how many layers the target has.
+    pub fn open(folder: &Path, target_layers: Option<usize>) -> Result<DraftFolder, HfError> {
+        let path = folder.join("config.json");
+        let (layout, config) = config_of(&path.display().to_string(), &read_json(&path)?, target_layers)?;
+        let files = TensorFiles::open(folder)?;
+        let shapes = tensor_shapes(layout, &config, &files);
+        if let Some(name) = files.names().find(|name| !shapes.contains_key(*name)) {
+            return Err(HfError::UnknownTensor { file: files.label().into(), name: name.into() });
+        }
+        match files.check(&shapes).into_iter().next() {
+            Some(error) => Err(error),
+            None => Ok(DraftFolder { layout, config, files }),
+        }
+    }
+}
+
+/// Reads a config of either layout.
+pub fn config_of(file: &str, json: &Value, target_layers: Option<usize>) -> Result<(Layout, DraftConfig), HfError> {
+    if json.get("speculators_model_type").is_some() || json.get("speculators_config").is_some() {
+        let zlab = zlab_json(file, json, target_layers)?;
+        Ok((Layout::Speculators, DraftConfig::from_named_json(file, &zlab)?))
+    } else {
+        Ok((Layout::Zlab, DraftConfig::from_named_json(file, json)?))
+    }
+}
+
+/// What a folder must hold: the drafter's own tensors, and in the speculators layout, where one of them is there, the
+/// target's embedding and head. speculators 0.9.0 itself writes neither for a whole vocabulary, and reads both.
+pub fn tensor_shapes(layout: Layout, config: &DraftConfig, files: &TensorFiles) -> BTreeMap<String, Vec<usize>> {
+    let mut shapes = config.tensor_shapes();
+    if layout == Layout::Speculators && files.names().any(|name| name == EMBEDDING || name == HEAD) {
+        for name in [EMBEDDING, HEAD] {
+            shapes.insert(name.into(), vec![config.vocab_size, config.hidden_size]);
+        }
+    }
+    shapes
+}
+
+/// `config.json` as speculators writes it (`reference/dflash.md` section 2.3). A tap's id is one higher there: 0 is the
+/// embedding's output. One token fewer is proposed than the block has slots, since the first one is given
+/// (speculators#456).
+pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Value, HfError> {
+    if config.layer_types.contains(&LayerType::Sliding) {
+        // There the window is counted from the anchor, here from each slot.
+        return Err(HfError::Unsupported {
+            file: "the drafter's configuration".into(),
+            key: "layer_types".into(),
+            value: "sliding_attention".into(),
+            supported: "in the speculators layout a window means something else; write z-lab's".into(),
+        });
+    }
+    let mut layers = config.to_json();
+    if let Some(keys) = layers.as_object_mut() {
+        NOT_OF_LAYERS.iter().for_each(|key| drop(keys.remove(*key)));
+    }
+    Ok(json!({
+        // What speculators 0.9.0 writes itself; vLLM goes by the next key.
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{
+                "proposal_type": "greedy",
+                "speculative_tokens": config.block_size - 1,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }],
+            "verifier": { "name_or_path": verifier.name_or_path, "architectures": verifier.architectures },
+        },
+        "transformer_layer_config": layers,
+        "draft_vocab_size": config.vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": config.target_layer_ids.iter().map(|id| id + 1).collect::<Vec<_>>(),
+        "sliding_window_non_causal": false,
+        "sample_from_anchor": false,
+        "tie_word_embeddings": false,
+        "dtype": super::dtype_name(config.dtype),
+    }))
+}
+
+/// The same drafter's config in z-lab's layout.
+fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<Value, HfError> {
+    let bad = |key: &str, expected: &str| HfError::BadValue {
+        file: file.into(),
+        key: key.into(),
+        value: json.get(key).unwrap_or(&Value::Null).to_string(),
+        expected: expected.into(),
+    };
+    if json["speculators_model_type"] != "dflash" {
+        return Err(bad("speculators_model_type", "\"dflash\": other algorithms are other drafters"));
+    }
+    if json.get("sample_from_anchor").is_some_and(|value| *value != false) {
+        return Err(bad("sample_from_anchor", "false: the first slot holds a token that is known"));
+    }
+    let layers = json["transformer_layer_config"].as_object();
+    let layers = layers.ok_or_else(|| bad("transformer_layer_config", "an object with the settings of the layers"))?;
+    if layers.get("model_type").is_some_and(|kind| kind != "qwen3") {
+        return Err(HfError::Unsupported {
+            file: file.into(),
+            key: "transformer_layer_config.model_type".into(),
+            value: layers["model_type"].to_string(),
+            supported: "only \"qwen3\" is".into(),
+        });
+    }
+    let slides = layers.get("layer_types").and_then(Value::as_array);
+    if slides.is_some_and(|kinds| kinds.iter().any(|kind| kind == "sliding_attention")) {
+        return Err(HfError::Unsupported {
+            file: file.into(),
+            key: "transformer_layer_config.layer_types".into(),
+            value: layers["layer_types"].to_string(),
+            supported: "a window is counted from the anchor there, and from each slot here".into(),
+        });
+    }
+    let ids = json["aux_hidden_state_layer_ids"].as_array();
+    let ids = ids.ok_or_else(|| bad("aux_hidden_state_layer_ids", "a list of tapped layers"))?;
+    let expected = "a list of numbers from 1 on: id 0 is the embedding's output, which no drafter here takes";
+    let ids = ids.iter().map(|id| id.as_u64().and_then(|id| id.checked_sub(1)));
+    let ids: Vec<u64> = ids.collect::<Option<_>>().ok_or_else(|| bad("aux_hidden_state_layer_ids", expected))?;
+    // Files leave out what transformers' Qwen3 has as its default.
+    let mut zlab: Map<String, Value> = Map::new();
+    for (key, value) in qwen3_defaults() {
+        zlab.insert(key.into(), value);
+    }
+    zlab.extend(layers.iter().map(|(key, value)| (key.clone(), value.clone())));
+    if !layers.contains_key("rope_theta")
+        && layers.get("rope_parameters").is_none_or(|rope| rope["rope_theta"].is_null())
+    {
+        zlab.insert("rope_theta".into(), json!(10_000.0));
+    }
+    if json.get("draft_vocab_size").is_some_and(|size| *size != zlab["vocab_size"]) {
+        return Err(bad("draft_vocab_size", &format!("{}, the whole vocabulary", zlab["vocab_size"])));
+    }
+    let layers = match (json["num_target_layers"].as_u64(), target_layers) {
+        (Some(stated), _) => json!(stated),
+        (None, Some(known)) => json!(known),
+        (None, None) => {
+            return Err(bad("num_target_layers", "there, or known from the target's folder: give --target"));
+        }
+    };
+    let dtype = [&json["dtype"], &json["torch_dtype"], &zlab["dtype"]].into_iter().find(|value| !value.is_null());
+    let dtype = dtype.cloned().unwrap_or_default();
+    for (key, value) in [
+        ("architectures", json!(["DFlashDraftModel"])),
+        ("model_type", json!("qwen3")),
+        ("block_size", json["block_size"].clone()),
+        ("num_target_layers", layers),
+        ("dflash_config", json!({ "mask_token_id": json["mask_token_id"], "target_layer_ids": ids })),
+        ("dtype", dtype),
+    ] {
+        zlab.insert(key.into(), value);
+    }
+    Ok(Value::Object(zlab))
+}
+
+/// What transformers takes for keys that a Qwen3 config leaves out.
+fn qwen3_defaults() -> [(&'static str, Value); 11] {
+    [
+        ("vocab_size", json!(151_936)),
+        ("hidden_size", json!(4096)),
+        ("intermediate_size", json!(22_016)),
+        ("num_hidden_layers", json!(32)),
+        ("num_attention_heads", json!(32)),
+        ("num_key_value_heads", json!(32)),
+        ("head_dim", json!(128)),
+        ("max_position_embeddings", json!(32_768)),
+        ("rms_norm_eps", json!(1e-6)),
+        ("hidden_act", json!("silu")),
+        ("dtype", Value::Null),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hf::Dtype;
+
+    fn config() -> DraftConfig {
+        let target = json!({
+            "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 9,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 128,
+            "rope_theta": 5e5, "bos_token_id": 1, "eos_token_id": [2, 3],
+        });
+        let target = crate::hf::config::TargetConfig::from_json(&target).unwrap();
+        DraftConfig { dtype: Dtype::F16, ..DraftConfig::for_target(&target, 2, vec![1, 3, 5], 4, 49) }
+    }
+
+    fn json() -> Value {
+        speculators_json(&config(), &Verifier { name_or_path: "t".into(), architectures: vec!["X".into()] }).unwrap()
+    }
+
+    #[test]
+    fn a_config_survives_the_way_through_speculators() {
+        assert_eq!(config_of("x", &json(), None).unwrap(), (Layout::Speculators, config()));
+        assert_eq!(config_of("x", &config().to_json(), None).unwrap(), (Layout::Zlab, config()));
+    }
+
+    /// vllm#40727, vllm#42704: the same tap has another number there, and who mixes them up taps the wrong layer.
+    #[test]
+    fn vllm_42704_taps_are_one_higher() {
+        let mut json = json();
+        assert_eq!(json["aux_hidden_state_layer_ids"], json!([2, 4, 6]));
+        json["aux_hidden_state_layer_ids"] = json!([0, 4, 6]);
+        let text = config_of("x", &json, None).unwrap_err().to_string();
+        assert!(text.contains("aux_hidden_state_layer_ids") && text.contains("embedding"), "{text}");
+    }
+
+    /// speculators#456: the anchor's slot proposes nothing.
+    #[test]
+    fn speculators_456_one_token_fewer_is_proposed_than_the_block_has_slots() {
+        assert_eq!(json()["speculators_config"]["proposal_methods"][0]["speculative_tokens"], 3);
+    }
+
+    /// speculators writes only what differs from transformers' defaults, and knows no number of target layers.
+    #[test]
+    fn what_a_file_leaves_out_is_transformers_default_and_the_targets_depth_must_be_known() {
+        let mut json = json();
+        json["transformer_layer_config"] = json!({ "num_hidden_layers": 2, "hidden_size": 64 });
+        json["draft_vocab_size"] = json!(151_936);
+        json.as_object_mut().unwrap().remove("num_target_layers");
+        assert!(config_of("x", &json, None).unwrap_err().to_string().contains("--target"));
+        let (_, config) = config_of("x", &json, Some(9)).unwrap();
+        assert_eq!((config.num_target_layers, config.hidden_size, config.intermediate_size), (9, 64, 22_016));
+        assert_eq!((config.head_dim, config.rope_theta, config.max_position_embeddings), (128, 10_000.0, 32_768));
+    }
+
+    #[test]
+    fn what_would_compute_something_else_is_refused_by_name() {
+        type Change = fn(&mut Value);
+        let cases: [(&str, Change); 7] = [
+            ("sample_from_anchor", |c| c["sample_from_anchor"] = json!(true)),
+            ("speculators_model_type", |c| c["speculators_model_type"] = json!("eagle3")),
+            ("model_type", |c| c["transformer_layer_config"]["model_type"] = json!("llama")),
+            ("draft_vocab_size", |c| c["draft_vocab_size"] = json!(32)),
+            ("partial_rotary_factor", |c| c["transformer_layer_config"]["partial_rotary_factor"] = json!(0.25)),
+            ("layer_types", |c| {
+                c["transformer_layer_config"]["layer_types"] = json!(["sliding_attention", "full_attention"])
+            }),
+            ("mask_token_id", |c| c["mask_token_id"] = Value::Null),
+        ];
+        for (key, change) in cases {
+            let mut json = json();
+            change(&mut json);
+            let text = config_of("x", &json, None).unwrap_err().to_string();
+            assert!(text.contains(key), "{key}: {text}");
+        }
+        let mut sliding = config();
+        (sliding.layer_types[0], sliding.sliding_window) = (LayerType::Sliding, Some(8));
+        assert!(speculators_json(&sliding, &Verifier::default()).unwrap_err().to_string().contains("sliding"));
+    }
+}

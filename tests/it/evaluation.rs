@@ -1,0 +1,118 @@
+//! Measures beside the steps, through the binary: what is measured, what becomes of it, and that training does not mind.
+
+use crate::train::{Run, text};
+use serde_json::Value;
+
+const MEASURED: &[&str] = &[
+    "data.validation_fraction=0.3",
+    "checkpoint.every_steps=5",
+    "eval.every_steps=4",
+    "eval.max_new_tokens=8",
+    "eval.max_share=1.0",
+];
+
+fn measures(run: &Run) -> Vec<Value> {
+    let log = std::fs::read_to_string(run.dir().join("evals.jsonl")).unwrap();
+    log.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays() {
+    let run = Run::new(MEASURED);
+    let trained = run.train(&["--json"]);
+    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
+    let (summary, measures) = (run.summary(), measures(&run));
+    let steps: Vec<u64> = measures.iter().map(|m| m["step"].as_u64().unwrap()).collect();
+    let last = summary["steps"].as_u64().unwrap();
+    assert_eq!((steps[0], *steps.last().unwrap()), (0, last), "{steps:?}");
+    assert!(steps.windows(2).all(|pair| pair[0] < pair[1]), "{steps:?}");
+    assert!(steps[1..steps.len() - 1].iter().all(|step| step % 4 == 0 || step % 5 == 0), "{steps:?}");
+    for measured in [&measures[0], measures.last().unwrap()] {
+        let held_out = &measured["held_out"];
+        let positions = held_out["accuracy_by_position"].as_array().unwrap();
+        assert!(positions.len() == 3 && held_out["samples"].as_u64().unwrap() > 0, "{measured}");
+        for acceptance in [&held_out["predicted_acceptance"], &measured["decoded"]["acceptance"]] {
+            assert!((1.0..=4.0).contains(&acceptance.as_f64().unwrap()), "{measured}");
+        }
+    }
+    // What training learns shows on what it never saw: the rows are of one kind.
+    let loss = |measured: &Value| measured["held_out"]["loss"].as_f64().unwrap();
+    assert!(loss(measures.last().unwrap()) < 0.9 * loss(&measures[0]), "{measures:#?}");
+
+    let evaluation = &summary["evaluation"];
+    let scores: Vec<(u64, f64)> =
+        measures.iter().filter_map(|m| Some((m["step"].as_u64()?, m["decoded"]["acceptance"].as_f64()?))).collect();
+    let best = *scores.iter().max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0))).unwrap();
+    assert_eq!(
+        (evaluation["best_step"].as_u64(), evaluation["acceptance_best"].as_f64()),
+        (Some(best.0), Some(best.1))
+    );
+    assert_eq!(evaluation["acceptance_first"].as_f64(), Some(scores[0].1));
+    assert_eq!(evaluation["acceptance_last"].as_f64(), Some(scores.last().unwrap().1));
+
+    // One checkpoint is kept for being the last, and one for being the best of those that had one.
+    let dir = run.dir();
+    let kept = draftmill::checkpoint::steps(&dir.join("checkpoints")).unwrap();
+    let scored: Vec<_> = scores.iter().filter(|(step, _)| step % 5 == 0 && *step > 0 || *step == last).collect();
+    let best = scored.iter().max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0))).unwrap().0;
+    assert!(kept.contains(&best) && kept.len() <= 2, "{kept:?} of {scored:?}");
+    let out = dir.join("best");
+    let (dir, out) = (dir.to_str().unwrap(), out.to_str().unwrap());
+    let exported = run.plain(&["export", "--run", dir, "--out", out, "--checkpoint", "best", "--json"]);
+    assert_eq!(exported.status.code(), Some(0), "{}", text(&exported));
+    let report: Value = serde_json::from_slice(&exported.stdout).unwrap();
+    assert_eq!(report["step"].as_u64(), Some(best), "{report}");
+}
+
+/// What is measured must not change what is trained.
+#[test]
+fn the_steps_are_the_same_with_and_without_measures() {
+    let replay = ["pool.draw=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
+    let with = Run::new(&[MEASURED, &replay[..2]].concat());
+    let without = Run::new(&[&replay[..], &["eval.every_steps=0", "eval.decode_every_steps=0"]].concat());
+    assert!(with.train(&[]).status.success() && without.train(&[]).status.success());
+    let losses = |run: &Run| (run.summary()["loss_first"].clone(), run.summary()["loss_last"].clone());
+    assert_eq!(losses(&with), losses(&without));
+    assert!(!measures(&with).is_empty() && measures(&without).is_empty());
+    assert_eq!(without.summary()["evaluation"], Value::Null);
+}
+
+#[test]
+fn without_anything_held_out_nothing_is_measured_and_none_is_the_best() {
+    let run = Run::new(&["run.epochs=1"]);
+    assert!(run.train(&[]).status.success());
+    let dir = run.dir();
+    let dir = dir.to_str().unwrap();
+    let refused = run.plain(&["export", "--run", dir, "--out", "unused", "--checkpoint", "best"]);
+    assert_eq!(refused.status.code(), Some(5));
+    assert!(text(&refused).contains("none is the best") && text(&refused).contains("[eval]"), "{}", text(&refused));
+}
+
+/// A measure that cannot be made costs that measure, and no step.
+#[test]
+fn prompts_that_cannot_be_used_cost_the_measure_and_not_the_run() {
+    let prompts = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(prompts.path(), "{\"turns\": [\"t4\"]}\n").unwrap();
+    let set = format!("eval.prompt_file={}", prompts.path().display());
+    // The tiny target has no chat template.
+    let run = Run::new(&["run.epochs=1", &set]);
+    let trained = run.train(&[]);
+    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
+    assert!(text(&trained).contains("eval.prompt_file"), "{}", text(&trained));
+    assert!(measures(&run).is_empty());
+}
+
+/// speculators#477: on data that the target did not write its own words are the teacher, in training and in the measures. Bytes
+/// that a batch brings and nobody counted would end a debug build.
+#[test]
+fn speculators_477_a_run_learns_what_the_target_says() {
+    let labels = ["drafter.labels=target", "run.epochs=8"];
+    let run = Run::new(&[MEASURED, &labels].concat());
+    let trained = run.train(&[]);
+    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
+    let (summary, measures) = (run.summary(), measures(&run));
+    let number = |key: &str| summary[key].as_f64().unwrap();
+    assert!(number("loss_last") < 0.9 * number("loss_first"), "{summary}");
+    let loss = |measured: &Value| measured["held_out"]["loss"].as_f64().unwrap();
+    assert!(loss(measures.last().unwrap()) < loss(&measures[0]), "{measures:#?}");
+}
