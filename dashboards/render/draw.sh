@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
-# Draws dashboards/draftmill.png: a simulated run of some minutes, a Prometheus that scrapes it, and the panels of draftmill.json
-# drawn by Grafana's own components in a headless Chromium. `make picture` runs it.
+# Draws the dashboard: a run of some minutes, a Prometheus that scrapes it, and the panels of draftmill.json by Grafana's own
+# components in a headless Chromium. `make picture` runs it.
 #
-#   draw.sh [SECONDS]    how long the run is watched before the picture is taken (default 390)
+#   draw.sh           draftmill.png: a simulated run, with failures, pauses and reloads; every row but what only real models give
+#   draw.sh --real    acceptance.png: the row that a simulated run cannot fill, from a tiny model that really trains (needs LIBTORCH)
+#
+# SECONDS_WATCHED=100 takes the picture sooner; the default is 390.
 set -euo pipefail
-seconds=${1:-390}
+seconds=${SECONDS_WATCHED:-390}
+row='What the drafter is worth'
+if [ "${1:-}" = --real ]; then
+  kind=real picture=acceptance.png rows="only=$row" features=()
+else
+  kind=simulated picture=draftmill.png rows="without=$row" features=(--no-default-features)
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 cache=${DRAFTMILL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/draftmill}
@@ -47,7 +56,8 @@ port() {
 free() { node -e 'const s = require("net").createServer().listen(0, "127.0.0.1", () => { console.log(`127.0.0.1:${s.address().port}`); s.close(); })'; }
 
 say "building draftmill and the page"
-(cd "$root" && cargo build --quiet --locked --no-default-features)
+(cd "$root" && cargo build --quiet --locked "${features[@]}")
+cp "$root/target/debug/draftmill" "$work/"
 cp -r "$here/page" "$root/dashboards/draftmill.json" "$work/"
 mv "$work/draftmill.json" "$work/page/"
 ln -s "$packages/node_modules" "$packages/package.json" "$work/page/"
@@ -57,17 +67,16 @@ say "starting the run"
 cd "$work"
 cp -r "$root/tests/golden/target_qwen3" target
 sed -i 's/"max_position_embeddings": [0-9]*/"max_position_embeddings": 4096/' target/config.json
-# Lengths as of conversations: lognormal, median 650.
-awk 'BEGIN { srand(7); for (row = 0; row < 2600; row++) {
-  n = int(650 * exp(0.8 * sqrt(-2 * log(1 - rand())) * cos(6.283185 * rand()))); n = n < 64 ? 64 : n > 3072 ? 3072 : n
-  ids = mask = ""
-  for (i = 0; i < n; i++) { ids = ids (i ? "," : "") int(3 + 300 * rand()); mask = mask (i ? "," : "") (i > n / 5) }
+# Lengths as of conversations: lognormal, of a median of 650 or, for the tiny model, of 48. Tokens go up in even strides.
+awk -v median=$([ $kind = real ] && echo 48 || echo 650) 'BEGIN { srand(7); for (row = 0; row < (median < 100 ? 400 : 2600); row++) {
+  n = int(median * exp(0.8 * sqrt(-2 * log(1 - rand())) * cos(6.283185 * rand()))); n = n < 32 ? 32 : n > 3072 ? 3072 : n
+  start = int(40 * rand()); stride = 1 + int(9 * rand()); ids = mask = ""
+  for (i = 0; i < n; i++) { ids = ids (i ? "," : "") 20 + (start + stride * i) % 40; mask = mask (i ? "," : "") (i > n / 8) }
   print "{\"input_ids\":[" ids "],\"loss_mask\":[" mask "]}" } }' >rows.jsonl
-cp "$here/run.toml" .
-mill=$root/target/debug/draftmill
-$mill prepare --config run.toml >prepare.log 2>&1 || fail "$(cat prepare.log)"
+cp "$here/$kind.toml" run.toml
+./draftmill prepare --config run.toml >prepare.log 2>&1 || fail "$(cat prepare.log)"
 admin=$(free)
-$mill train --config run.toml --set "admin.listen=$admin" >train.log 2>&1 &
+./draftmill train --config run.toml --set "admin.listen=$admin" >train.log 2>&1 &
 started+=($!)
 run=$!
 metrics=$(port train.log)
@@ -87,17 +96,19 @@ until_percent() {
   done
 }
 edit() { sed "$1" run.toml >next.toml && mv next.toml run.toml; }
-until_percent 30
-edit 's/^min_ready = .*/min_ready = 8/'
-until_percent 45
-edit 's/^paused = .*/paused = [2]/'
-until_percent 60
-edit 's/^paused = .*/paused = []/'
-until_percent 75
-cp run.toml sound.toml
-edit 's/^min_ready = .*/min_ready = 99/'
-until_percent 80
-mv sound.toml run.toml
+if [ $kind = simulated ]; then
+  until_percent 30
+  edit 's/^min_ready = .*/min_ready = 8/'
+  until_percent 45
+  edit 's/^paused = .*/paused = [2]/'
+  until_percent 60
+  edit 's/^paused = .*/paused = []/'
+  until_percent 75
+  cp run.toml sound.toml
+  edit 's/^min_ready = .*/min_ready = 99/'
+  until_percent 80
+  mv sound.toml run.toml
+fi
 until_percent 100
 
 say "drawing"
@@ -105,14 +116,15 @@ preview=$(free)
 (cd page && PROMETHEUS="http://$prometheus" exec node node_modules/vite/bin/vite.js preview --host 127.0.0.1 --port "${preview##*:}" --strictPort) >preview.log 2>&1 &
 started+=($!)
 port preview.log >/dev/null
-height=$(node -p 'Math.max(...require("./page/draftmill.json").panels.map(p => p.gridPos.y + p.gridPos.h)) * 38 + 56')
+height=1000
 browse() {
   chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$work/chromium" \
-    --force-device-scale-factor=1 --window-size="$width,$height" --virtual-time-budget=30000 "$@" "http://$preview/?seconds=$seconds" 2>>chromium.log
+    --force-device-scale-factor=1 --window-size="$width,$height" --virtual-time-budget=30000 "$@" "http://$preview/?seconds=$seconds&${rows// /%20}" 2>>chromium.log
 }
 browse --dump-dom >page.html
 grep -q 'data-drawn="true"' page.html || fail "the page did not come to an end: $(grep -v -i dbus chromium.log | tail -5)"
 if empty=$(grep -o 'data-empty="[^"]*"' page.html); then fail "panels without data: $empty"; fi
+height=$(grep -o 'data-height="[0-9]*' page.html | grep -o '[0-9]*$')
 browse --screenshot="$work/full.png" >/dev/null
-pngquant --force --speed 1 --strip --output "$root/dashboards/draftmill.png" 128 "$work/full.png"
-say "dashboards/draftmill.png, $(stat -c %s "$root/dashboards/draftmill.png") bytes"
+pngquant --force --speed 1 --strip --output "$root/dashboards/$picture" 128 "$work/full.png"
+say "dashboards/$picture, $(stat -c %s "$root/dashboards/$picture") bytes"

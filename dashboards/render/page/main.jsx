@@ -117,10 +117,11 @@ const cell = (outer) => (outer - GAP * (COLUMNS + 1)) / COLUMNS;
 const Dashboard = ({ panels, run, all, from, to, outer }) => {
   const size = (cells, one) => Math.round(cells * one + (cells - 1) * GAP);
   const at = (cells, one) => Math.round(cells * (one + GAP));
+  const height = 48 + GAP + Math.max(...panels.map(({ panel: { gridPos } }) => at(gridPos.y + gridPos.h, CELL)));
   return (
     <ThemeContext.Provider value={theme}>
       <GlobalStyles isExtensionSandbox={false} />
-      <div data-drawn="true" style={{ background: theme.colors.background.canvas, width: outer, minHeight: '100vh', position: 'relative' }}>
+      <div data-drawn={true} data-height={height} style={{ background: theme.colors.background.canvas, width: outer, minHeight: '100vh', position: 'relative' }}>
         <div style={{ padding: 12, font: `500 18px ${theme.typography.fontFamily}`, color: theme.colors.text.primary }}>
           {dashboard.title} <span style={{ color: theme.colors.text.secondary }}>Run {run.run}, instance {run.instance}</span>
         </div>
@@ -138,15 +139,26 @@ const Dashboard = ({ panels, run, all, from, to, outer }) => {
   );
 };
 
+/** The panels of the rows that are wanted, moved up where a row before them is not. */
+const wanted = (panels, keep) => {
+  let kept = true;
+  const all = panels.filter((panel) => (panel.type === 'row' ? (kept = keep(panel.title)) : kept));
+  const lines = new Set(all.flatMap(({ gridPos: { y, h } }) => Array.from({ length: h }, (_, i) => y + i)));
+  const above = (y) => [...lines].filter((line) => line < y).length;
+  return all.map((panel) => ({ ...panel, gridPos: { ...panel.gridPos, y: above(panel.gridPos.y) } }));
+};
+
 const draw = async () => {
   const run = await chosen();
   const step = 5;
+  const wish = new URLSearchParams(location.search);
   const to = Math.floor(Date.now() / 1000 / step) * step * 1000;
-  const from = to - Number(new URLSearchParams(location.search).get('seconds') ?? 3600) * 1000;
+  const from = to - Number(wish.get('seconds') ?? 3600) * 1000;
+  const keep = (title) => (!wish.has('only') || title.includes(wish.get('only'))) && (!wish.has('without') || !title.includes(wish.get('without')));
   const load = async (panel) => ({ panel, data: panel.targets ? await frames(panel, run, from, to, step, theme) : [] });
   const [all, ...panels] = await Promise.all([
     marks(dashboard.annotations.list, run, from, to, step),
-    ...dashboard.panels.map(load),
+    ...wanted(dashboard.panels, keep).map(load),
   ]);
   createRoot(document.getElementById('root')).render(
     <Dashboard panels={panels} run={run} all={all} from={from} to={to} outer={window.innerWidth} />
