@@ -21,8 +21,6 @@ const WINDOW: Duration = Duration::from_secs(10);
 const LONG_WINDOW: Duration = Duration::from_secs(60);
 /// A wait below this share of the time is not worth a sentence.
 const WORTH_TELLING: f64 = 0.05;
-/// Of a run that measures acceptance while it trains; the table has no such metric yet.
-const ACCEPTANCE: &str = "draftmill_acceptance";
 /// The state of an actor between two units of work, and of one that has ended.
 const IDLE: &str = "idle";
 
@@ -90,7 +88,7 @@ impl Derivation {
             training: Training {
                 loss: last(m::LOSS),
                 accuracy: last(m::ACCURACY),
-                acceptance: samples.get(ACCEPTANCE).filter(|value| value.is_finite()),
+                acceptance: samples.get(m::EVAL_ACCEPTANCE).filter(|tokens| *tokens > 0.0),
                 learning_rate: last(m::LEARNING_RATE),
                 grad_norm: last(m::GRAD_NORM),
                 tokens_per_second: rate(&moment, short, |moment| moment.trained.values().sum()).round(),

@@ -76,7 +76,7 @@ pub struct Progress {
 pub struct Training {
     pub loss: Option<f64>,
     pub accuracy: Option<f64>,
-    /// Tokens per verification, where a run measures it.
+    /// Tokens per verification at the last evaluation of this start; absent before.
     pub acceptance: Option<f64>,
     pub learning_rate: Option<f64>,
     pub grad_norm: Option<f64>,

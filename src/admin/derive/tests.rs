@@ -174,6 +174,7 @@ async fn pool_loss_and_checkpoint_are_those_of_the_metrics() {
     let status = world.look(|| {
         gauge!(m::LOSS).set(2.5);
         gauge!(m::ACCURACY).set(0.25);
+        gauge!(m::EVAL_ACCEPTANCE).set(2.75);
         gauge!(m::GRAD_NORM).set(f64::NAN);
         gauge!(m::POOL_BUCKET_BATCHES, "bucket" => "1").set(3.0);
         counter!(m::POOL_DRAWS, "bucket" => "1").increment(9);
@@ -186,6 +187,7 @@ async fn pool_loss_and_checkpoint_are_those_of_the_metrics() {
         counter!(m::JOBS, "outcome" => "skipped").increment(2);
     });
     assert_eq!((status.training.loss, status.training.accuracy), (Some(2.5), Some(0.25)));
+    assert_eq!((before.training.acceptance, status.training.acceptance), (None, Some(2.75)));
     assert_eq!(status.training.grad_norm, None, "what is not finite is not told as a number");
     let bucket = |bucket, longest, batches, drawn| Bucket { bucket, longest, batches, drawn };
     assert_eq!(status.pool.buckets, [bucket(0, 64, 0, 0), bucket(1, 128, 3, 9)]);

@@ -3,6 +3,7 @@
 // The server gives a sign of life every five seconds.
 const SILENCE = 15000;
 const AGAIN = 2000;
+const READ = 20000;
 
 let status = null;
 let newest = null;
@@ -100,7 +101,12 @@ async function give(order, button) {
   }
 }
 
+let fading = 0;
+
+// What was done is old after a while; what was refused stays until the next order.
 function tell(kind, text) {
+  clearTimeout(fading);
+  if (kind === "fine") fading = setTimeout(() => tell("", ""), READ);
   $("told").className = "told " + kind;
   put($("told"), text);
 }
