@@ -116,15 +116,18 @@ preview=$(free)
 (cd page && PROMETHEUS="http://$prometheus" exec node node_modules/vite/bin/vite.js preview --host 127.0.0.1 --port "${preview##*:}" --strictPort) >preview.log 2>&1 &
 started+=($!)
 port preview.log >/dev/null
-height=1000
+# Draws the page in a window of a height, into full.png, and what became of it into page.html; again where a busy machine gave up waiting.
 browse() {
-  chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$work/chromium" \
-    --force-device-scale-factor=1 --window-size="$width,$height" --virtual-time-budget=30000 "$@" "http://$preview/?seconds=$seconds&${rows// /%20}" 2>>chromium.log
+  for _ in 1 2 3 4 5; do
+    chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$work/chromium" --force-device-scale-factor=1 \
+      --window-size="$width,$1" --virtual-time-budget=60000 --dump-dom --screenshot="$work/full.png" \
+      "http://$preview/?seconds=$seconds&${rows// /%20}" >page.html 2>chromium.log
+    ! grep -q 'data-drawn="true"' page.html || return 0
+  done
+  fail "the page did not come to an end: $(grep -o 'failed: .*' page.html)"
 }
-browse --dump-dom >page.html
-grep -q 'data-drawn="true"' page.html || fail "the page did not come to an end: $(grep -v -i dbus chromium.log | tail -5)"
+browse 1000
 if empty=$(grep -o 'data-empty="[^"]*"' page.html); then fail "panels without data: $empty"; fi
-height=$(grep -o 'data-height="[0-9]*' page.html | grep -o '[0-9]*$')
-browse --screenshot="$work/full.png" >/dev/null
+browse "$(grep -o 'data-height="[0-9]*' page.html | grep -o '[0-9]*$')"
 pngquant --force --speed 1 --strip --output "$root/dashboards/$picture" 128 "$work/full.png"
 say "dashboards/$picture, $(stat -c %s "$root/dashboards/$picture") bytes"

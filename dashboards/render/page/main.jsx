@@ -102,7 +102,7 @@ const Panel = ({ panel, data, ...rest }) => {
   return (
     <div data-empty={empty ? panel.title : undefined} style={{ width: '100%', height: '100%' }}>
       <PanelChrome title={panel.title} width={rest.place.width} height={rest.place.height}>
-        {(width, height) => <Kind panel={panel} data={data} {...rest} width={width} height={height} />}
+        {(width, height) => (empty ? <>No data</> : <Kind panel={panel} data={data} {...rest} width={width} height={height} />)}
       </PanelChrome>
     </div>
   );
@@ -165,4 +165,6 @@ const draw = async () => {
   );
 };
 
-draw().catch((error) => document.body.append(`failed: ${error.stack}`));
+const fail = (error) => document.body.append(`failed: ${error?.stack ?? error}`);
+window.addEventListener('error', (event) => fail(event.error ?? event.message));
+draw().catch(fail);
