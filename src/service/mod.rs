@@ -239,11 +239,9 @@ impl Prepared {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines = unless_stopped(
-                    stops,
-                    torch::load(&self.loaded, models, folder, from, for_saving, self.store.clone()),
-                )
-                .await??;
+                let in_force = live.in_force.subscribe();
+                let load = torch::load(in_force, models, folder, from, for_saving, self.store.clone());
+                let engines = unless_stopped(stops, load).await??;
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
         }
