@@ -4,7 +4,7 @@ use super::{TrainArgs, output};
 use crate::{
     config::{Loaded, Source},
     exit::{Exit, Failure},
-    service::{self, End, Logs, Start},
+    service::{self, Ended, Logs, Start},
 };
 
 /// Trains until the end of the last epoch, max_steps, a signal, or the first fault; then prints the figures.
@@ -18,7 +18,7 @@ pub fn run(args: &TrainArgs, loaded: Loaded, logs: Logs) -> Result<(), Failure> 
     let ended = runtime.block_on(service::train(loaded, start));
     // Work on a device cannot be called back; what is left of it must not hold the process.
     runtime.shutdown_background();
-    let End { summary, terminated } = ended?;
+    let Ended { summary, terminated } = ended?;
     let Some(summary) = summary else { return Ok(()) };
     if args.json {
         output::print_json(&summary)?;

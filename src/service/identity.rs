@@ -1,4 +1,4 @@
-//! What makes a run the same run at its next start.
+//! What must stay the same while a run goes on, over all its starts.
 
 use super::{Failed, models::Models};
 use crate::{
@@ -10,12 +10,7 @@ use crate::{
 use draftmill_actors::plan::PlanSettings;
 
 /// What must not change while a run goes on, by the name that a person knows it by.
-pub fn identity(
-    config: &Config,
-    plan: &PlanSettings,
-    store: &Store,
-    models: Option<&Models>,
-) -> Result<Identity, Failure> {
+pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
     let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
     let mut identity = Identity::new();
     for (name, value) in [

@@ -380,8 +380,8 @@ mod tests {
             orders: given,
             hangup: signal(SignalKind::hangup()).unwrap(),
             place,
-            notes: VecDeque::new(),
             measured: watch::channel(History::default()).1,
+            notes: VecDeque::new(),
         };
         let (close, ended) = (CancellationToken::new(), CancellationToken::new());
         let keeping = tokio::spawn(keeper.run(close.clone(), ended.clone()));

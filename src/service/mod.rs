@@ -47,7 +47,7 @@ use crate::{
     simulate,
     state::RunEnd,
 };
-use closing::{Ended, close};
+use closing::{Left, close};
 use draftmill_actors::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
@@ -59,7 +59,6 @@ use draftmill_actors::{
 };
 use facts::Facts;
 use folder::{About, Opened};
-use identity::identity;
 use keeper::Keeper;
 use models::Models;
 use notify::Manager;
@@ -96,7 +95,7 @@ pub struct Start {
 
 /// How a start of a run came to its end.
 #[derive(Debug)]
-pub struct End {
+pub struct Ended {
     /// Its figures; one that was stopped before its plan was done is not `finished`. `None` where it was stopped before it began.
     pub summary: Option<Summary>,
     /// SIGTERM asked for it, and it was orderly.
@@ -104,7 +103,7 @@ pub struct End {
 }
 
 /// Trains until the plan is done, a signal comes, or the first fault.
-pub async fn train(loaded: Loaded, start: Start) -> Result<End, Failure> {
+pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
     let stops = Stops::default();
     let (in_force, watching) = watch::channel(loaded);
     let signals = signals::listen(stops.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
@@ -113,10 +112,10 @@ pub async fn train(loaded: Loaded, start: Start) -> Result<End, Failure> {
     let trained = train_until(in_force, start, hangup, &stops).await;
     let terminated = signals.first() == Some(signals::Asked::Terminate) && !stops.abort.is_cancelled();
     match trained {
-        Ok(summary) => Ok(End { summary: Some(summary), terminated }),
+        Ok(summary) => Ok(Ended { summary: Some(summary), terminated }),
         Err(failure) if failure.exit == Exit::Interrupted && terminated => {
             tracing::info!("{failure}");
-            Ok(End { summary: None, terminated })
+            Ok(Ended { summary: None, terminated })
         }
         Err(failure) => Err(failure),
     }
@@ -187,7 +186,7 @@ impl Prepared {
         let models = report.models.map(|(target, draft)| Models { target, draft });
         let plan = plan_settings(config, &forecast);
         let source = StoreSource::new(store.clone(), Split::Train);
-        let mut identity = identity(config, &plan, &store, models.as_ref())?;
+        let mut identity = identity::of(config, &plan, &store, models.as_ref())?;
         if let Some(window) = forecast.pool.replay_window {
             // The order of the rest of an epoch follows from it.
             identity.insert("pool.replay_window".into(), window.to_string());
@@ -261,11 +260,9 @@ impl Prepared {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines = unless_stopped(
-                    stops,
-                    torch::load(&self.loaded, models, folder, from, for_saving, self.store.clone()),
-                )
-                .await??;
+                let in_force = live.in_force.subscribe();
+                let load = torch::load(in_force, models, folder, from, for_saving, self.store.clone());
+                let engines = unless_stopped(stops, load).await??;
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
         }
@@ -373,13 +370,13 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let mut ended = Ended { report, log: &log, seconds, before: from, evaluated: None };
-        let last = ended.last(&folder).filter(|_| ended.how(&loaded.config) != RunEnd::Stopped);
-        ended.evaluated = match (evaluator, last) {
+        let mut left = Left { report, log: &log, seconds, before: from, evaluated: None };
+        let last = left.last(&folder).filter(|_| left.how(&loaded.config) != RunEnd::Stopped);
+        left.evaluated = match (evaluator, last) {
             (Some(evaluator), Some(last)) => Some(evaluator.finish(last).await),
             (evaluator, _) => evaluator.map(|evaluator| evaluator.history().borrow().clone()),
         };
-        let summary = close(&loaded, &folder, begun.run, ended)?;
+        let summary = close(&loaded, &folder, begun.run, left)?;
         drop((metrics, telling));
         Ok(summary)
     }

@@ -67,7 +67,7 @@ fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays
 /// What is measured must not change what is trained.
 #[test]
 fn the_steps_are_the_same_with_and_without_measures() {
-    let replay = ["pool.draw=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
+    let replay = ["pool.order=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
     let with = Run::new(&[MEASURED, &replay[..2]].concat());
     let without = Run::new(&[&replay[..], &["eval.every_steps=0", "eval.decode_every_steps=0"]].concat());
     assert!(with.train(&[]).status.success() && without.train(&[]).status.success());
