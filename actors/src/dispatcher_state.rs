@@ -351,7 +351,7 @@ impl State {
         work.failed.push(held.target);
         if let Some(job) = &mut work.job {
             job.attempts += 1;
-            tracing::warn!(job = %held.job, attempts = job.attempts, message, "job failed");
+            tracing::warn!(job = %held.job, attempts = job.attempts, why = message, "job failed");
         }
         // A second lease that is no straggler goes on with it; a straggler may hang, so nothing is left to it alone.
         if self.leases.values().any(|other| other.job == held.job && !other.straggles) {
@@ -383,7 +383,7 @@ impl State {
         counter!(m::JOBS_RETURNED, "cause" => Failure::Failed.as_str()).increment(1);
         entry.job.attempts += 1;
         let attempts = entry.job.attempts;
-        tracing::warn!(job = %entry.job.id(), attempts, message, "job could not be padded");
+        tracing::warn!(job = %entry.job.id(), attempts, why = message, "job could not be padded");
         if attempts >= self.settings.max_attempts {
             give_up(entry.job, "padding", message);
         } else {

@@ -40,6 +40,6 @@ macro_rules! invariant {
 #[track_caller]
 pub fn violated(id: &'static str, message: String) {
     metrics::counter!(crate::metrics::INVARIANT_VIOLATIONS, "id" => id).increment(1);
-    tracing::error!(id, message, "invariant violated");
+    tracing::error!(id, why = message, "invariant violated");
     debug_assert!(false, "invariant {id} violated: {message}");
 }

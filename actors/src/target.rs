@@ -247,7 +247,7 @@ impl<E: TargetEngine> Target<E> {
                     drop(room);
                     self.failures.increment(1);
                     self.state.reconfigure(*self.settings.borrow_and_update());
-                    tracing::warn!(target_index = self.index, job = %lease.job(), message, "extraction failed");
+                    tracing::warn!(target_index = self.index, job = %lease.job(), why = message, "extraction failed");
                     let out = self.state.on_failure(&message, lost);
                     lease.fail(failure, message);
                     if out {
