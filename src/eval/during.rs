@@ -16,7 +16,7 @@ pub struct What {
 
 impl What {
     pub const ALL: What = What { held_out: true, decode: true };
-    const NOTHING: What = What { held_out: false, decode: false };
+    pub const NOTHING: What = What { held_out: false, decode: false };
 }
 
 /// How often measures are due, and the one turn that they share.

@@ -12,8 +12,8 @@ const MEASURED: &[&str] = &[
 ];
 
 fn measures(run: &Run) -> Vec<Value> {
-    let log = std::fs::read_to_string(run.dir().join("evals.jsonl")).unwrap();
-    log.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    let history = draftmill::eval::read_history(&run.dir()).unwrap();
+    history.0.into_iter().map(|measured| serde_json::to_value(measured).unwrap()).collect()
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays
 /// What is measured must not change what is trained.
 #[test]
 fn the_steps_are_the_same_with_and_without_measures() {
-    let replay = ["pool.draw=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
+    let replay = ["pool.order=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
     let with = Run::new(&[MEASURED, &replay[..2]].concat());
     let without = Run::new(&[&replay[..], &["eval.every_steps=0", "eval.decode_every_steps=0"]].concat());
     assert!(with.train(&[]).status.success() && without.train(&[]).status.success());
