@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-dashboards test-ui lint bench bench-peers conformance build clean tools prometheus
+.PHONY: help demo test test-dashboards test-ui picture lint bench bench-peers conformance build clean tools prometheus
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
@@ -42,6 +42,10 @@ test-ui: tools ## look at the status page in a headless Chromium, which it insta
 
 test-dashboards: prometheus ## scrape a live run with a real Prometheus: metrics, alerts and every query of the dashboard
 	@cargo test --locked --no-default-features --test it dashboards -- --include-ignored
+
+picture: prometheus tools ## draw the dashboard from live runs with Grafana's own components; fetches 450 MB of npm packages; 16 minutes
+	@dashboards/render/draw.sh; \
+	$(TORCH) dashboards/render/draw.sh --real
 
 lint: tools ## check the format, and clippy with warnings as errors
 	@$(TORCH) cargo fmt --all --check; \

@@ -18,14 +18,17 @@ pub enum Exit {
 
 /// Every exit code with its meaning. `--help` and the documentation are made from it.
 pub const EXITS: [(Exit, &str); 8] = [
-    (Exit::Done, "done"),
+    (Exit::Done, "done; also a run that SIGTERM stopped in good order, with a checkpoint where it had begun"),
     (Exit::Internal, "a fault of draftmill itself or of the machine: please report it with the message"),
     (Exit::Usage, "the command line is wrong"),
     (Exit::Config, "bad configuration: every problem is on stderr with file, key, value and remedy"),
     (Exit::Data, "bad data: an input or the prepared store cannot be used"),
     (Exit::Model, "bad model: a model folder, GGUF file, checkpoint or export cannot be used"),
     (Exit::Run, "the run failed: the first fault is on stderr, finished checkpoints stay"),
-    (Exit::Interrupted, "interrupted by SIGINT or SIGTERM: a checkpoint was written where the run had begun"),
+    (
+        Exit::Interrupted,
+        "interrupted: by SIGINT, with a checkpoint where the run had begun; or at once, by a second signal or when shutdown.grace was over",
+    ),
 ];
 
 impl Exit {

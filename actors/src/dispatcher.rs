@@ -4,7 +4,7 @@
 //! drain. It takes no new job while its queue is full. A failed job returns to the head of the queue, goes rather to another
 //! target, and is given up after `max_attempts`. A straggler's job may be offered to a second target: the job itself stays
 //! here until the first result claims it. At a stop it drops what it holds (the jobs stay open) and answers every pull
-//! with "no more". Invariants: D1, D2, L3. The decisions are in `State`; `dispatcher_state.rs` has them.
+//! with "no more"; at a close it does the same, but waits for the forwards in hand before the pool drains. Invariants: D1, D2, L3. The decisions are in `State`; `dispatcher_state.rs` has them.
 
 use crate::{
     ask::{changed, until},
@@ -112,6 +112,8 @@ impl Failure {
 pub enum Return {
     /// The job is in the pool.
     Done { lease: LeaseId },
+    /// The target serves no more and has not begun.
+    Unused { lease: LeaseId },
     /// Another target's result was first; this one was dropped.
     Late { lease: LeaseId },
     /// There is no result.
@@ -121,7 +123,10 @@ pub enum Return {
 impl Return {
     pub fn lease(&self) -> LeaseId {
         match self {
-            Return::Done { lease } | Return::Late { lease } | Return::Failed { lease, .. } => *lease,
+            Return::Done { lease }
+            | Return::Unused { lease }
+            | Return::Late { lease }
+            | Return::Failed { lease, .. } => *lease,
         }
     }
 }
@@ -148,6 +153,11 @@ impl Lease {
     pub fn deliver<F>(mut self, job: Job, reservation: pool::Reservation<F>, features: F) {
         reservation.fill(job, features);
         self.end(Return::Done { lease: self.id });
+    }
+
+    /// The target ends before it began: as if the lease had never been given.
+    pub fn unused(mut self) {
+        self.end(Return::Unused { lease: self.id });
     }
 
     /// Another target was first.
@@ -249,7 +259,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
         padding: JoinSet::new(),
         barrier: None,
     };
-    let (mut feeding, mut stopping) = (true, false);
+    let (mut feeding, mut closing, mut stopping) = (true, false, false);
     let mut pulls: PullId = 0;
     let mut meter = Meter::new("dispatcher", 0);
     loop {
@@ -263,8 +273,13 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
             () = stops.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
             () = stops.stop.cancelled(), if !stopping => {
                 (stopping, feeding) = (true, false);
-                feed.close();
+                feed = no_feed();
                 d.state.on_stop()
+            }
+            () = stops.close.cancelled(), if !closing => {
+                (closing, feeding) = (true, false);
+                feed = no_feed();
+                d.state.on_close()
             }
             () = changed(&mut settings) => d.state.reconfigure(settings.borrow_and_update().clone()),
             Some(back) = inbox.returns.recv() => d.state.on_return(back),
@@ -307,6 +322,11 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     Ok(())
 }
 
+/// In the place of a feed whose jobs are wanted no longer: they go with it, so that the planner hears of them at once.
+fn no_feed() -> mpsc::Receiver<Feed> {
+    mpsc::channel(1).1
+}
+
 /// What everything waits for, with so many pulls that wait, jobs that are queued, and jobs of these that are padded.
 fn cause(pulls: usize, queued: usize, padded: usize) -> Cause {
     match (pulls, queued, padded) {
@@ -343,7 +363,7 @@ impl<B: BatchSource, F: Send + 'static> Dispatcher<B, F> {
                     };
                     if let Some(mut lease) = undelivered {
                         lease.slot = None;
-                        actions.extend(self.state.on_undelivered(id));
+                        actions.extend(self.state.on_return(Return::Unused { lease: id }));
                     }
                 }
                 Action::NoMore { pull } => {

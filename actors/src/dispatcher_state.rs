@@ -105,6 +105,7 @@ pub struct State {
     pace: Pace,
     barrier: bool,
     ended: bool,
+    closed: bool,
     stopped: bool,
     drained: bool,
 }
@@ -123,6 +124,7 @@ impl State {
             pace: Pace::default(),
             barrier: false,
             ended: false,
+            closed: false,
             stopped: false,
             drained: false,
         }
@@ -137,7 +139,7 @@ impl State {
                 self.queue.iter().filter(|e| e.only == turn).count() < depth
             }
         };
-        room && !self.barrier && !self.stopped
+        room && !self.barrier && !self.closed
     }
 
     pub fn on_job(&mut self, job: Job) -> Vec<Action> {
@@ -158,8 +160,7 @@ impl State {
 
     /// The plan has ended: no job will come any more.
     pub fn on_end(&mut self) -> Vec<Action> {
-        self.ended = true;
-        self.drained = false;
+        (self.ended, self.drained) = (true, false);
         self.decide()
     }
 
@@ -255,6 +256,7 @@ impl State {
         journal!("returned", job = %held.job, target_index = held.target);
         match back {
             Return::Done { .. } => drop(self.work.remove(&held.job)),
+            Return::Unused { .. } => self.unlease(&held),
             Return::Late { .. } if self.stopped => {}
             Return::Late { .. } => {
                 counter!(m::LATE_RESULTS).increment(1);
@@ -264,20 +266,6 @@ impl State {
             Return::Failed { failure, message, .. } => {
                 self.let_go(&held);
                 self.failed(&held, failure, message);
-            }
-        }
-        self.decide()
-    }
-
-    /// The lease did not reach its target: as if it had never been given.
-    pub fn on_undelivered(&mut self, lease: LeaseId) -> Vec<Action> {
-        if let Some(held) = self.leases.remove(&lease) {
-            journal!("undelivered", job = %held.job, target_index = held.target);
-            self.let_go(&held);
-            match self.work.get(&held.job).map(|work| work.leases) {
-                Some(0) => self.requeue(held.job),
-                Some(_) => self.offers.push_front(held.job),
-                None => {}
             }
         }
         self.decide()
@@ -302,15 +290,22 @@ impl State {
         self.decide()
     }
 
+    /// Hands out nothing more. What waits is dropped, its jobs stay open; what is being extracted is waited for, and
+    /// then the pool drains for good, even where a barrier has drained it for now.
+    pub fn on_close(&mut self) -> Vec<Action> {
+        (self.closed, self.drained) = (true, false);
+        self.queue.clear();
+        self.offers.clear();
+        self.decide()
+    }
+
     /// Hands out nothing more. What waits or is being extracted is dropped; its jobs stay open.
     pub fn on_stop(&mut self) -> Vec<Action> {
-        self.stopped = true;
+        (self.closed, self.stopped) = (true, true);
         self.queue.clear();
         // The pool takes nothing any more, and nobody waits for a forward that may hang.
         self.work.clear();
-        for held in self.leases.values_mut() {
-            held.due = None;
-        }
+        self.leases.values_mut().for_each(|held| held.due = None);
         self.decide()
     }
 
@@ -326,9 +321,17 @@ impl State {
 
     /// Whose turn the next job is.
     fn turn(&self) -> Option<usize> {
-        match self.settings.policy {
-            Policy::Pull => None,
-            Policy::RoundRobin { targets, .. } => Some((self.arrived % targets as u64) as usize),
+        let Policy::RoundRobin { targets, .. } = self.settings.policy else { return None };
+        Some((self.arrived % targets as u64) as usize)
+    }
+
+    /// As if the lease had never been given.
+    fn unlease(&mut self, held: &Held) {
+        self.let_go(held);
+        match self.work.get(&held.job).map(|work| work.leases) {
+            Some(0) => self.requeue(held.job),
+            Some(_) => self.offers.push_front(held.job),
+            None => {}
         }
     }
 
@@ -369,7 +372,7 @@ impl State {
     /// Puts a job that nobody extracts any more at the head of the queue.
     fn requeue(&mut self, job: JobId) {
         let Some(Work { job: Some(job), batch, failed, .. }) = self.work.remove(&job) else { return };
-        if !self.stopped {
+        if !self.closed {
             journal!("requeued", job = %job.id());
             self.queue.push_front(Entry { job, padding: Padding::Ready(batch), only: None, failed });
         }
@@ -390,8 +393,10 @@ impl State {
 
     fn decide(&mut self) -> Vec<Action> {
         let mut actions = Vec::new();
-        self.lease(&mut actions);
-        self.pad(&mut actions);
+        if !self.closed {
+            self.lease(&mut actions);
+            self.pad(&mut actions);
+        }
         invariant!(
             "D2",
             self.settings.policy != Policy::Pull
@@ -400,12 +405,12 @@ impl State {
             self.pulls.len()
         );
         let idle = self.queue.is_empty() && self.work.is_empty();
-        let finished = self.ended || self.stopped;
+        let finished = self.ended || self.closed;
         if idle && !self.drained && (finished || std::mem::take(&mut self.barrier)) {
             self.drained = true;
             actions.push(Action::Drain { last: finished, late: self.leases.len() });
         }
-        if self.stopped || (finished && idle) {
+        if self.closed || (finished && idle) {
             actions.extend(self.pulls.drain(..).map(|pull| Action::NoMore { pull: pull.id }));
         }
         actions

@@ -49,11 +49,20 @@ impl std::error::Error for Fault {}
 #[error("the {0} is gone")]
 pub struct Gone(pub &'static str);
 
-/// What ends actors: `stop` asks for an orderly end, `abort` for an immediate one.
-#[derive(Clone, Debug, Default)]
+/// What ends actors: `close` asks that nothing new begins and what is in the pool is trained, `stop` for an orderly end without
+/// that, `abort` for an immediate one. A stop closes, too.
+#[derive(Clone, Debug)]
 pub struct Stops {
+    pub close: CancellationToken,
     pub stop: CancellationToken,
     pub abort: CancellationToken,
+}
+
+impl Default for Stops {
+    fn default() -> Self {
+        let stop = CancellationToken::new();
+        Stops { close: stop.child_token(), stop, abort: CancellationToken::new() }
+    }
 }
 
 /// What a panic said.

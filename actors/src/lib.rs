@@ -19,6 +19,7 @@ pub mod plan;
 pub mod planner;
 pub mod planner_state;
 pub mod pool;
+mod pool_settings;
 pub mod pool_state;
 pub mod replay;
 pub mod sim;

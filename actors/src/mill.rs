@@ -22,6 +22,8 @@ use tokio::{
 
 /// Jobs on their way from planner to dispatcher. The dispatcher's queue is what should hold them.
 const FEED: usize = 2;
+/// Time between the lines that name who is still running, once the end has begun.
+const REMIND: Duration = Duration::from_secs(5);
 
 /// What shapes a run.
 #[derive(Clone)]
@@ -233,7 +235,7 @@ impl<L: Send + 'static> Mill<L> {
             tokio::time::sleep(grace).await;
         };
         tokio::pin!(aborted);
-        let mut patience: Option<Instant> = None;
+        let (mut patience, mut closed, mut remind): (Option<Instant>, _, Option<Instant>) = (None, None, None);
         loop {
             let joined = tokio::select! {
                 biased;
@@ -241,6 +243,17 @@ impl<L: Send + 'static> Mill<L> {
                 () = &mut aborted => {
                     tracing::error!(still_running = ?self.still_running(), "actors did not end within the grace period");
                     break;
+                }
+                () = stops.close.cancelled(), if closed.is_none() => {
+                    closed = Some(Instant::now());
+                    remind = Some(Instant::now() + REMIND);
+                    continue;
+                }
+                () = until(remind) => {
+                    let seconds = closed.map_or(0, |closed| closed.elapsed().as_secs());
+                    tracing::info!(seconds, "ending; still running: {}", self.still_running().join(", "));
+                    remind = Some(Instant::now() + REMIND);
+                    continue;
                 }
                 () = until(patience) => {
                     tracing::warn!(still_running = ?self.still_running(), "left behind: the run is done without them");
@@ -288,7 +301,9 @@ impl<L: Send + 'static> Mill<L> {
         }
     }
 
-    fn still_running(&self) -> Vec<&String> {
-        self.names.values().collect()
+    fn still_running(&self) -> Vec<&str> {
+        let mut names: Vec<_> = self.names.values().map(String::as_str).collect();
+        names.sort_unstable();
+        names
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! In: outcomes (from the trainer as one message a step, from everyone else through receipts). Out: jobs, in plan order.
 //! When the dispatcher's queue is full it waits; outcomes are still recorded. While the disk is busy jobs still leave, and the
-//! outcomes that come meanwhile make up the next transaction. At a stop it hands out no further job and ends when every
+//! outcomes that come meanwhile make up the next transaction. At a stop or close it hands out no further job and ends when every
 //! receipt has come home. Invariants: P1, P2, D1.
 
 use crate::{
@@ -191,7 +191,7 @@ pub async fn run<L: Ledger>(
                 }
                 return Err(Fault::aborted("planner"));
             }
-            () = stops.stop.cancelled(), if feed.is_some() => {
+            () = stops.close.cancelled(), if feed.is_some() => {
                 planner.state.stop();
                 (feed, inbox.receipts, next, slot, barrier) = (None, None, None, None, None);
             }

@@ -3,7 +3,8 @@
 //! In: reservations (before a forward), features (moved), draws. Out: grants and loans. A reservation waits while there is
 //! no room; a draw waits until `min_ready` batches are ready, or the pool is draining. A batch's bytes count from its
 //! reservation until its drafter is done with it; a drafter that fails gives its batch back, so "no more" is said only when
-//! nothing is on loan. At a stop it answers every draw with "no more".
+//! nothing is on loan. At a stop it answers every draw with "no more"; at a close it gives out what it has once it is told that
+//! everything is here.
 //! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
 
 use crate::{
@@ -274,7 +275,7 @@ pub async fn run<F: Send + 'static>(
         series: Series::new(),
     };
     let mut requests: RequestId = 0;
-    let mut stopping = false;
+    let (mut closing, mut stopping) = (false, false);
     let mut meter = Meter::new("pool", 0);
     loop {
         let actions = tokio::select! {
@@ -285,6 +286,10 @@ pub async fn run<F: Send + 'static>(
             () = stops.stop.cancelled(), if !stopping => {
                 stopping = true;
                 pool.state.on_stop()
+            }
+            () = stops.close.cancelled(), if !closing => {
+                closing = true;
+                pool.state.on_close()
             }
             Some(told) = course.told.recv() => match told {
                 Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
@@ -309,8 +314,8 @@ pub async fn run<F: Send + 'static>(
                     }
                     Some(Msg::Drain { last, late, done }) => {
                         pool.drained.extend(done);
+                        let mut actions = pool.forget_waiting();
                         // What was moved in before the order to drain was sent is already in this channel.
-                        let mut actions = Vec::new();
                         while let Ok(back) = inbox.returns.try_recv() {
                             actions.extend(pool.on_return(back));
                         }
@@ -348,6 +353,12 @@ impl<F> Pool<F> {
             Return::Done { bytes } => self.state.on_done(bytes),
             Return::GivenBack(entry) => self.state.on_given_back(entry),
         }
+    }
+
+    /// Nobody waits any more for the room that a target asked for before it ended.
+    fn forget_waiting(&mut self) -> Vec<Action<Batch<F>>> {
+        let gone: Vec<_> = self.reserving.extract_if(.., |_, reply| reply.is_closed()).map(|(id, _)| id).collect();
+        self.state.on_withdrawn(&gone)
     }
 
     fn apply(&mut self, actions: Vec<Action<Batch<F>>>) -> Result<(), Fault> {

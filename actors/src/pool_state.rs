@@ -11,75 +11,9 @@ use crate::{
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde::{Deserialize, Serialize};
 use std::{collections::VecDeque, sync::Arc};
 
-/// Which batch answers a draw.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Draw {
-    /// Any batch, all equally likely.
-    Uniform,
-    /// The bucket whose share of what was drawn lags its share of the plan most; a random batch of it.
-    #[default]
-    Proportional,
-    /// The next batch of an order that the plan fixes ([`crate::replay`]): the same batches make the same steps whatever
-    /// the timing and the number of targets. Waits for that one batch, whatever else is ready: `min_ready` has no part in it.
-    Replay,
-}
-
-/// What shapes the pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settings {
-    /// Bound on reserved, waiting and loaned bytes together.
-    pub max_bytes: u64,
-    /// Bound on reserved and waiting batches together.
-    pub max_batches: usize,
-    /// No draw is answered while fewer batches are ready, unless draining.
-    pub min_ready: usize,
-    pub draw: Draw,
-    /// Draw `replay`: jobs among which the order is shuffled, and which may be under way before they are drawn.
-    pub replay_window: usize,
-    /// Steps that are in the weights already. Random draws of a run that goes on have a stream of their own.
-    pub start_step: u64,
-    pub seed: u64,
-}
-
-/// Why settings could wait for ever.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Deadlock {
-    /// One batch is larger than the whole pool.
-    LargeBatch,
-    /// Fewer batches may be held than have to be there at once.
-    FewBatches,
-    /// What has to be there at once needs so many bytes, more than may be held.
-    FewBytes { needed: u128 },
-}
-
-impl Settings {
-    /// Whether these settings could wait for ever when the largest batch has `largest` bytes, and why.
-    pub fn deadlock(&self, largest: u64) -> Option<Deadlock> {
-        let needed = self.at_once() as u128 * u128::from(largest);
-        if largest > self.max_bytes {
-            Some(Deadlock::LargeBatch)
-        } else if self.max_batches < self.at_once() {
-            Some(Deadlock::FewBatches)
-        } else {
-            (needed > u128::from(self.max_bytes)).then_some(Deadlock::FewBytes { needed })
-        }
-    }
-
-    /// Batches that have to be there at once, whatever their size. While fewer than `min_ready` are ready nothing leaves; in draw
-    /// `replay` nothing leaves until the wanted batch is there, which may be the last of the window.
-    pub fn at_once(&self) -> usize {
-        self.window().unwrap_or(self.min_ready).max(1)
-    }
-
-    /// Jobs that may be under way before they are drawn, where that is limited.
-    pub fn window(&self) -> Option<usize> {
-        (self.draw == Draw::Replay).then_some(self.replay_window.max(1))
-    }
-}
+pub use crate::pool_settings::{Deadlock, Draw, Settings};
 
 /// A batch in the pool or on loan, and what the pool has to know of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -166,6 +100,8 @@ pub struct State<B> {
     reserves: VecDeque<(RequestId, u64)>,
     draws: VecDeque<RequestId>,
     phase: Phase,
+    /// The plan was cut short: in a fixed order the next job may never come.
+    closed: bool,
     announced: bool,
     /// Jobs of each bucket that the plans hold, and batches of it that were drawn.
     shares: Vec<u64>,
@@ -186,6 +122,7 @@ impl<B> State<B> {
             reserves: VecDeque::new(),
             draws: VecDeque::new(),
             phase: Phase::Filling,
+            closed: false,
             announced: true,
             shares: Vec::new(),
             drawn: Vec::new(),
@@ -236,6 +173,12 @@ impl<B> State<B> {
         }
         journal!("wants_room", bytes);
         self.reserves.push_back((request, bytes));
+        self.decide()
+    }
+
+    /// Whoever asked for this room has gone away and does not wait for it.
+    pub fn on_withdrawn(&mut self, requests: &[RequestId]) -> Vec<Action<B>> {
+        self.reserves.retain(|(waiting, _)| !requests.contains(waiting));
         self.decide()
     }
 
@@ -303,6 +246,13 @@ impl<B> State<B> {
         invariant!("L3", l3(waits, late), "told to drain while {waits} reservations are out, {late} of them late");
         self.phase = if last { Phase::Last } else { Phase::Draining };
         self.announced = false;
+        self.decide()
+    }
+
+    /// No job leaves the planner any more. What is held is given out as ever, once a drain says that everything is here; in a fixed
+    /// order only up to the first job that is missing.
+    pub fn on_close(&mut self) -> Vec<Action<B>> {
+        self.closed = true;
         self.decide()
     }
 
@@ -389,6 +339,9 @@ impl<B> State<B> {
         let mut actions = Vec::new();
         self.grant(&mut actions);
         self.give(&mut actions);
+        if self.closed && self.phase == Phase::Last {
+            self.drop_unreachable();
+        }
         // What is on loan may come back: until it is done with, nobody is told that there is no more.
         let over = self.held.ready_batches + self.held.leaving_batches + self.held.loaned_batches == 0;
         if self.is_draining() && over && !std::mem::replace(&mut self.announced, true) {
@@ -398,6 +351,19 @@ impl<B> State<B> {
             actions.extend(self.draws.drain(..).map(|request| Action::NoMore { request }));
         }
         actions
+    }
+
+    /// In a fixed order: lets go what comes after a job that will not come. Its jobs stay open.
+    fn drop_unreachable(&mut self) {
+        let Some(wanted) = self.order.as_ref().map(Order::wanted) else { return };
+        if self.ready.iter().flatten().any(|entry| Some(entry.job) == wanted) {
+            return;
+        }
+        let Held { ready_bytes, ready_batches, .. } = &mut self.held;
+        for entry in self.ready.iter_mut().flat_map(|here| here.extract_if(.., |entry| entry.order.is_none())) {
+            *ready_bytes -= entry.bytes;
+            *ready_batches -= 1;
+        }
     }
 
     fn grant(&mut self, actions: &mut Vec<Action<B>>) {

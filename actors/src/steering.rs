@@ -42,6 +42,13 @@ pub struct Steered {
     pub(crate) notes: mpsc::Receiver<Note>,
 }
 
+impl Steered {
+    /// What the dispatcher is told, for whoever looks on.
+    pub fn dispatcher_settings(&self) -> watch::Receiver<dispatcher::Settings> {
+        self.dispatcher.clone()
+    }
+}
+
 impl Steering {
     /// The lines of a mill that begins with these settings.
     pub fn new(settings: &mill::Settings) -> (Steering, Steered) {

@@ -198,7 +198,7 @@ impl<E: TargetEngine> Target<E> {
             match served {
                 Served::NoMoreJobs => return Ok(()),
                 Served::TakenOut => {
-                    let back = stops.stop.run_until_cancelled(self.come_back()).await;
+                    let back = stops.close.run_until_cancelled(self.come_back()).await;
                     if back != Some(true) {
                         return Ok(());
                     }
@@ -213,8 +213,11 @@ impl<E: TargetEngine> Target<E> {
             let Some(lease) = lease.map_err(|g| self.gone(g))? else { return Ok(Served::NoMoreJobs) };
             let batch = lease.batch().clone();
             let bytes = self.engine.feature_bytes(&batch);
-            let room = self.meter.wait(Cause::Room, stops.stop.run_until_cancelled(self.pool.reserve(bytes))).await;
-            let Some(room) = room else { return Ok(Served::NoMoreJobs) };
+            let room = self.meter.wait(Cause::Room, stops.close.run_until_cancelled(self.pool.reserve(bytes))).await;
+            let Some(room) = room else {
+                lease.unused();
+                return Ok(Served::NoMoreJobs);
+            };
             let room = match room.map_err(|g| self.gone(g))? {
                 Ok(room) => room,
                 Err(too_large) => {

@@ -2,8 +2,8 @@
 //!
 //! In: requests for tickets, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
 //! planner), one record a step. A step has exactly `accumulation × drafters` micro-batches, or is the last of the run;
-//! whoever is ready takes the next ticket. At a stop it takes no part of an unfinished step into the weights: those jobs
-//! stay open. Changed settings shape whole steps: they are in force from the next step border on. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
+//! whoever is ready takes the next ticket. At a stop or close it takes no part of an unfinished step into the weights: those jobs
+//! stay open. After a close it makes steps as long as drafters have batches. Changed settings shape whole steps: they are in force from the next step border on. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
 
 use crate::{
     ask::changed,
@@ -265,7 +265,7 @@ impl<O: Optimizer> Trainer<O> {
         stops: &Stops,
     ) -> Result<(), Fault> {
         let mut actions = self.state.reconfigure(self.settings.accumulation, &self.settings.paused);
-        let mut stopping = false;
+        let (mut closing, mut stopping) = (false, false);
         loop {
             if self.apply(actions).await? {
                 return Ok(());
@@ -275,6 +275,7 @@ impl<O: Optimizer> Trainer<O> {
                 tokio::select! {
                     biased;
                     () = stops.stop.cancelled(), if !stopping => Event::Stop,
+                    () = stops.close.cancelled(), if !closing => Event::Close,
                     // Why it failed is logged; training goes on, and the next one comes at its time.
                     _ = saver.written() => Event::Written,
                     () = changed(&mut wishes.settings) => Event::Changed,
@@ -286,6 +287,10 @@ impl<O: Optimizer> Trainer<O> {
                 Event::Stop => {
                     stopping = true;
                     self.state.on_stop()
+                }
+                Event::Close => {
+                    closing = true;
+                    self.state.on_close()
                 }
                 Event::Written => {
                     if self.saver.is_due() {
@@ -449,6 +454,7 @@ impl<O: Optimizer> Trainer<O> {
 /// What the trainer waits for.
 enum Event<M> {
     Stop,
+    Close,
     Written,
     Changed,
     Save(Answer),

@@ -60,6 +60,7 @@ pub struct State {
     waiting: VecDeque<usize>,
     finished: BTreeSet<usize>,
     phase: Phase,
+    closing: bool,
     stopping: bool,
 }
 
@@ -81,6 +82,7 @@ impl State {
             waiting: VecDeque::new(),
             finished: BTreeSet::new(),
             phase: Phase::Collect,
+            closing: false,
             stopping: false,
         }
     }
@@ -185,6 +187,12 @@ impl State {
         actions
     }
 
+    /// The plan was cut short: the last micro-batches of what is left make no step if they are too few.
+    pub fn on_close(&mut self) -> Vec<Action> {
+        self.closing = true;
+        self.decide()
+    }
+
     /// Begins no further step and finishes none that lacks micro-batches.
     pub fn on_stop(&mut self) -> Vec<Action> {
         self.stopping = true;
@@ -235,7 +243,9 @@ impl State {
         }
         let mut drafters = 0..self.drafters;
         let all_finished = drafters.all(|d| self.finished.contains(&d) || self.paused.contains(&d));
-        if self.reported == self.micro_batches_per_step || (wanted && all_finished && self.reported > 0) {
+        // Another start goes on with the rest of the plan: only the last step of the run may be smaller.
+        let last = wanted && all_finished && !self.closing;
+        if self.reported == self.micro_batches_per_step || (last && self.reported > 0) {
             invariant!(
                 "T1",
                 t1(self.reported, self.micro_batches_per_step, all_finished),

@@ -171,7 +171,8 @@ pub struct SimulateArgs {
 #[derive(Args, Debug)]
 #[command(after_help = "\
 The run lives in run.dir. Started again with the same configuration, it goes on from its last checkpoint. SIGINT or \
-SIGTERM finish the running work and write a checkpoint; a second one stops at once.
+SIGTERM finish the running work and write a checkpoint; a second one stops at once. After SIGTERM an orderly end is no \
+failure: the exit code is 0.
 
 Examples:
   draftmill train --config configs/demo.toml

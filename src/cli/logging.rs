@@ -1,11 +1,11 @@
 //! Log lines on stderr: for people on a terminal, JSON where a machine reads.
 
-use super::LogArgs;
+use super::{LogArgs, repeats};
 use crate::{
     admin::faults::FaultLayer,
     config::{Log, LogFormat},
     exit::{Exit, Failure},
-    service::SetLevel,
+    service::{Logs, SetLevel},
 };
 use std::{
     io::{self, IsTerminal, Write, stderr},
@@ -17,7 +17,7 @@ use tracing_subscriber::{
 
 /// Starts logging for the whole process. The command line wins over the configuration; where it says nothing, the level can be
 /// changed later by what comes back.
-pub fn start(args: &LogArgs, log: &Log) -> Result<Option<SetLevel>, Failure> {
+pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     let level = level(args, log);
     let filter = EnvFilter::try_new(level).map_err(|error| {
         Failure::new(
@@ -27,10 +27,11 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Option<SetLevel>, Failure> {
     })?;
     let terminal = stderr().is_terminal();
     let lines = fmt::layer().with_writer(move || OverProgress { terminal, begun: false });
-    let lines: Box<dyn Layer<Registry> + Send + Sync> = if json(log.format, terminal) {
-        lines.json().flatten_event(true).boxed()
+    let human = !json(log.format, terminal);
+    let lines: Box<dyn Layer<Registry> + Send + Sync> = if !human {
+        lines.json().flatten_event(true).map_event_format(repeats::few).boxed()
     } else {
-        lines.with_ansi(terminal).with_target(false).boxed()
+        lines.with_ansi(terminal).with_target(false).map_event_format(repeats::few).boxed()
     };
     let (filter, handle) = reload::Layer::new(filter);
     let faults = FaultLayer.with_filter(LevelFilter::WARN);
@@ -41,7 +42,8 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Option<SetLevel>, Failure> {
         handle.reload(filter).map_err(|error| error.to_string())
     };
     let fixed = args.log_level.is_some() || args.verbose > 0;
-    Ok((!fixed).then(|| Arc::new(set_level) as SetLevel))
+    let set_level = (!fixed).then(|| Arc::new(set_level) as SetLevel);
+    Ok(Logs { set_level, human, settle: Some(repeats::settle) })
 }
 
 /// Writes one log line to stderr. On a terminal it first clears the line, where a progress bar may stand; the bar draws

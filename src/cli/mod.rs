@@ -10,6 +10,7 @@ mod ledger;
 mod logging;
 mod output;
 mod prepare;
+mod repeats;
 mod runs;
 mod simulate;
 mod train;
@@ -22,7 +23,7 @@ pub use self::args::{
 use crate::{
     config::{self, Loaded, Log, Problems},
     exit::{Exit, Failure},
-    service::SetLevel,
+    service::Logs,
 };
 use clap::Parser;
 use std::process::ExitCode;
@@ -37,7 +38,9 @@ pub fn main() -> ExitCode {
             return if error.use_stderr() { Exit::Usage.into() } else { Exit::Done.into() };
         }
     };
-    match run(cli) {
+    let ended = run(cli);
+    repeats::settle();
+    match ended {
         Ok(()) => Exit::Done.into(),
         Err(failure) => {
             output::complain(&failure);
@@ -70,8 +73,8 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Train(args) => {
             open_libtorch()?;
-            let (loaded, set_level) = started(&cli.log, &args.config)?;
-            train::run(args, loaded, set_level)
+            let (loaded, logs) = started(&cli.log, &args.config)?;
+            train::run(args, loaded, logs)
         }
         Command::Runs(args) => {
             logging::start(&cli.log, &Log::default())?;
@@ -111,8 +114,8 @@ fn load(args: &ConfigArgs) -> Result<Loaded, Problems> {
 }
 
 /// Reads the configuration and starts logging as it says.
-fn started(log: &LogArgs, args: &ConfigArgs) -> Result<(Loaded, Option<SetLevel>), Failure> {
+fn started(log: &LogArgs, args: &ConfigArgs) -> Result<(Loaded, Logs), Failure> {
     let loaded = load(args)?;
-    let set_level = logging::start(log, &loaded.config.log)?;
-    Ok((loaded, set_level))
+    let logs = logging::start(log, &loaded.config.log)?;
+    Ok((loaded, logs))
 }

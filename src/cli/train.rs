@@ -4,21 +4,22 @@ use super::{TrainArgs, output};
 use crate::{
     config::{Loaded, Source},
     exit::{Exit, Failure},
-    service::{self, SetLevel, Start},
+    service::{self, Ended, Logs, Start},
 };
 
 /// Trains until the end of the last epoch, max_steps, a signal, or the first fault; then prints the figures.
-pub fn run(args: &TrainArgs, loaded: Loaded, set_level: Option<SetLevel>) -> Result<(), Failure> {
+pub fn run(args: &TrainArgs, loaded: Loaded, logs: Logs) -> Result<(), Failure> {
     let source = Source { file: args.config.config.clone(), sets: args.config.set.clone() };
-    let start = Start { fresh: args.fresh, force: args.force, source, set_level };
+    let start = Start { fresh: args.fresh, force: args.force, source, logs };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .map_err(|e| Failure::new(Exit::Internal, format!("the runtime cannot start: {e}")))?;
-    let summary = runtime.block_on(service::train(loaded, start));
+    let ended = runtime.block_on(service::train(loaded, start));
     // Work on a device cannot be called back; what is left of it must not hold the process.
     runtime.shutdown_background();
-    let summary = summary?;
+    let Ended { summary, terminated } = ended?;
+    let Some(summary) = summary else { return Ok(()) };
     if args.json {
         output::print_json(&summary)?;
     } else {
@@ -27,8 +28,10 @@ pub fn run(args: &TrainArgs, loaded: Loaded, set_level: Option<SetLevel>) -> Res
     if summary.finished {
         return Ok(());
     }
-    Err(Failure::new(
-        Exit::Interrupted,
-        format!("interrupted at step {}; the same command again goes on from there", summary.steps),
-    ))
+    let place = format!("at step {}; the same command again goes on from there", summary.steps);
+    if terminated {
+        output::tell(&format!("stopped {place}"));
+        return Ok(());
+    }
+    Err(Failure::new(Exit::Interrupted, format!("interrupted {place}")))
 }

@@ -111,6 +111,15 @@ words! {
     Schedule { Cosine = "cosine", Constant = "constant" }
 }
 words! {
+    /// What becomes of the batches in the pool when a signal asks for the end.
+    Ending {
+        /// Their jobs are open again at the next start.
+        Reopen = "reopen",
+        /// They are trained before the last checkpoint.
+        Train = "train",
+    }
+}
+words! {
     /// How log lines look.
     LogFormat {
         /// For people where stderr is a terminal, JSON otherwise.

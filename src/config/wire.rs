@@ -4,7 +4,7 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan,
+    Auto, ByteSize, Device, Dtype, Ending, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan,
     UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
@@ -272,12 +272,12 @@ sections! {
     /// is left out. The weights of the beginning and of the end are always decoded with.
     eval: Eval {
         /// Optimizer steps between measures of loss, accuracy by position and the acceptance that these predict; 0 = never.
-        Restart every_steps: u64 = 250;
+        Live every_steps: u64 = 250;
         /// Held-out samples of such a measure, the same ones each time.
         Restart samples: u32 = 32;
         /// Optimizer steps between measures of acceptance by real decoding; 0 = never. "auto" = those of
         /// checkpoint.every_steps, so that each checkpoint has its acceptance.
-        Restart decode_every_steps: Auto<u64> = Auto::Auto;
+        Live decode_every_steps: Auto<u64> = Auto::Auto;
         /// Prompts that are decoded, the same ones each time.
         Restart prompts: u32 = 8;
         /// JSONL of prompts, as `draftmill eval` takes them; "auto" = the beginnings of held-out samples.
@@ -287,7 +287,7 @@ sections! {
         /// Where it computes; "auto" = beside the first target.
         Restart device: Auto<Device> = Auto::Auto;
         /// Most share of the run's time that is spent on it: after a measure it rests as long as that takes.
-        Restart max_share: f64 = 0.1;
+        Live max_share: f64 = 0.1;
     }
 
     /// The HTTP port: status page, /metrics (Prometheus), probes, and orders to the running service.
@@ -320,6 +320,9 @@ sections! {
     shutdown: Shutdown {
         /// Time for running work and a last checkpoint; after it the process ends without.
         Live grace: TimeSpan = TimeSpan(Duration::from_secs(120));
+        /// Batches that wait in the pool: "reopen" = another start extracts their jobs anew; "train" = targets finish the forward in
+        /// hand, and what is in the pool is trained as far as it makes whole steps, for at most half of grace.
+        Live pool: Ending = Ending::Reopen;
     }
 
     /// The cost model of `draftmill simulate`, and of run.engine = "simulated". Work takes whole milliseconds; what is rounded off

@@ -1,6 +1,7 @@
 //! A measure beside the steps: who is due, who has to wait, and what the service hears of it.
 
 use super::history::History;
+use crate::config::Eval;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
@@ -17,14 +18,40 @@ pub struct What {
 impl What {
     pub const ALL: What = What { held_out: true, decode: true };
     pub const NOTHING: What = What { held_out: false, decode: false };
+
+    fn and(self, other: What) -> What {
+        What { held_out: self.held_out && other.held_out, decode: self.decode && other.decode }
+    }
 }
 
-/// How often measures are due, and the one turn that they share.
-#[derive(Clone, Debug)]
-pub struct Turns {
+/// How often measures are due, and how much of the time they may take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rhythm {
     /// Steps between measures on held-out samples, and between decodings; `None`: never.
     pub every: Option<u64>,
     pub decode_every: Option<u64>,
+    /// Most share of the time.
+    pub share: f64,
+}
+
+impl Rhythm {
+    pub fn of(eval: &Eval) -> Rhythm {
+        Rhythm { every: eval.every_steps, decode_every: eval.decode_every_steps, share: eval.max_share }
+    }
+
+    /// What is measured at all.
+    pub fn wanted(&self) -> What {
+        What { held_out: self.every.is_some(), decode: self.decode_every.is_some() }
+    }
+}
+
+/// What is due when, and the one turn that all measures share.
+#[derive(Clone)]
+pub struct Turns {
+    /// In force now: a person may change it while the run goes on.
+    rhythm: Arc<dyn Fn() -> Rhythm + Send + Sync>,
+    /// All that can be measured.
+    can: What,
     turn: Arc<Semaphore>,
 }
 
@@ -42,14 +69,25 @@ pub enum Due {
 }
 
 impl Turns {
-    pub fn new(every: Option<u64>, decode_every: Option<u64>) -> Turns {
-        Turns { every, decode_every, turn: Arc::new(Semaphore::new(1)) }
+    pub fn new(can: What, rhythm: impl Fn() -> Rhythm + Send + Sync + 'static) -> Turns {
+        Turns { rhythm: Arc::new(rhythm), can, turn: Arc::new(Semaphore::new(1)) }
+    }
+
+    /// What can be measured and is wanted.
+    pub fn wanted(&self) -> What {
+        self.can.and((self.rhythm)().wanted())
+    }
+
+    /// How long to rest after a measure that took `spent`.
+    pub fn rest(&self, spent: Duration) -> Duration {
+        rest(spent, (self.rhythm)().share)
     }
 
     /// What is due after `step`, and the turn for it where nobody else has it.
     pub fn due(&self, step: u64) -> Due {
+        let Rhythm { every, decode_every, .. } = (self.rhythm)();
         let at = |every: Option<u64>| every.is_some_and(|every| step.is_multiple_of(every));
-        let what = What { held_out: at(self.every), decode: at(self.decode_every) };
+        let what = self.can.and(What { held_out: at(every), decode: at(decode_every) });
         if what == What::NOTHING {
             return Due::Nothing;
         }
@@ -61,7 +99,7 @@ impl Turns {
 }
 
 /// How long to rest after a measure that took `spent`, so that measures take no more than `share` of all time.
-pub fn rest(spent: Duration, share: f64) -> Duration {
+fn rest(spent: Duration, share: f64) -> Duration {
     Duration::try_from_secs_f64(spent.as_secs_f64() * (1.0 / share - 1.0)).unwrap_or(Duration::MAX)
 }
 
@@ -104,16 +142,35 @@ mod tests {
 
     #[test]
     fn what_is_due_has_one_turn_at_a_time() {
-        let turns = Turns::new(Some(10), Some(15));
+        let (change, rhythm) = watch::channel(Rhythm { every: Some(10), decode_every: Some(15), share: 0.5 });
+        let turns = Turns::new(What::ALL, move || *rhythm.borrow());
         assert!(matches!(turns.due(7), Due::Nothing));
         let Due::Now(what, turn) = turns.due(20) else { panic!("20 is a multiple of 10") };
         assert_eq!(what, What { held_out: true, decode: false });
         assert!(matches!(turns.due(30), Due::Skipped));
         assert!(matches!(turns.due(31), Due::Nothing));
         drop(turn);
-        let Due::Now(what, _turn) = turns.due(30) else { panic!("the turn was given back") };
+        let Due::Now(what, turn) = turns.due(30) else { panic!("the turn was given back") };
         assert_eq!(what, What::ALL);
-        assert!(matches!(Turns::new(None, None).due(30), Due::Nothing));
+        drop(turn);
+        assert_eq!(turns.rest(Duration::from_secs(2)), Duration::from_secs(2));
+
+        change.send_replace(Rhythm { every: Some(7), decode_every: None, share: 0.1 });
+        assert!(matches!(turns.due(30), Due::Nothing), "another rhythm is in force");
+        let Due::Now(what, _turn) = turns.due(7) else { panic!("7 is due now") };
+        assert_eq!(what, What { held_out: true, decode: false });
+        assert_eq!(turns.rest(Duration::from_secs(2)).as_secs_f64().round(), 18.0);
+        change.send_replace(Rhythm { every: None, decode_every: None, share: 0.1 });
+        assert_eq!(turns.wanted(), What::NOTHING);
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_never_due() {
+        let both = Rhythm { every: Some(10), decode_every: Some(10), share: 1.0 };
+        let turns = Turns::new(What { held_out: false, decode: true }, move || both);
+        assert_eq!(turns.wanted(), What { held_out: false, decode: true });
+        let Due::Now(what, _turn) = turns.due(10) else { panic!("decoding is due") };
+        assert_eq!(what, turns.wanted());
     }
 
     #[test]

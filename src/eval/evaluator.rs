@@ -3,14 +3,14 @@
 
 use super::{
     Bench,
-    during::{Due, Evaluator, Last, Turn, Turns, What, rest},
+    during::{Due, Evaluator, Last, Rhythm, Turn, Turns, What},
     figures::{self, Figures, Record},
     history::{Decoded, EvalLog, HeldOut, History, Measured},
     prompts,
 };
 use crate::{
     checkpoint,
-    config::{Eval, Labels},
+    config::{Eval, Labels, Loaded},
     data::{Split, Store},
     hf::{draft::DraftConfig, tensors::TensorFiles},
     model::{
@@ -80,7 +80,10 @@ impl Snapshots {
 
 /// What measures are made with.
 pub struct Setup {
+    /// Of the start: what is measured.
     pub eval: Eval,
+    /// In force: when it is measured.
+    pub in_force: watch::Receiver<Loaded>,
     pub target: PathBuf,
     /// Number type of the target.
     pub kind: Kind,
@@ -96,31 +99,29 @@ pub struct Setup {
 pub fn start(setup: Setup, log: EvalLog, history: History) -> Result<Option<(Snapshots, Evaluator)>, ModelError> {
     let eval = &setup.eval;
     let held_out = !setup.store.is_empty(Split::Validation);
-    let every = eval.every_steps.filter(|_| held_out);
-    let decode_every = eval.decode_every_steps.filter(|_| held_out || eval.prompt_file.is_some());
-    if every.is_none() && decode_every.is_none() {
+    let can = What { held_out, decode: held_out || eval.prompt_file.is_some() };
+    if can == What::NOTHING {
         return Ok(None);
     }
-    let turns = Turns::new(every, decode_every);
+    let in_force = setup.in_force.clone();
+    let turns = Turns::new(can, move || Rhythm::of(&in_force.borrow().config.eval));
     let device = parse_device(&eval.device.to_string())?;
     let (jobs, due) = mpsc::channel(1);
     let (watched, watching) = watch::channel(history);
     let (last, end) = oneshot::channel();
-    let share = eval.max_share;
-    let what = What { held_out: every.is_some(), decode: decode_every.is_some() };
-    let worker = Worker { setup, device, what, ready: None };
-    let task = tokio::spawn(run(worker, due, end, watched, log, share));
+    let worker = Worker { setup, device, ready: None };
+    let task = tokio::spawn(run(worker, turns.clone(), due, end, watched, log));
     let evaluator = Evaluator { history: watching, last, task: AbortOnDropHandle::new(task) };
     Ok(Some((Snapshots { turns, device, jobs }, evaluator)))
 }
 
 async fn run(
     mut worker: Worker,
+    turns: Turns,
     mut jobs: mpsc::Receiver<Snapshot>,
     mut end: oneshot::Receiver<Last>,
     history: watch::Sender<History>,
     mut log: EvalLog,
-    share: f64,
 ) {
     let mut last = None;
     while last.is_none() {
@@ -137,18 +138,18 @@ async fn run(
             None => return,
         };
         tokio::select! {
-            () = sleep(rest(began.elapsed(), share)) => {}
+            () = sleep(turns.rest(began.elapsed())) => {}
             ended = &mut end => last = Some(ended.ok()),
         }
         drop(turn);
     }
     let Some(Last { step, checkpoint }) = last.flatten() else { return };
     let what = {
-        let history = history.borrow();
+        let (wanted, history) = (turns.wanted(), history.borrow());
         let known = |of: fn(&Measured) -> bool| history.0.iter().any(|measured| measured.step == step && of(measured));
         What {
-            held_out: worker.what.held_out && !known(|measured| measured.held_out.is_some()),
-            decode: worker.what.decode && !known(|measured| measured.decoded.is_some()),
+            held_out: wanted.held_out && !known(|measured| measured.held_out.is_some()),
+            decode: wanted.decode && !known(|measured| measured.decoded.is_some()),
         }
     };
     if what != What::NOTHING {
@@ -236,8 +237,6 @@ fn tell(measured: &Measured, best: Option<(u64, f64)>) {
 struct Worker {
     setup: Setup,
     device: Device,
-    /// All that can be measured.
-    what: What,
     ready: Option<Ready>,
 }
 

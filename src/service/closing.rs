@@ -11,7 +11,7 @@ use draftmill_actors::mill::Report;
 use std::path::Path;
 
 /// What the actors of a run left.
-pub struct Ended<'a> {
+pub struct Left<'a> {
     pub report: Report<StateDb>,
     pub log: &'a StepLog,
     pub seconds: f64,
@@ -21,7 +21,7 @@ pub struct Ended<'a> {
     pub evaluated: Option<History>,
 }
 
-impl Ended<'_> {
+impl Left<'_> {
     pub fn how(&self, config: &Config) -> RunEnd {
         let at_limit = config.run.max_steps.is_some_and(|limit| self.report.trainer.step >= limit);
         match self.report.jobs.plan_ended && self.report.jobs.unfinished == 0 {
@@ -40,9 +40,9 @@ impl Ended<'_> {
 }
 
 /// Exports the drafter of a finished run and writes the figures.
-pub fn close(loaded: &Loaded, folder: &RunFolder, run: u64, ended: Ended<'_>) -> Result<Summary, Failure> {
-    let end = ended.how(&loaded.config);
-    let Ended { mut report, log, seconds, before, evaluated } = ended;
+pub fn close(loaded: &Loaded, folder: &RunFolder, run: u64, left: Left<'_>) -> Result<Summary, Failure> {
+    let end = left.how(&loaded.config);
+    let Left { mut report, log, seconds, before, evaluated } = left;
     let config = &loaded.config;
     let (first, last) = log.windows();
     let mut summary = Summary::of(&report, &first, &last, seconds);

@@ -75,7 +75,7 @@ struct Seen {
 
 impl Keeper {
     /// Runs until `ended`.
-    pub async fn run(mut self, stop: CancellationToken, ended: CancellationToken) {
+    pub async fn run(mut self, close: CancellationToken, ended: CancellationToken) {
         self.publish();
         let mut seen = Seen::default();
         let mut looked = Instant::now();
@@ -86,7 +86,7 @@ impl Keeper {
             tokio::select! {
                 biased;
                 () = ended.cancelled() => return,
-                () = stop.cancelled(), if !stopping => {
+                () = close.cancelled(), if !stopping => {
                     stopping = true;
                     self.facts.send_modify(|facts| facts.stopping = true);
                 }
@@ -144,6 +144,7 @@ impl Keeper {
             tracing::info!("{text}");
             self.note(Note::Event { kind: if paused { "paused" } else { "resumed" }.into(), text: text.into() });
             self.facts.send_modify(|facts| facts.paused = paused);
+            gauge!(m::PAUSED).set(f64::from(u8::from(paused)));
             self.steer();
         }
         Ok(text.into())
@@ -337,4 +338,68 @@ async fn read(path: PathBuf) -> io::Result<String> {
 
 fn unreadable(error: &io::Error) -> String {
     format!("the configuration file cannot be read: {error}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        check::{Machine, forecast},
+        config::load_text,
+        service::orders,
+    };
+    use metrics_exporter_prometheus::PrometheusBuilder;
+    use tokio::signal::unix::{SignalKind, signal};
+
+    #[tokio::test]
+    async fn the_gauge_and_the_actors_follow_a_pause() {
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let metrics = recorder.handle();
+        let _recording = metrics::set_default_local_recorder(&recorder);
+        let loaded =
+            load_text("[run]\nengine = \"simulated\"\n[simulate]\nfeature_bytes_per_token = \"1 KiB\"", "x.toml", &[])
+                .unwrap();
+        let lengths: Arc<[u32]> = (40..340).collect();
+        let forecast = forecast(&loaded.config, &lengths, None).unwrap();
+        let machine = Machine::detect(&loaded.config);
+        let (steering, steered) = Steering::new(&mill_settings(&loaded.config, &forecast, &lengths, Place::default()));
+        let folder = tempfile::tempdir().unwrap();
+        let (orders, given) = orders::channel();
+        let (facts, told) = watch::channel(Facts::default());
+        let (_reached, place) = watch::channel(Place::default());
+        let keeper = Keeper {
+            source: Source::default(),
+            ground: Ground { forecast, machine },
+            lengths,
+            folder: RunFolder::new(folder.path()),
+            steering,
+            kept: watch::channel(Kept::of(&loaded)).0,
+            in_force: watch::channel(loaded).0,
+            facts,
+            set_level: None,
+            orders: given,
+            hangup: signal(SignalKind::hangup()).unwrap(),
+            place,
+            measured: watch::channel(History::default()).1,
+            notes: VecDeque::new(),
+        };
+        let (close, ended) = (CancellationToken::new(), CancellationToken::new());
+        let keeping = tokio::spawn(keeper.run(close.clone(), ended.clone()));
+        let dispatcher = steered.dispatcher_settings();
+        for (order, paused) in
+            [(Order::Pause, true), (Order::Pause, true), (Order::Resume, false), (Order::Pause, true)]
+        {
+            orders.give(order).await.unwrap();
+            let gauge = format!("{} {}\n", m::PAUSED, u8::from(paused));
+            assert!(metrics.render().contains(&gauge), "{gauge} is not in {}", metrics.render());
+            assert_eq!((told.borrow().paused, dispatcher.borrow().paused), (paused, paused));
+        }
+        close.cancel();
+        while !told.borrow().stopping {
+            tokio::task::yield_now().await;
+        }
+        assert!(orders.give(Order::Resume).await.unwrap_err().contains("ending"));
+        ended.cancel();
+        keeping.await.unwrap();
+    }
 }

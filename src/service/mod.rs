@@ -7,8 +7,12 @@
 mod closing;
 pub mod facts;
 mod folder;
+mod identity;
 mod keeper;
+mod logs;
 mod models;
+mod notify;
+mod opening;
 pub mod orders;
 mod process;
 mod progress;
@@ -23,6 +27,7 @@ mod torch;
 
 pub use folder::RunFolder;
 pub use keeper::SetLevel;
+pub use logs::Logs;
 pub use schedule::Schedule;
 pub(crate) use settings::{Place, mill_settings};
 pub use steps::{StepLog, Window};
@@ -31,7 +36,7 @@ pub use summary::{ActorShares, Evaluation, Summary};
 use crate::{
     admin,
     check::{Forecast, Machine, Samples, Stored, examine},
-    config::{Config, Engine, Labels, Loaded, Source},
+    config::{Config, Engine, Loaded, Source},
     data::{Split, Store, StoreSource},
     engines::{
         saving::{Kept, Saving},
@@ -40,15 +45,14 @@ use crate::{
     eval::{History, during::Evaluator},
     exit::{Exit, Failure},
     simulate,
-    state::{Identity, RunEnd},
+    state::RunEnd,
 };
-use closing::{Ended, close};
+use closing::{Left, close};
 use draftmill_actors::{
     engine::{DraftEngine, Optimizer, TargetEngine},
     fault::Stops,
     metrics,
     mill::{self, Parts},
-    plan::PlanSettings,
     sim::{self, SimOptimizer},
     steering::Steering,
     trainer::StepRecord,
@@ -57,6 +61,8 @@ use facts::Facts;
 use folder::{About, Opened};
 use keeper::Keeper;
 use models::Models;
+use notify::Manager;
+use opening::Opening;
 use orders::Orders;
 use progress::Progress;
 use reload::Ground;
@@ -68,7 +74,7 @@ use tokio::{
     sync::{mpsc, watch},
     time::Instant,
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 /// Step records on their way to the log: the trainer waits for the disk only when this is full.
 const RECORDS: usize = 64;
@@ -84,21 +90,35 @@ pub struct Start {
     pub force: bool,
     /// Where the configuration came from, to read it again.
     pub source: Source,
-    /// Changes the log's filter, where the configuration may.
-    pub set_level: Option<SetLevel>,
+    pub logs: Logs,
 }
 
-/// Trains until the plan is done, a signal comes, or the first fault. An interrupted run gives a summary that is not
-/// `finished`.
-pub async fn train(loaded: Loaded, start: Start) -> Result<Summary, Failure> {
+/// How a start of a run came to its end.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its figures; one that was stopped before its plan was done is not `finished`. `None` where it was stopped before it began.
+    pub summary: Option<Summary>,
+    /// SIGTERM asked for it, and it was orderly.
+    pub terminated: bool,
+}
+
+/// Trains until the plan is done, a signal comes, or the first fault.
+pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
     let stops = Stops::default();
     let (in_force, watching) = watch::channel(loaded);
-    let signals = signals::listen(stops.clone(), watching).failed(Exit::Internal)?;
+    let signals = signals::listen(stops.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
     // From here on a SIGHUP does not end the process.
     let hangup = signal(SignalKind::hangup()).failed(Exit::Internal)?;
     let trained = train_until(in_force, start, hangup, &stops).await;
-    signals.abort();
-    trained
+    let terminated = signals.first() == Some(signals::Asked::Terminate) && !stops.abort.is_cancelled();
+    match trained {
+        Ok(summary) => Ok(Ended { summary: Some(summary), terminated }),
+        Err(failure) if failure.exit == Exit::Interrupted && terminated => {
+            tracing::info!("{failure}");
+            Ok(Ended { summary: None, terminated })
+        }
+        Err(failure) => Err(failure),
+    }
 }
 
 async fn train_until(
@@ -130,7 +150,7 @@ async fn train_until(
 
 /// What comes out of `work`, or the end of a run that was stopped before it began.
 async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Result<T, Failure> {
-    let done = stops.stop.run_until_cancelled(work).await;
+    let done = stops.close.run_until_cancelled(work).await;
     done.ok_or_else(|| Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint stays"))
 }
 
@@ -166,7 +186,7 @@ impl Prepared {
         let models = report.models.map(|(target, draft)| Models { target, draft });
         let plan = plan_settings(config, &forecast);
         let source = StoreSource::new(store.clone(), Split::Train);
-        let mut identity = identity(config, &plan, &store, models.as_ref())?;
+        let mut identity = identity::of(config, &plan, &store, models.as_ref())?;
         if let Some(window) = forecast.pool.replay_window {
             // The order of the rest of an epoch follows from it.
             identity.insert("pool.replay_window".into(), window.to_string());
@@ -207,7 +227,8 @@ impl Prepared {
     }
 
     async fn run(mut self, listener: Option<TcpListener>, live: Live, stops: &Stops) -> Result<Summary, Failure> {
-        self.announce(listener.as_ref());
+        let address = listener.as_ref().and_then(|listener| listener.local_addr().ok());
+        Opening::announce(&self, address, live.start.source.file.as_deref(), live.start.logs.human);
         let (kept, for_saving) = watch::channel(Kept::of(&self.loaded));
         match self.loaded.config.run.engine {
             Engine::Simulated => {
@@ -239,11 +260,9 @@ impl Prepared {
                 let models =
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
-                let engines = unless_stopped(
-                    stops,
-                    torch::load(&self.loaded, models, folder, from, for_saving, self.store.clone()),
-                )
-                .await??;
+                let in_force = live.in_force.subscribe();
+                let load = torch::load(in_force, models, folder, from, for_saving, self.store.clone());
+                let engines = unless_stopped(stops, load).await??;
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
         }
@@ -251,24 +270,6 @@ impl Prepared {
 
     fn workers(&self) -> (usize, usize) {
         (self.loaded.config.target.devices.len(), self.loaded.config.drafter.devices.len())
-    }
-
-    fn announce(&self, listener: Option<&TcpListener>) {
-        let config = &self.loaded.config;
-        let (targets, drafters) = self.workers();
-        let port = listener.and_then(|l| l.local_addr().ok()).map_or("off".into(), |a| format!("http://{a}/metrics"));
-        tracing::info!(
-            run = %config.run.dir.display(),
-            samples = self.lengths.len(),
-            targets,
-            drafters,
-            steps = self.forecast.steps,
-            metrics = port,
-            "training"
-        );
-        if let Some(sentence) = self.resumed() {
-            tracing::info!("{sentence}");
-        }
     }
 
     /// Where this start goes on; `None` at the beginning of a run.
@@ -331,6 +332,8 @@ impl Prepared {
         let (reached, watched) = watch::channel(place);
         let recording = tokio::spawn(record(recorded, log, progress, reached, stops.clone()));
         let (steering, steered) = Steering::new(&settings);
+        let manager =
+            Manager::of_this_process().map(|m| m.keep(facts.subscribe(), watched.clone(), stops.close.clone()));
         let keeper = Keeper {
             source: live.start.source,
             ground: Ground { forecast, machine },
@@ -340,7 +343,7 @@ impl Prepared {
             in_force: live.in_force,
             kept,
             facts,
-            set_level: live.start.set_level,
+            set_level: live.start.logs.set_level,
             orders: given,
             hangup: live.hangup,
             place: watched,
@@ -351,10 +354,11 @@ impl Prepared {
             notes: Default::default(),
         };
         let ended = CancellationToken::new();
-        let keeping = tokio::spawn(keeper.run(stops.stop.clone(), ended.clone()));
+        let keeping = tokio::spawn(keeper.run(stops.close.clone(), ended.clone()));
 
         let Engines { targets, drafters, optimizer, evaluator } = engines;
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
+        let telling = manager.map(|telling| AbortOnDropHandle::new(tokio::spawn(telling)));
         let born = Instant::now();
         let report = mill::run_steered(settings, parts, steered, stops.clone()).await;
         let seconds = born.elapsed().as_secs_f64();
@@ -366,14 +370,14 @@ impl Prepared {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),
         })?;
-        let mut ended = Ended { report, log: &log, seconds, before: from, evaluated: None };
-        let last = ended.last(&folder).filter(|_| ended.how(&loaded.config) != RunEnd::Stopped);
-        ended.evaluated = match (evaluator, last) {
+        let mut left = Left { report, log: &log, seconds, before: from, evaluated: None };
+        let last = left.last(&folder).filter(|_| left.how(&loaded.config) != RunEnd::Stopped);
+        left.evaluated = match (evaluator, last) {
             (Some(evaluator), Some(last)) => Some(evaluator.finish(last).await),
             (evaluator, _) => evaluator.map(|evaluator| evaluator.history().borrow().clone()),
         };
-        let summary = close(&loaded, &folder, begun.run, ended)?;
-        drop(metrics);
+        let summary = close(&loaded, &folder, begun.run, left)?;
+        drop((metrics, telling));
         Ok(summary)
     }
 }
@@ -394,41 +398,6 @@ impl<T, E: Display> Failed<T> for Result<T, E> {
     fn failed(self, exit: Exit) -> Result<T, Failure> {
         self.map_err(Failure::of(exit))
     }
-}
-
-/// What must not change while a run goes on, by the name that a person knows it by.
-fn identity(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
-    let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
-    let mut identity = Identity::new();
-    for (name, value) in [
-        ("data", data_name(store)),
-        ("data.max_length", made_with("max_length")),
-        ("tokenizer", made_with("tokenizer_sha256")),
-        ("template", made_with("template_sha256")),
-        ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
-        ("run.seed", config.run.seed.to_string()),
-        ("plan.job_tokens", plan.job_tokens.to_string()),
-        ("plan buckets", format!("{:?}", plan.bounds)),
-        ("plan.order", format!("{:?}", plan.order).to_lowercase()),
-    ] {
-        identity.insert(name.into(), value);
-    }
-    // Only where it is not the default, so that older runs go on.
-    if config.drafter.labels != Labels::Data {
-        identity.insert("drafter.labels".into(), config.drafter.labels.to_string());
-    }
-    if let Some(models) = models {
-        models.identity(&config.target.dir, config.drafter.init.as_deref(), &mut identity).failed(Exit::Model)?;
-    }
-    Ok(identity)
-}
-
-/// The store's fingerprint, with the names of the files that it was made of for people.
-fn data_name(store: &Store) -> String {
-    let inputs = store.metadata().get("inputs").and_then(|text| serde_json::from_str::<serde_json::Value>(text).ok());
-    let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();
-    let names: Vec<_> = names.filter_map(|input| input["name"].as_str()).collect();
-    format!("{} ({})", store.fingerprint(), names.join(", "))
 }
 
 /// What the admin port needs of a running service: where orders go, and what is so.

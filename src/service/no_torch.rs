@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 /// Refuses. `check` does so earlier, with the line of the configuration.
 pub async fn load(
-    _loaded: &Loaded,
+    _in_force: watch::Receiver<Loaded>,
     _models: Models,
     _folder: RunFolder,
     _from: Option<Verified>,

@@ -1,35 +1,80 @@
 //! SIGINT and SIGTERM: the first asks for an orderly end, the second stops at once.
 
-use crate::{config::Loaded, exit::Exit};
+use super::Logs;
+use crate::{
+    config::{Ending, Loaded},
+    exit::Exit,
+};
 use draftmill_actors::fault::Stops;
-use std::{io, time::Duration};
+use std::{fmt, io, time::Duration};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
-    task::JoinHandle,
-    time::sleep,
+    time::{Instant, sleep, sleep_until},
 };
+use tokio_util::task::AbortOnDropHandle;
 
 /// Signals within this time of the first count as the same one: `timeout` and terminals signal the process and its group.
 const SAME: Duration = Duration::from_secs(1);
 /// Time for actors to let go once they are told to stop at once.
 const LAST: Duration = Duration::from_secs(2);
 
-/// Turns signals into stops until the handle is aborted. When `shutdown.grace` is over after the first one, it stops at once too.
-pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>) -> io::Result<JoinHandle<()>> {
+/// A signal that asks for the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// SIGINT: a person at a terminal.
+    Interrupt,
+    /// SIGTERM: a service manager, for which an orderly end is no failure.
+    Terminate,
+}
+
+impl fmt::Display for Asked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Asked::Interrupt => "SIGINT",
+            Asked::Terminate => "SIGTERM",
+        })
+    }
+}
+
+/// Turns signals into stops until it is dropped.
+pub struct Signals {
+    first: watch::Receiver<Option<Asked>>,
+    _listening: AbortOnDropHandle<()>,
+}
+
+impl Signals {
+    /// The first signal that came.
+    pub fn first(&self) -> Option<Asked> {
+        *self.first.borrow()
+    }
+}
+
+/// Listens from now on. When `shutdown.grace` is over after the first signal, everything stops at once, too.
+pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let mut next = async move || {
         tokio::select! {
-            _ = interrupt.recv() => "SIGINT",
-            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => Asked::Interrupt,
+            _ = terminate.recv() => Asked::Terminate,
         }
     };
-    Ok(tokio::spawn(async move {
+    let (tell, first) = watch::channel(None);
+    let listening = tokio::spawn(async move {
         let name = next().await;
-        tracing::info!("{name}: finishing the running work and writing a checkpoint; a second signal stops at once");
-        stops.stop.cancel();
-        let grace = in_force.borrow().config.shutdown.grace.0;
-        let same = sleep(SAME);
+        tell.send_replace(Some(name));
+        let shutdown = in_force.borrow().config.shutdown.clone();
+        let pool = match shutdown.pool {
+            Ending::Reopen => "finishing the running work",
+            Ending::Train => "finishing the running work, training what is in the pool",
+        };
+        tracing::info!("{name}: {pool} and writing a checkpoint; a second signal stops at once");
+        match shutdown.pool {
+            Ending::Reopen => stops.stop.cancel(),
+            Ending::Train => stops.close.cancel(),
+        }
+        let (begun, grace) = (Instant::now(), shutdown.grace.0);
+        let same = sleep(SAME.min(grace));
         tokio::pin!(same);
         loop {
             tokio::select! {
@@ -37,15 +82,28 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>) -> io::Result<Joi
                 () = &mut same => break,
             }
         }
-        tokio::select! {
-            name = next() => tracing::warn!("{name} again: stopping at once"),
-            () = sleep(grace.saturating_sub(SAME)) => {
-                tracing::error!("shutdown.grace = {grace:?} is over: stopping at once");
+        loop {
+            tokio::select! {
+                // The checkpoint needs its time, too.
+                () = sleep_until(begun + grace / 2), if !stops.stop.is_cancelled() => {
+                    tracing::warn!("half of shutdown.grace = {grace:?} is over: what is left in the pool is reopened");
+                    stops.stop.cancel();
+                }
+                name = next() => {
+                    tracing::warn!("{name} again: stopping at once");
+                    break;
+                }
+                () = sleep_until(begun + grace) => {
+                    tracing::error!("shutdown.grace = {grace:?} is over: stopping at once");
+                    break;
+                }
             }
         }
         stops.abort.cancel();
         // Work on a device cannot be called back; the process must not wait for it.
         sleep(LAST).await;
+        logs.settle();
         std::process::exit(i32::from(Exit::Interrupted.code()));
-    }))
+    });
+    Ok(Signals { first, _listening: AbortOnDropHandle::new(listening) })
 }

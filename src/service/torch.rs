@@ -34,17 +34,18 @@ type TorchEngines = Engines<TorchTarget, TorchDrafter, TorchOptimizer>;
 
 /// Loads the models; reads gigabytes. Goes on from a checkpoint where there is one.
 pub async fn load(
-    loaded: &Loaded,
+    in_force: watch::Receiver<Loaded>,
     models: Models,
     folder: RunFolder,
     from: Option<Verified>,
     kept: watch::Receiver<Kept>,
     store: Arc<Store>,
 ) -> Result<TorchEngines, Failure> {
-    let config = loaded.config.clone();
+    let config = in_force.borrow().config.clone();
     let start_step = from.as_ref().map_or(0, |from| from.state.step);
     let setup = Setup {
         eval: config.eval.clone(),
+        in_force,
         target: config.target.dir.clone(),
         kind: kind_of(config.target.dtype.into()),
         draft: models.draft.clone(),

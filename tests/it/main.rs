@@ -9,6 +9,8 @@ mod dashboards;
 mod data;
 #[cfg(feature = "torch")]
 mod decode;
+mod deploy;
+mod ending;
 mod eval;
 #[cfg(feature = "torch")]
 mod evaluation;

@@ -118,3 +118,15 @@ fn the_scrape_configuration_names_the_default_port() {
     let address = admin.listen.0.unwrap().to_string();
     assert!(read("dashboards/prometheus.yml").contains(&address), "{address}");
 }
+
+/// What is set is written to logs, run.toml, checkpoints and state.db: a secret has to lie in a file that a setting names.
+#[test]
+fn no_setting_is_a_secret() {
+    for field in draftmill::config::FIELDS {
+        let last = field.key.rsplit('_').next().unwrap_or_default();
+        let secret = ["password", "passphrase", "secret", "credential", "bearer"].contains(&last)
+            || (last == "token" && field.section != "simulate")
+            || field.key == "api_key";
+        assert!(!secret, "{}.{} would be told to everybody; name a file instead", field.section, field.key);
+    }
+}

@@ -13,7 +13,7 @@ use std::{
 pub struct Run {
     folder: tempfile::TempDir,
     file: PathBuf,
-    sets: Vec<String>,
+    pub sets: Vec<String>,
 }
 
 impl Run {

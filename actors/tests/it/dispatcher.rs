@@ -139,7 +139,7 @@ impl Outside {
                     let (target, lost) = self.waiting.remove(&pull).unwrap();
                     assert!(self.serves(target), "a paused target got a job");
                     if lost {
-                        let actions = self.state.on_undelivered(lease);
+                        let actions = self.state.on_return(Return::Unused { lease });
                         self.apply(actions);
                         continue;
                     }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod checkpoints;
+mod closing;
 #[allow(clippy::disallowed_types, reason = "a recorder of metrics is shared by its nature")]
 mod counted;
 mod dispatcher;
@@ -13,6 +14,7 @@ mod pipeline;
 mod planner;
 mod pool;
 mod replayed;
+mod soak;
 mod steered;
 mod stragglers;
 mod tags;

@@ -418,7 +418,7 @@ proptest! {
         speeds in prop::collection::vec((0.1_f64..20.0, 2_u64..9), 4),
         window in 1_usize..16, poison in prop::option::of(5_u32..40),
         indigestible in prop::option::of(5_u64..40), barrier: bool, prefetch in 0_usize..4, queue_jobs in 1_usize..9,
-        stops in prop::collection::vec(0_u32..1000, 0..3), killed: bool,
+        stops in prop::collection::vec(0_u32..1000, 0..3), killed: bool, close: bool,
     ) {
         let broken = |&(slowness, every): &(f64, u64)| Breakage {
             slowness: Some(slowness), every: Some((every, Wrong::Fail)), poison, indigestible, ..Breakage::default()
@@ -446,7 +446,9 @@ proptest! {
 
         let (mut ledger, mut start) = (MemoryLedger::default(), 0);
         for part in stops {
-            let ended = World { stop_at: Some(took * part / 1000), ..node.clone() }.run_with(ledger, start);
+            let at = Some(took * part / 1000);
+            let (close_at, stop_at) = if close { (at, None) } else { (None, at) };
+            let ended = World { close_at, stop_at, ..node.clone() }.run_with(ledger, start);
             ledger = ended.result.unwrap().ledger.unwrap();
             start = ledger.checkpoints.last().map_or(0, |(step, _)| *step);
             if killed {

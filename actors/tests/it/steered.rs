@@ -35,7 +35,7 @@ fn steer<F: Future<Output = ()> + Send + 'static>(
 }
 
 /// Other settings at random, such as a reload lets through.
-fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Settings {
+pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Settings {
     let mut changed = base.clone();
     changed.pool = loop {
         let min_ready = rng.random_range(0..10);
@@ -124,10 +124,12 @@ proptest! {
 
     /// What a storm did until a stop is whole steps, and another start goes on from there.
     #[test]
-    fn a_stop_in_a_reload_storm_loses_nothing(seed: u64, stop_at in 0_u64..60) {
+    fn a_stop_in_a_reload_storm_loses_nothing(seed: u64, stop_at in 0_u64..60, close: bool) {
+        let at = Some(Duration::from_secs(stop_at));
         let steered = World {
             epochs: 2,
-            stop_at: Some(Duration::from_secs(stop_at)),
+            stop_at: if close { None } else { at },
+            close_at: if close { at } else { None },
             steer: storm(seed, 1000, 3),
             ..World::default()
         };
@@ -138,7 +140,7 @@ proptest! {
         if steps > 0 {
             prop_assert_eq!(first.ledger().checkpoints.last().map(|(s, _)| *s), Some(steps), "a stop writes a checkpoint");
         }
-        let world = World { stop_at: None, steer: None, ..steered };
+        let world = World { stop_at: None, close_at: None, steer: None, ..steered };
         let second = world.clone().run_with(first.result.unwrap().ledger.unwrap(), steps);
         assert_all_trained(&world, &second, 2);
     }

@@ -167,6 +167,13 @@ struct Case {
 type Change = (usize, usize, Vec<usize>);
 
 fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize, changes: &[Change]) -> Outside {
+    run_until(case, turns, (stop_at, State::on_stop), changes)
+}
+
+/// At this turn the trainer hears that.
+type End = (usize, fn(&mut State) -> Vec<Action>);
+
+fn run_until(case: &Case, turns: &[(usize, Fate)], (end_at, end): End, changes: &[Change]) -> Outside {
     let &Case { drafters, accumulation, batches, max_steps, ordered } = case;
     let mut o = Outside {
         state: State::new(drafters, accumulation, 0, max_steps),
@@ -188,8 +195,8 @@ fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize, changes: &[Change])
     o.apply(start);
     let endless = (0..).map(|i| (i % drafters, Fate::Trained));
     for (i, (d, fate)) in turns.iter().map(|&(d, f)| (d % drafters, f)).chain(endless).take(100_000).enumerate() {
-        if i == stop_at {
-            let actions = o.state.on_stop();
+        if i == end_at {
+            let actions = end(&mut o.state);
             o.apply(actions);
         }
         if o.over {
@@ -244,6 +251,22 @@ proptest! {
         let case = Case { drafters, accumulation, batches: 1000, max_steps: 0, ordered };
         let o = run(&case, &turns, stop_at, &[]);
         prop_assert!(o.steps.iter().all(|step| step.len() == drafters * accumulation));
+    }
+
+    #[test]
+    fn a_close_makes_every_whole_step_that_the_batches_give(
+        drafters in 1_usize..5, accumulation in 1_usize..5, batches in 0_u64..100, close_at in 0_usize..200, ordered: bool,
+        turns in prop::collection::vec((any::<usize>(), fate()), 0..200),
+    ) {
+        let case = Case { drafters, accumulation, batches, max_steps: 0, ordered };
+        let o = run_until(&case, &turns, (close_at, State::on_close), &[]);
+        let size = drafters * accumulation;
+        let trained = o.steps.iter().map(Vec::len).sum::<usize>() + o.skipped.len();
+        // The trainer may have been at its end before it heard of the close.
+        if trained as u64 != batches {
+            prop_assert!(o.steps.iter().all(|step| step.len() == size), "T1");
+            prop_assert!(batches - (trained as u64) < size as u64, "{} of {}", trained, batches);
+        }
     }
 
     /// A step has the size that was asked for before it began, and whoever is paused strands nothing.

@@ -7,7 +7,7 @@ use draftmill_actors::{
         TargetEngine, Writing,
     },
     fault::{Fault, Kill, Stops},
-    ledger::MemoryLedger,
+    ledger::{Ledger, MemoryLedger},
     mill::{self, Parts, Report},
     plan::{Order, PlanSettings},
     planner, pool_state,
@@ -61,11 +61,15 @@ pub struct World {
     pub bad_saves: Vec<u64>,
     /// Asks for an orderly end at this time.
     pub stop_at: Option<Duration>,
+    /// Asks for an end that trains what is in the pool.
+    pub close_at: Option<Duration>,
     pub abort_at: Option<Duration>,
     /// Counts what each target has extracted.
     pub counts: Vec<Arc<AtomicU64>>,
     /// Somebody steers.
     pub steer: Option<Steer>,
+    /// Keeps no record but the last.
+    pub forgetful: bool,
 }
 
 /// Steers a mill that began with these settings, for as long as it runs.
@@ -95,6 +99,8 @@ pub enum Wrong {
     Nan,
     Short,
     Panic,
+    /// A panic of which the test's output has nothing.
+    QuietPanic,
     Hang,
 }
 
@@ -135,30 +141,34 @@ impl Default for World {
             save_takes: Duration::ZERO,
             bad_saves: Vec::new(),
             stop_at: None,
+            close_at: None,
             abort_at: None,
             counts: Vec::new(),
             steer: None,
+            forgetful: false,
         }
     }
 }
 
 /// What came out.
-pub struct Outcomes {
-    pub result: Result<Report<MemoryLedger>, Fault>,
+pub struct Outcomes<L = MemoryLedger> {
+    pub result: Result<Report<L>, Fault>,
     pub records: Vec<StepRecord>,
     /// Virtual time.
     pub took: Duration,
 }
 
-impl Outcomes {
+impl<L> Outcomes<L> {
     /// The report of a run that must have gone well.
-    pub fn report(&self) -> &Report<MemoryLedger> {
+    pub fn report(&self) -> &Report<L> {
         match &self.result {
             Ok(report) => report,
             Err(fault) => panic!("the run failed: {fault}"),
         }
     }
+}
 
+impl Outcomes {
     pub fn ledger(&self) -> &MemoryLedger {
         self.report().ledger.as_ref().expect("the planner returns its ledger")
     }
@@ -181,7 +191,7 @@ impl World {
         self.run_with(MemoryLedger::default(), 0)
     }
 
-    pub fn run_with(self, ledger: MemoryLedger, start_step: u64) -> Outcomes {
+    pub fn run_with<L: Ledger>(self, ledger: L, start_step: u64) -> Outcomes<L> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         runtime.block_on(self.go(ledger, start_step))
     }
@@ -195,7 +205,7 @@ impl World {
         counts.iter().map(|c| c.load(Ordering::Relaxed)).collect()
     }
 
-    async fn go(self, ledger: MemoryLedger, start_step: u64) -> Outcomes {
+    async fn go<L: Ledger>(self, ledger: L, start_step: u64) -> Outcomes<L> {
         let bounds = match self.bounds.is_empty() {
             true => draftmill_actors::buckets::optimal_bounds(&self.lengths, 4),
             false => self.bounds.clone(),
@@ -264,7 +274,8 @@ impl World {
         let (steering, steered) = Steering::new(&settings);
         let steering = self.steer.clone().map(|steer| tokio::spawn(steer(steering, settings.clone())));
         let run = tokio::spawn(mill::run_steered(settings, parts, steered, stops.clone()));
-        for (after, token) in [(self.stop_at, &stops.stop), (self.abort_at, &stops.abort)] {
+        let tokens = [(self.close_at, &stops.close), (self.stop_at, &stops.stop), (self.abort_at, &stops.abort)];
+        for (after, token) in tokens {
             let (Some(after), token) = (after, token.clone()) else { continue };
             tokio::spawn(async move {
                 tokio::time::sleep(after).await;
@@ -274,6 +285,9 @@ impl World {
         let collect = tokio::spawn(async move {
             let mut all = Vec::new();
             while let Some(record) = recorded.recv().await {
+                if self.forgetful {
+                    all.clear();
+                }
                 all.push(record);
             }
             all
@@ -305,6 +319,7 @@ impl Trouble {
         }
         match wrong {
             Wrong::Panic => panic!("the engine panicked on purpose"),
+            Wrong::QuietPanic => std::panic::resume_unwind(Box::new("the engine panicked on purpose")),
             Wrong::Hang => std::future::pending().await,
             other => Some(other),
         }

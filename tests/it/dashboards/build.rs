@@ -35,6 +35,8 @@ struct Panel {
     decimals: Option<u64>,
     min: Option<f64>,
     max: Option<f64>,
+    /// The axis reaches at least up to here.
+    reach: Option<f64>,
     /// What to write instead of a value.
     #[serde(default)]
     text: BTreeMap<String, String>,
@@ -42,6 +44,15 @@ struct Panel {
     none: Option<String>,
     /// Of a stat: "name" instead of the value.
     show: Option<String>,
+    /// Of a stat: a small graph of what it was behind the value.
+    #[serde(default)]
+    spark: bool,
+    /// Of a stat: the whole panel has the colour of the threshold.
+    #[serde(default)]
+    background: bool,
+    /// Colours by legend, where the same thing has the same colour on several panels.
+    #[serde(default)]
+    colors: BTreeMap<String, String>,
     /// Draw the thresholds as lines.
     #[serde(default)]
     mark_thresholds: bool,
@@ -91,14 +102,19 @@ pub fn dashboard(source: &Source) -> Value {
             "id": id, "type": "row", "title": row.title, "collapsed": false, "panels": [], "gridPos": place
         }));
         y += 1;
-        let (mut x, mut line) = (0, 0);
+        // The next free place of the line, its height, and the width and height of what its last column holds.
+        let (mut x, mut line, mut column) = (0, 0, (0, 0));
         for panel in &row.panel {
-            if x + panel.width > 24 {
+            let below = column.0 == panel.width && column.1 + panel.height <= line;
+            if !below && x + panel.width > 24 {
                 (x, y, line) = (0, y + line, 0);
             }
-            let place = json!({"h": panel.height, "w": panel.width, "x": x, "y": y});
+            column = if below { column } else { (panel.width, 0) };
+            x += if below { 0 } else { panel.width };
+            let place = json!({"h": panel.height, "w": panel.width, "x": x - panel.width, "y": y + column.1});
             panels.push(panel.json(panels.len() + 1, place));
-            (x, line) = (x + panel.width, line.max(panel.height));
+            column.1 += panel.height;
+            line = line.max(column.1);
         }
         y += line;
     }
@@ -185,9 +201,9 @@ impl Panel {
     }
 
     fn stat(&self) -> Value {
-        let problem = self.thresholds.values().any(|color| color == "red");
         json!({
-            "reduceOptions": last(), "colorMode": if problem { "background" } else { "value" }, "graphMode": "none",
+            "reduceOptions": last(), "colorMode": if self.background { "background" } else { "value" },
+            "graphMode": if self.spark { "area" } else { "none" },
             "textMode": self.show.as_deref().unwrap_or("value"), "justifyMode": "auto", "orientation": "auto", "wideLayout": true,
         })
     }
@@ -211,7 +227,8 @@ impl Panel {
         let all = defaults.as_object_mut().unwrap();
         let mut add = |key: &str, value: Option<Value>| value.map(|value| all.insert(key.to_owned(), value));
         add("decimals", self.decimals.map(Value::from));
-        add("min", self.min.map(Value::from));
+        // Bars begin at 0, whatever the shortest one is.
+        add("min", self.min.or((self.kind == Kind::Bars).then_some(0.0)).map(Value::from));
         add("max", self.max.map(Value::from));
         add("noValue", self.none.clone().map(Value::from));
         add("custom", drawn.then(|| self.custom()));
@@ -222,14 +239,19 @@ impl Panel {
         let (stacking, fill) = match self.kind {
             Kind::Area => ("normal", 40),
             Kind::Percent => ("percent", 60),
-            _ => ("none", 8),
+            // Several fills upon each other are of no colour.
+            _ => ("none", if self.queries.len() == 1 && !self.queries[0].legend.contains("{{") { 12 } else { 0 }),
         };
-        json!({
+        let mut custom = json!({
             "drawStyle": "line", "lineInterpolation": "linear", "lineWidth": if fill > 50 { 0 } else { 1 }, "fillOpacity": fill,
             "gradientMode": "none", "showPoints": "never", "spanNulls": false, "axisPlacement": "auto",
             "stacking": {"mode": stacking, "group": "A"},
             "thresholdsStyle": {"mode": if self.mark_thresholds { "dashed" } else { "off" }},
-        })
+        });
+        if let Some(reach) = self.reach {
+            custom["axisSoftMax"] = reach.into();
+        }
+        custom
     }
 
     fn mappings(&self) -> Value {
@@ -242,23 +264,28 @@ impl Panel {
 
     fn overrides(&self) -> Vec<Value> {
         let limits = self.queries.iter().enumerate().filter(|(_, query)| query.dashed);
-        limits
-            .map(|(at, _)| {
-                json!({
-                    "matcher": {"id": "byFrameRefID", "options": name(at)},
-                    "properties": [
-                        {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 8]}},
-                        {"id": "custom.fillOpacity", "value": 0},
-                        {"id": "custom.stacking", "value": {"mode": "none", "group": "limit"}},
-                        {"id": "color", "value": {"mode": "fixed", "fixedColor": "text"}},
-                    ],
-                })
+        let limits = limits.map(|(at, _)| {
+            json!({
+                "matcher": {"id": "byFrameRefID", "options": name(at)},
+                "properties": [
+                    {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 8]}},
+                    {"id": "custom.fillOpacity", "value": 0},
+                    {"id": "custom.stacking", "value": {"mode": "none", "group": "limit"}},
+                    {"id": "color", "value": {"mode": "fixed", "fixedColor": "text"}},
+                ],
             })
-            .collect()
+        });
+        let colors = self.colors.iter().map(|(legend, color)| {
+            json!({
+                "matcher": {"id": "byName", "options": legend},
+                "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": color}}],
+            })
+        });
+        limits.chain(colors).collect()
     }
 
     fn targets(&self) -> Vec<Value> {
-        let now = matches!(self.kind, Kind::Stat | Kind::Bars);
+        let now = matches!(self.kind, Kind::Stat | Kind::Bars) && !self.spark;
         let queries = self.queries.iter().enumerate();
         queries
             .map(|(at, query)| {

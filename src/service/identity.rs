@@ -1,0 +1,45 @@
+//! What must stay the same while a run goes on, over all its starts.
+
+use super::{Failed, models::Models};
+use crate::{
+    config::{Config, Labels},
+    data::Store,
+    exit::{Exit, Failure},
+    state::Identity,
+};
+use draftmill_actors::plan::PlanSettings;
+
+/// What must not change while a run goes on, by the name that a person knows it by.
+pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
+    let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
+    let mut identity = Identity::new();
+    for (name, value) in [
+        ("data", data_name(store)),
+        ("data.max_length", made_with("max_length")),
+        ("tokenizer", made_with("tokenizer_sha256")),
+        ("template", made_with("template_sha256")),
+        ("run.engine", format!("{:?}", config.run.engine).to_lowercase()),
+        ("run.seed", config.run.seed.to_string()),
+        ("plan.job_tokens", plan.job_tokens.to_string()),
+        ("plan buckets", format!("{:?}", plan.bounds)),
+        ("plan.order", format!("{:?}", plan.order).to_lowercase()),
+    ] {
+        identity.insert(name.into(), value);
+    }
+    // Only where it is not the default, so that older runs go on.
+    if config.drafter.labels != Labels::Data {
+        identity.insert("drafter.labels".into(), config.drafter.labels.to_string());
+    }
+    if let Some(models) = models {
+        models.identity(&config.target.dir, config.drafter.init.as_deref(), &mut identity).failed(Exit::Model)?;
+    }
+    Ok(identity)
+}
+
+/// The store's fingerprint, with the names of the files that it was made of for people.
+fn data_name(store: &Store) -> String {
+    let inputs = store.metadata().get("inputs").and_then(|text| serde_json::from_str::<serde_json::Value>(text).ok());
+    let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();
+    let names: Vec<_> = names.filter_map(|input| input["name"].as_str()).collect();
+    format!("{} ({})", store.fingerprint(), names.join(", "))
+}
