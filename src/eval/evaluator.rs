@@ -144,9 +144,15 @@ async fn run(
         drop(turn);
     }
     let Some(Last { step, checkpoint }) = last.flatten() else { return };
-    let what = turns.wanted();
-    let known = |measured: &Measured| measured.step == step && (measured.decoded.is_some() || !what.decode);
-    if what != What::NOTHING && !history.borrow().0.iter().any(known) {
+    let what = {
+        let (wanted, history) = (turns.wanted(), history.borrow());
+        let known = |of: fn(&Measured) -> bool| history.0.iter().any(|measured| measured.step == step && of(measured));
+        What {
+            held_out: wanted.held_out && !known(|measured| measured.held_out.is_some()),
+            decode: wanted.decode && !known(|measured| measured.decoded.is_some()),
+        }
+    };
+    if what != What::NOTHING {
         let read = move |draft: &DraftConfig| {
             load_params(draft, &TensorFiles::open_file(&checkpoint.join(checkpoint::WEIGHTS))?)
         };
@@ -182,7 +188,7 @@ async fn measure(
             if let Err(error) = log.push(&measured) {
                 tracing::warn!(%error, path = %log.path().display(), "a measure could not be written down");
             }
-            history.send_modify(|history| history.0.push(measured.clone()));
+            history.send_modify(|history| history.push(measured.clone()));
             tell(&measured, history.borrow().best());
         }
         Err(error) => failed(step, &error.to_string()),

@@ -1,4 +1,4 @@
-//! What was measured while a run trained: one line of `evals.jsonl` for each measure, and what follows from them.
+//! What was measured while a run trained: a line of `evals.jsonl` for each measure, and what follows from them.
 
 use serde::{Deserialize, Serialize};
 use std::{
@@ -73,6 +73,22 @@ pub struct Decoded {
 pub struct History(pub Vec<Measured>);
 
 impl History {
+    /// Adds a measure. One of the same weights as the last one completes that.
+    pub fn push(&mut self, measured: Measured) {
+        match self.0.last_mut().filter(|last| last.step == measured.step) {
+            Some(last) => {
+                let former = std::mem::take(last);
+                *last = Measured {
+                    seconds: former.seconds + measured.seconds,
+                    held_out: measured.held_out.or(former.held_out),
+                    decoded: measured.decoded.or(former.decoded),
+                    ..measured
+                };
+            }
+            None => self.0.push(measured),
+        }
+    }
+
     /// Acceptance by step, of those that were decoded with.
     pub fn curve(&self) -> impl Iterator<Item = (u64, f64)> + '_ {
         self.0.iter().filter_map(|measured| Some((measured.step, measured.decoded.as_ref()?.acceptance)))
@@ -124,7 +140,11 @@ impl EvalLog {
 /// What the folder of a run says of its measures; nothing where there were none.
 pub fn read(run: &Path) -> io::Result<History> {
     match fs::read_to_string(run.join(FILE)) {
-        Ok(text) => Ok(History(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())),
+        Ok(text) => {
+            let mut history = History::default();
+            text.lines().filter_map(|line| serde_json::from_str(line).ok()).for_each(|measured| history.push(measured));
+            Ok(history)
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(History::default()),
         Err(error) => Err(error),
     }
@@ -170,5 +190,10 @@ mod tests {
         assert_eq!((history.best(), history.held_out().map(|(step, _)| step)), (Some((10, 1.5)), Some(20)));
         assert_eq!(read(folder.path()).unwrap(), history);
         assert_eq!(History(vec![measured(3, Some(2.0)), measured(5, Some(2.0))]).best(), Some((5, 2.0)));
+        // What was measured of the same weights in two parts is one measure.
+        let mut history = History(vec![measured(3, None)]);
+        let decoded = Some(Decoded { acceptance: 1.5, ..Decoded::default() });
+        history.push(Measured { step: 3, decoded, ..Measured::default() });
+        assert_eq!(history, History(vec![measured(3, Some(1.5))]));
     }
 }

@@ -12,8 +12,8 @@ const MEASURED: &[&str] = &[
 ];
 
 fn measures(run: &Run) -> Vec<Value> {
-    let log = std::fs::read_to_string(run.dir().join("evals.jsonl")).unwrap();
-    log.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    let history = draftmill::eval::read_history(&run.dir()).unwrap();
+    history.0.into_iter().map(|measured| serde_json::to_value(measured).unwrap()).collect()
 }
 
 #[test]
