@@ -89,6 +89,7 @@ impl Derivation {
                 loss: last(m::LOSS),
                 accuracy: last(m::ACCURACY),
                 acceptance: samples.get(m::EVAL_ACCEPTANCE).filter(|tokens| *tokens > 0.0),
+                acceptance_curve: facts.acceptance.as_ref().map_or_else(Vec::new, |measured| measured.curve.clone()),
                 learning_rate: last(m::LEARNING_RATE),
                 grad_norm: last(m::GRAD_NORM),
                 tokens_per_second: rate(&moment, short, |moment| moment.trained.values().sum()).round(),

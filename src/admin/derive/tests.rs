@@ -1,7 +1,7 @@
 //! Rates, shares and sentences from metrics that real meters wrote, on a clock that the test owns.
 
 use super::*;
-use crate::admin::recorder;
+use crate::{admin::recorder, service::facts::Acceptance};
 use draftmill_actors::meter::{Cause, Meter};
 use metrics::{counter, gauge, with_local_recorder};
 use metrics_exporter_prometheus::PrometheusRecorder;
@@ -171,6 +171,7 @@ async fn pool_loss_and_checkpoint_are_those_of_the_metrics() {
     let mut world = World::new();
     let before = world.look(both_up);
     assert_eq!((before.training.loss, before.checkpoint.at), (None, None));
+    world.facts.acceptance = Some(Acceptance { curve: vec![(0, 1.5), (60, 2.75)], ..Acceptance::default() });
     let status = world.look(|| {
         gauge!(m::LOSS).set(2.5);
         gauge!(m::ACCURACY).set(0.25);
@@ -188,6 +189,8 @@ async fn pool_loss_and_checkpoint_are_those_of_the_metrics() {
     });
     assert_eq!((status.training.loss, status.training.accuracy), (Some(2.5), Some(0.25)));
     assert_eq!((before.training.acceptance, status.training.acceptance), (None, Some(2.75)));
+    assert!(before.training.acceptance_curve.is_empty());
+    assert_eq!(status.training.acceptance_curve, [(0, 1.5), (60, 2.75)]);
     assert_eq!(status.training.grad_norm, None, "what is not finite is not told as a number");
     let bucket = |bucket, longest, batches, drawn| Bucket { bucket, longest, batches, drawn };
     assert_eq!(status.pool.buckets, [bucket(0, 64, 0, 0), bucket(1, 128, 3, 9)]);

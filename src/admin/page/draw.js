@@ -169,10 +169,15 @@ function drawSeries(status) {
     const key = tile.dataset.series;
     const value = at(status, key);
     const known = value !== null && value !== undefined;
-    if (key === "training.acceptance") tile.hidden = !known;
-    const values = (history[key] ||= []);
-    values.push(known ? value : null);
-    if (values.length > KEPT) values.shift();
+    let values = (history[key] ||= []);
+    if (key === "training.acceptance") {
+      // Measured now and then: the run remembers its curve, and this page may have been opened a moment ago.
+      tile.hidden = !known;
+      values = status.training.acceptance_curve.map(([, acceptance]) => acceptance);
+    } else {
+      values.push(known ? value : null);
+      if (values.length > KEPT) values.shift();
+    }
     sparkline(tile.querySelector("svg"), tile.querySelector(".range"), values, FORMATS[key]);
   }
 }
