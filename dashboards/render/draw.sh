@@ -57,7 +57,7 @@ free() { node -e 'const s = require("net").createServer().listen(0, "127.0.0.1",
 
 say "building draftmill and the page"
 (cd "$root" && cargo build --quiet --locked "${features[@]}")
-cp "$root/target/debug/draftmill" "$work/"
+cp "${CARGO_TARGET_DIR:-$root/target}/debug/draftmill" "$work/"
 cp -r "$here/page" "$root/dashboards/draftmill.json" "$work/"
 mv "$work/draftmill.json" "$work/page/"
 ln -s "$packages/node_modules" "$packages/package.json" "$work/page/"

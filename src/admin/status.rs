@@ -76,8 +76,9 @@ pub struct Progress {
 pub struct Training {
     pub loss: Option<f64>,
     pub accuracy: Option<f64>,
-    /// Tokens per verification at the last evaluation of this start; absent before.
+    /// Tokens per verification, where a run measures it: of the last measure, and of each by its step.
     pub acceptance: Option<f64>,
+    pub acceptance_curve: Vec<(u64, f64)>,
     pub learning_rate: Option<f64>,
     pub grad_norm: Option<f64>,
     /// Real tokens per second of all drafters, and of all targets.

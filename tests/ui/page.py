@@ -24,7 +24,8 @@ from webdriver import Browser, wait
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HERE = os.path.join(ROOT, "tests", "ui")
-DRAFTMILL = os.environ.get("DRAFTMILL", os.path.join(ROOT, "target", "debug", "draftmill"))
+TARGET = os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target"))
+DRAFTMILL = os.environ.get("DRAFTMILL", os.path.join(TARGET, "debug", "draftmill"))
 # All tests together.
 LONGEST = 175
 TAB, ENTER = "\ue004", "\ue007"
