@@ -153,6 +153,7 @@ async fn run(
         }
     };
     if what != What::NOTHING {
+        tracing::info!(step, "measuring the drafter that the run ends with");
         let read = move |draft: &DraftConfig| {
             load_params(draft, &TensorFiles::open_file(&checkpoint.join(checkpoint::WEIGHTS))?)
         };

@@ -62,6 +62,7 @@ pub fn close(loaded: &Loaded, folder: &RunFolder, run: u64, left: Left<'_>) -> R
     let exports = summary.finished && config.run.engine == Engine::Torch;
     if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
         let export = folder.export();
+        tracing::info!("exporting the drafter, and serving the export once before it counts");
         crate::export::export_run(&checkpoint, &export, config).failed(Exit::Run)?;
         summary.export_dir = Some(export);
     }
