@@ -1,6 +1,6 @@
 //! The life of the process, through the binary: what a start says, what a service manager hears, and how signals end it.
 
-use crate::train::{Run, interrupt, signal, text};
+use crate::train::{Guarded, Run, interrupt, signal, text};
 use draftmill_actors::types::Outcome;
 use serde_json::Value;
 use std::{
@@ -13,7 +13,7 @@ use std::{
 
 /// A run that is about to train or trains already, and everything that it says until it ends.
 struct Running {
-    child: Child,
+    child: Guarded,
     lines: std::io::Lines<BufReader<std::process::ChildStderr>>,
     said: Vec<String>,
 }
@@ -24,7 +24,7 @@ impl Running {
         train.env_remove("NOTIFY_SOCKET").envs(environment.iter().copied());
         let mut child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        Running { child, lines, said: Vec::new() }
+        Running { child: Guarded(child), lines, said: Vec::new() }
     }
 
     /// Waits for a line of the log that has this.
@@ -43,13 +43,6 @@ impl Running {
     fn ends(mut self) -> (ExitStatus, Vec<String>) {
         self.said.extend(self.lines.by_ref().map(Result::unwrap));
         (self.child.wait().unwrap(), std::mem::take(&mut self.said))
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

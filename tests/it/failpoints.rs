@@ -5,7 +5,7 @@
 
 use crate::{
     recovery::copy,
-    scrape::without_run,
+    scrape::{get, without_run},
     torture::{assert_every_job_once, assert_sound},
     train::{Run, text},
 };
@@ -13,8 +13,7 @@ use draftmill::state::StateReader;
 use serde_json::Value;
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
+    io::{BufRead, BufReader},
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
@@ -268,11 +267,7 @@ fn a_checkpoint_that_failed_is_counted() {
             address = url.trim_start_matches("http://").trim_end_matches("/metrics").to_owned();
         }
         if line["message"].as_str().is_some_and(|text| text.contains("could not be written")) {
-            let mut stream = TcpStream::connect(&address).unwrap();
-            stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n").unwrap();
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).unwrap();
-            counted = Some(without_run(&answer));
+            counted = Some(without_run(&get(&address, "/metrics")));
         }
     }
     assert_eq!(child.wait().unwrap().code(), Some(0));

@@ -1,18 +1,17 @@
 //! Changed settings of a running service, through the binary: taken, refused, told in the log, the metrics and state.db.
 
 use crate::{
-    scrape::without_run,
-    train::{interrupt, signal},
+    scrape::{get, without_run},
+    train::{Guarded, interrupt, signal},
 };
 use draftmill::state::{STEP_SIZE, StateReader};
 use rusqlite::Connection;
 use serde_json::Value;
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
+    io::{BufRead, BufReader},
     path::PathBuf,
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Command, ExitStatus, Stdio},
     sync::mpsc::{Receiver, channel},
     time::Duration,
 };
@@ -62,7 +61,7 @@ poll = "50ms"
 /// A service that trains until it is told to stop, with a configuration file of its own.
 struct Service {
     folder: tempfile::TempDir,
-    child: Child,
+    child: Guarded,
     lines: Receiver<Value>,
     metrics: String,
 }
@@ -91,7 +90,7 @@ impl Service {
                 }
             }
         });
-        let mut service = Service { folder, child, lines, metrics: String::new() };
+        let mut service = Service { folder, child: Guarded(child), lines, metrics: String::new() };
         let started = service.wait_for(|line| line["metrics"].is_string(), "the address of its metrics");
         service.metrics = started["metrics"].as_str().unwrap().trim_start_matches("http://").to_owned();
         service.until_metric("draftmill_step ", |step| step >= 2.0);
@@ -128,11 +127,7 @@ impl Service {
     }
 
     fn metric(&self, name: &str) -> f64 {
-        let mut stream = TcpStream::connect(self.metrics.trim_end_matches("/metrics")).unwrap();
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n").unwrap();
-        let mut text = String::new();
-        stream.read_to_string(&mut text).unwrap();
-        let text = without_run(&text);
+        let text = without_run(&get(self.metrics.trim_end_matches("/metrics"), "/metrics"));
         let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} in\n{text}"));
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
@@ -176,13 +171,6 @@ impl Service {
             std::thread::sleep(LOOK);
         }
         panic!("it does not end");
-    }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

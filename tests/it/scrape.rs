@@ -1,6 +1,6 @@
 //! What a running service answers to Prometheus: every series of the table from the first scrape, no other one ever.
 
-use crate::train::{Run, SLOW, interrupt};
+use crate::train::{Guarded, Run, SLOW, interrupt};
 use draftmill_actors::{
     meter,
     metrics::{self as m, Kind, Known, TABLE},
@@ -9,7 +9,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     io::{BufRead, BufReader, Read, Write},
     net::TcpStream,
-    process::{Child, Stdio},
+    process::Stdio,
     rc::Rc,
     time::Duration,
 };
@@ -17,7 +17,7 @@ use std::{
 /// A run that goes on until it is dropped, and the port on which it answers.
 pub struct Running {
     pub run: Rc<Run>,
-    child: Child,
+    child: Guarded,
     pub address: String,
 }
 
@@ -43,7 +43,7 @@ impl Running {
         };
         // Nobody reads on; the pipe must not fill up.
         std::thread::spawn(move || lines.for_each(drop));
-        Running { run, child, address }
+        Running { run, child: Guarded(child), address }
     }
 
     /// All series by name and labels, as they are now.
@@ -71,14 +71,6 @@ impl Running {
     pub fn stop(mut self) -> Option<i32> {
         interrupt(&self.child);
         self.child.wait().unwrap().code()
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        // One that has ended already needs no killing.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

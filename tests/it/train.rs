@@ -4,6 +4,7 @@ use draftmill::state::StateReader;
 use draftmill_actors::types::{JobId, Outcome};
 use serde_json::Value;
 use std::{
+    ops::{Deref, DerefMut},
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
     time::Duration,
@@ -96,6 +97,31 @@ impl Run {
 
 pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// A child that does not outlive its test.
+pub struct Guarded(pub Child);
+
+impl Deref for Guarded {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Guarded {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        // One that has ended already needs no killing.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 pub fn interrupt(child: &Child) {
