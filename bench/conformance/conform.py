@@ -14,29 +14,15 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import venv
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent))
+from packages import environment  # noqa: E402
+
 LIMIT = 1e-4
 # Tokens before the block: fewer than it has slots, and more.
 LENGTHS = (1, 5, 40)
-
-
-def environment():
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = pathlib.Path(os.environ.get("DRAFTMILL_CACHE") or os.path.join(base, "draftmill")) / "conformance-1"
-    python = folder / "bin" / "python"
-    whole = folder / ".whole"
-    wanted = (HERE / "requirements.txt").read_text() + (HERE / "packages.txt").read_text()
-    if not (whole.exists() and whole.read_text() == wanted):
-        print(f"installing the packages to compare with into {folder}", file=sys.stderr)
-        venv.create(folder, with_pip=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--requirement", HERE / "requirements.txt"], check=True)
-        subprocess.run([*pip, "--no-deps", "--requirement", HERE / "packages.txt"], check=True)
-        whole.write_text(wanted)
-    return python
 
 
 def mill(command, *arguments):
@@ -53,7 +39,7 @@ def main():
     args = args.parse_args()
     if args.compare:
         return compare(*map(pathlib.Path, args.compare))
-    python = environment()
+    python = environment("conformance-1", HERE)
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         runs = [pathlib.Path(run).absolute() for run in args.run]

@@ -16,14 +16,13 @@ import os
 import re
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftmill" / "peers-1"
-# Without their requirements: neither trainer's step touches the serving engines and dashboards that they ask for.
-ALONE = ["specforge==0.2.0", "speculators==0.9.0", "hs-connectors==0.9.0"]
+sys.path.insert(0, str(HERE.parent))
+from packages import cache_dir, environment  # noqa: E402
+
 # The configurations of reference numbers: rows, anchors of a row, layers, and what each ratio has to reach.
 STEPS = {
     "2x64x2": dict(rows=2, anchors=64, layers=2, default=1.7, best=1.4),
@@ -36,19 +35,6 @@ RAGGED, EQUAL = "256,230,198,160,121,90,64,37", ",".join(["256"] * 8)
 
 def say(text):
     print(f"bench-peers: {text}", file=sys.stderr, flush=True)
-
-
-def environment():
-    """Path of a Python that has the packages."""
-    python, stamp = CACHE / "bin" / "python", CACHE / "complete"
-    if not stamp.exists():
-        say(f"installing {', '.join(ALONE)} and their libraries into {CACHE}")
-        venv.create(CACHE, clear=True, with_pip=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
-        subprocess.run([*pip, "-r", HERE / "packages.txt"], check=True)
-        subprocess.run([*pip, "--no-deps", *ALONE], check=True)
-        stamp.touch()
-    return python
 
 
 def ours():
@@ -138,7 +124,7 @@ def steps(args, python, program, table, details):
 
 def extraction(args, python, program, table, details):
     """Our extraction beside transformers' forward with all hidden states and logits."""
-    model = CACHE / "target"
+    model = cache_dir() / "peers-1" / "target"
     if not (model / "config.json").exists():
         measure([python, HERE / "measure.py", "make-model", "--model", model])
     for name, lengths, buckets, extra, least in [
@@ -178,7 +164,7 @@ def main():
     parser.add_argument("--only", choices=["steps", "extraction", "growth"])
     parser.add_argument("--prototype")
     args = parser.parse_args()
-    python, program = environment(), ours()
+    python, program = environment("peers-1", HERE), ours()
     before, table, details = os.getloadavg()[0], Table(), {}
     wanted = lambda name: args.only in (None, name)
     if wanted("steps"):
