@@ -94,7 +94,10 @@ pub struct ExportReport {
 pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Result<ExportReport, ExportError> {
     let from = Verified::open(dir)?;
     let draft = DraftConfig { dtype: options.dtype, ..from.draft.clone() };
-    let target = options.target.as_deref().map(|folder| belongs(&draft, folder)).transpose()?;
+    let target = options.target.as_deref().map(TargetConfig::load).transpose()?;
+    if let Some((folder, model)) = options.target.as_deref().zip(target.as_ref()) {
+        belongs(&draft, folder, model)?;
+    }
     let files = from.tensors(checkpoint::WEIGHTS)?;
     let mut tensors = named(&files, &draft)?;
     let json = match options.layout {
@@ -135,21 +138,18 @@ pub fn export_run(checkpoint: &Path, out: &Path, config: &Config) -> Result<Expo
 
 /// Turns a drafter's folder of either layout into one of z-lab's with the same number type: the same bits under the same names.
 pub fn import_folder(dir: &Path, target: Option<&Path>, out: &Path, force: bool) -> Result<ExportReport, ExportError> {
-    let target = target.map(|folder| Ok::<_, HfError>((folder, TargetConfig::load(folder)?))).transpose()?;
-    let folder = DraftFolder::open(dir, target.as_ref().map(|(_, target)| target.num_hidden_layers))?;
-    if let Some((target, config)) = &target {
-        let why = folder.config.fits(config);
-        why.map_err(|why| ExportError::OtherTarget { target: target.to_path_buf(), why })?;
+    let model = target.map(TargetConfig::load).transpose()?;
+    let folder = DraftFolder::open(dir, model.as_ref().map(|model| model.num_hidden_layers))?;
+    if let Some((target, model)) = target.zip(model.as_ref()) {
+        belongs(&folder.config, target, model)?;
     }
     let tensors = named(&folder.files, &folder.config)?;
     write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))
 }
 
-/// The target of a drafter, or why it is another's.
-fn belongs(draft: &DraftConfig, folder: &Path) -> Result<TargetConfig, ExportError> {
-    let target = TargetConfig::load(folder)?;
-    draft.fits(&target).map_err(|why| ExportError::OtherTarget { target: folder.to_owned(), why })?;
-    Ok(target)
+/// Refuses a drafter of another target than `model`, which lies in `folder`.
+fn belongs(draft: &DraftConfig, folder: &Path, model: &TargetConfig) -> Result<(), ExportError> {
+    draft.fits(model).map_err(|why| ExportError::OtherTarget { target: folder.to_owned(), why })
 }
 
 /// The drafter's own tensors, in f32.

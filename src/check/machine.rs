@@ -23,7 +23,7 @@ impl Machine {
         Machine {
             torch: cfg!(feature = "torch"),
             cuda_devices: cuda_devices(),
-            memory: memory(),
+            memory: host_memory(),
             free_disk: free_disk(&config.run.dir),
             ask_port: true,
         }
@@ -131,7 +131,7 @@ fn cuda_devices() -> usize {
 }
 
 /// Memory of the host in bytes, as Linux tells it.
-fn memory() -> Option<u64> {
+pub fn host_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

@@ -8,7 +8,7 @@ mod report;
 
 pub use self::{
     forecast::{Bucket, DeviceMemory, Disk, Forecast, PoolForecast, forecast},
-    machine::{Machine, room_problems},
+    machine::{Machine, host_memory, room_problems},
     report::Report,
 };
 

@@ -45,11 +45,7 @@ fn check(dir: &Path, target: Option<&Path>, json: bool) -> Result<(), Failure> {
 /// Whether a sound folder is a drafter of this target.
 fn belongs(dir: &Path, target: &Path) -> Result<(), Failure> {
     let model = TargetConfig::load(target).map_err(Failure::of(Exit::Model))?;
-    let folder = DraftFolder::open(dir, Some(model.num_hidden_layers)).map_err(Failure::of(Exit::Model))?;
-    folder.config.fits(&model).map_err(|why| {
-        let (dir, target) = (dir.display(), target.display());
-        Failure::new(Exit::Model, format!("the drafter of {dir} was not made for the target of {target}: {why}"))
-    })
+    DraftFolder::open_for(dir, target, &model).map(drop).map_err(Failure::of(Exit::Model))
 }
 
 fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
@@ -125,12 +121,11 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     ))
 }
 
-/// The checkpoint whose drafter had the best measured acceptance; of two that are as good the later one.
+/// The checkpoint whose drafter had the best measured acceptance.
 fn best(run: &Path, steps: &[u64]) -> Result<u64, Failure> {
     let scores = eval::scores(run);
     let scored = steps.iter().filter_map(|step| Some((*step, *scores.get(step)?)));
-    let best = scored.max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
-    best.map(|(step, _)| step).ok_or_else(|| {
+    eval::best(scored).map(|(step, _)| step).ok_or_else(|| {
         let run = run.display();
         Failure::new(
             Exit::Model,

@@ -121,10 +121,17 @@ pub struct Eval {
 impl Config {
     /// Whether anything is measured beside the steps, where `held_out` samples are kept apart.
     pub fn measures(&self, held_out: bool) -> bool {
-        let Eval { every_steps, decode_every_steps, prompt_file, .. } = &self.eval;
+        let eval = &self.eval;
         let any =
-            held_out && every_steps.is_some() || decode_every_steps.is_some() && (held_out || prompt_file.is_some());
+            held_out && eval.every_steps.is_some() || eval.can_decode(held_out) && eval.decode_every_steps.is_some();
         any && self.run.engine == Engine::Torch
+    }
+}
+
+impl Eval {
+    /// Whether there are prompts to decode, where `held_out` samples are kept apart.
+    pub fn can_decode(&self, held_out: bool) -> bool {
+        held_out || self.prompt_file.is_some()
     }
 }
 

@@ -99,7 +99,7 @@ pub struct Setup {
 pub fn start(setup: Setup, log: EvalLog, history: History) -> Result<Option<(Snapshots, Evaluator)>, ModelError> {
     let eval = &setup.eval;
     let held_out = !setup.store.is_empty(Split::Validation);
-    let can = What { held_out, decode: held_out || eval.prompt_file.is_some() };
+    let can = What { held_out, decode: eval.can_decode(held_out) };
     if can == What::NOTHING {
         return Ok(None);
     }

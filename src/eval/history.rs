@@ -96,7 +96,7 @@ impl History {
 
     /// The best acceptance and its step; of two that are as good the later one.
     pub fn best(&self) -> Option<(u64, f64)> {
-        self.curve().max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
+        best(self.curve())
     }
 
     /// The newest measure on held-out samples.
@@ -148,6 +148,11 @@ pub fn read(run: &Path) -> io::Result<History> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(History::default()),
         Err(error) => Err(error),
     }
+}
+
+/// The step of the best score and that score; of two that are as good the later one.
+pub fn best(scores: impl Iterator<Item = (u64, f64)>) -> Option<(u64, f64)> {
+    scores.max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
 }
 
 /// Measured acceptance by step: how good a checkpoint is. A file that cannot be read scores nothing.

@@ -75,11 +75,7 @@ fn load(options: &EvalOptions) -> Result<(Bench, Drafter), Failure> {
     }
     let model = |error: &dyn std::fmt::Display| Failure::new(Exit::Model, error);
     let target = TargetConfig::load(&options.target).map_err(|e| model(&e))?;
-    let folder = DraftFolder::open(&options.draft, Some(target.num_hidden_layers)).map_err(|e| model(&e))?;
-    folder.config.fits(&target).map_err(|why| {
-        let (draft, target) = (options.draft.display(), options.target.display());
-        Failure::new(Exit::Model, format!("the drafter of {draft} was not made for the target of {target}: {why}"))
-    })?;
+    let folder = DraftFolder::open_for(&options.draft, &options.target, &target).map_err(|e| model(&e))?;
     let bench = Bench::load(&options.target, Kind::Float, device).map_err(|e| model(&e))?;
     if let Err(why) = &bench.chat {
         return Err(model(why));

@@ -19,7 +19,7 @@ mod table;
 pub use self::{bench::Bench, block::dump_block, measure::measure};
 pub use self::{
     figures::{Category, Figures, Record, Report, Step},
-    history::{Decoded, EvalLog, HeldOut, History, Measured, read as read_history, scores},
+    history::{Decoded, EvalLog, HeldOut, History, Measured, best, read as read_history, scores},
     plot::svg,
     prompts::{Prompt, PromptError, parse, read},
 };

@@ -1,7 +1,7 @@
 //! The two layouts in which DFlash drafters lie on disk: z-lab's, which engines load, and that of the vLLM project's
 //! speculators, which brings the target's embedding and head along and counts taps from one.
 
-use super::{HfError, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
+use super::{HfError, config::TargetConfig, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
 use serde_json::{Map, Value, json};
 use std::{collections::BTreeMap, path::Path};
 
@@ -37,6 +37,15 @@ pub struct DraftFolder {
 }
 
 impl DraftFolder {
+    /// Opens a drafter's folder that was made for `target`, the model in the folder `of`; the error is a sentence.
+    pub fn open_for(folder: &Path, of: &Path, target: &TargetConfig) -> Result<DraftFolder, String> {
+        let opened = DraftFolder::open(folder, Some(target.num_hidden_layers)).map_err(|error| error.to_string())?;
+        opened.config.fits(target).map_err(|why| {
+            format!("the drafter of {} was not made for the target of {}: {why}", folder.display(), of.display())
+        })?;
+        Ok(opened)
+    }
+
     /// Opens a folder and compares every name and shape. `target_layers` is for files of the speculators layout that do not say
     /// how many layers the target has.
     pub fn open(folder: &Path, target_layers: Option<usize>) -> Result<DraftFolder, HfError> {

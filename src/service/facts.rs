@@ -25,8 +25,6 @@ pub struct Facts {
     /// Steps that the whole plan will take; the estimate changes with accumulation.
     pub planned_steps: u64,
     pub epochs: u64,
-    pub min_ready: u64,
-    pub max_batches: u64,
     /// Hash of the configuration that is in force, and since when.
     pub config_hash: String,
     pub config_since: f64,

@@ -296,8 +296,6 @@ impl Keeper {
         gauge!(m::PLANNED_STEPS).set(planned_steps as f64);
         self.facts.send_modify(|facts| {
             facts.planned_steps = planned_steps;
-            facts.min_ready = config.pool.min_ready.into();
-            facts.max_batches = config.pool.max_batches.into();
             (facts.config_hash, facts.config_since) = (hash, since);
         });
     }

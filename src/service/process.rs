@@ -1,5 +1,6 @@
 //! What the process takes of the machine, and how busy the runtime is: sampled every few seconds into metrics.
 
+use crate::check::host_memory;
 use draftmill_actors::metrics as m;
 use metrics::{Gauge, counter, gauge};
 use std::{fs, io, path::Path, time::Duration};
@@ -29,8 +30,7 @@ pub fn watch() -> impl Future<Output = ()> + Send {
 pub fn memory_limit() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let limits = group_limits(Path::new("/sys/fs/cgroup"), &groups);
-    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| kib_of(&text, "MemTotal:"));
-    limits.into_iter().chain(machine).min()
+    limits.into_iter().chain(host_memory()).min()
 }
 
 struct Sampler {
