@@ -17,6 +17,7 @@ use draftmill::{
         anchors::Anchors,
         batch::Packed,
         draft::{DraftOptions, Drafter, Shared},
+        loss::Tile,
         params::init_params,
     },
 };
@@ -40,7 +41,7 @@ struct Shape {
     layers: usize,
     vocab: usize,
     steps: usize,
-    head_rows: usize,
+    tile: Tile,
     group_slots: usize,
 }
 
@@ -54,7 +55,10 @@ fn shape(arguments: &[&str]) -> Outcome<Shape> {
         layers: given.number("layers", 2)?,
         vocab: given.number("vocab", 49_152)?,
         steps: given.number("steps", 5)?,
-        head_rows: given.number("head-rows", defaults.head_rows)?,
+        tile: Tile {
+            slots: given.number("tile-slots", defaults.tile.slots)?,
+            tokens: given.number("tile-tokens", defaults.tile.tokens)?,
+        },
         group_slots: given.number("group-slots", defaults.group_slots)?,
     };
     given.done().map(|()| shape)
@@ -93,7 +97,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     tch::manual_seed(SEED as i64);
     let config = config(shape);
     let options = DraftOptions {
-        head_rows: shape.head_rows,
+        tile: shape.tile,
         group_slots: shape.group_slots,
         loss_decay_gamma: Some(7.0),
         ..DraftOptions::new(Device::Cpu)

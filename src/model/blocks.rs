@@ -3,7 +3,6 @@
 use super::ModelError;
 use super::anchors::Anchors;
 use super::batch::Packed;
-use super::ops::additive_mask;
 use super::rope::{Rope, RopeTable};
 use crate::hf::draft::{DraftConfig, LayerType};
 use tch::{Device, Kind, Tensor};
@@ -18,9 +17,10 @@ pub struct Blocks {
     pub ids: Tensor,
     full: Vec<View>,
     sliding: Vec<View>,
+    sliding_own: Option<Tensor>,
 }
 
-/// Neighbouring blocks of one row, the part of the row's context that they see together, and the mask over both.
+/// Neighbouring blocks of one row, and the part of the row's context that they see together.
 pub struct View {
     /// Place of the first visible token in [`Blocks::context`], and the number of tokens.
     pub start: i64,
@@ -28,8 +28,25 @@ pub struct View {
     /// Place of the first slot, and the number of slots.
     pub slot: i64,
     pub slots: i64,
-    /// Additive, `[1, 1, slots, len + slots]`.
+    /// What some of the slots do not see; `None` when all see all of it.
+    pub hidden: Option<Hidden>,
+}
+
+/// Tokens of a view that are hidden from some of its slots.
+pub struct Hidden {
+    /// Tokens of the view before this one are seen by all.
+    pub from: i64,
+    /// True where hidden, `[blocks, block_size or 1, 1, len - from]`: the third dimension is that of the heads.
     pub mask: Tensor,
+}
+
+/// What the layers of one type see.
+#[derive(Clone, Copy)]
+pub struct Sight<'a> {
+    /// In the order of the slots, which they cover.
+    pub views: &'a [View],
+    /// True where a slot does not see a slot of its own block, `[block_size, 1, block_size]`.
+    pub own_mask: Option<&'a Tensor>,
 }
 
 impl Blocks {
@@ -56,10 +73,10 @@ impl Blocks {
             for group in row.chunks((group_slots / config.block_size).max(1)) {
                 let slot = slot_positions.len() as i64;
                 if has(LayerType::Full) {
-                    full.push(View::new(group, size, None, row_start, slot, kind, device)?);
+                    full.push(View::new(group, size, None, row_start, slot, device)?);
                 }
                 if has(LayerType::Sliding) {
-                    sliding.push(View::new(group, size, window, row_start, slot, kind, device)?);
+                    sliding.push(View::new(group, size, window, row_start, slot, device)?);
                 }
                 slot_positions.extend(group.iter().flat_map(|&anchor| anchor..anchor + size));
             }
@@ -79,14 +96,14 @@ impl Blocks {
             ids: Tensor::f_from_slice(&ids)?.f_to_device(device)?,
             full,
             sliding,
+            sliding_own: has(LayerType::Sliding).then(|| own_mask(size, device)).transpose()?,
         })
     }
 
-    /// What layers of this type see, in the order of the slots.
-    pub fn views(&self, layer_type: LayerType) -> &[View] {
+    pub fn sight(&self, layer_type: LayerType) -> Sight<'_> {
         match layer_type {
-            LayerType::Full => &self.full,
-            LayerType::Sliding => &self.sliding,
+            LayerType::Full => Sight { views: &self.full, own_mask: None },
+            LayerType::Sliding => Sight { views: &self.sliding, own_mask: self.sliding_own.as_ref() },
         }
     }
 }
@@ -101,29 +118,31 @@ impl View {
         window: Option<i64>,
         row_start: i64,
         slot: i64,
-        kind: Kind,
         device: Device,
     ) -> Result<View, ModelError> {
         let (smallest, largest) = (anchors.first().copied().unwrap_or(0), anchors.last().copied().unwrap_or(0));
         let from = window.map_or(0, |window| (smallest - (window - 1)).max(0));
         let (len, count) = (largest - from, anchors.len() as i64);
-        let slots = count * size;
-        let on = |values: &[i64]| -> Result<Tensor, ModelError> { Ok(Tensor::f_from_slice(values)?.f_to(device)?) };
-        let anchor = on(anchors)?.f_reshape([count, 1, 1])?;
-        let place = Tensor::f_arange(size, (Kind::Int64, device))?;
-        let position = Tensor::f_arange_start(from, largest, (Kind::Int64, device))?;
-        let mut seen = position.f_lt_tensor(&anchor)?.f_expand([count, size, len], true)?;
-        let block: Vec<i64> = (0..slots).map(|slot| slot / size).collect();
-        let block = on(&block)?;
-        let mut own = block.f_unsqueeze(1)?.f_eq_tensor(&block)?;
-        if let Some(window) = window {
-            let oldest = anchor.f_add(&place.f_reshape([1, size, 1])?)?.f_sub_scalar(window - 1)?;
-            seen = seen.f_logical_and(&position.f_ge_tensor(&oldest)?)?;
-            let place = place.f_repeat([count])?;
-            own = own.f_logical_and(&place.f_le_tensor(&place.f_unsqueeze(1)?)?)?;
-        }
-        let allowed = Tensor::f_cat(&[seen.f_reshape([slots, len])?, own], 1)?;
-        let mask = additive_mask(&allowed, kind)?.f_reshape([1, 1, slots, len + slots])?;
-        Ok(View { start: row_start + from, len, slot, slots, mask })
+        // On full layers, tokens before the first anchor are hidden from no block.
+        let partial = if window.is_some() { from } else { smallest };
+        let hidden = if partial == largest {
+            None
+        } else {
+            let anchor = Tensor::f_from_slice(anchors)?.f_to(device)?.f_reshape([count, 1, 1, 1])?;
+            let position = Tensor::f_arange_start(partial, largest, (Kind::Int64, device))?;
+            let mut mask = position.f_ge_tensor(&anchor)?;
+            if let Some(window) = window {
+                let place = Tensor::f_arange(size, (Kind::Int64, device))?.f_reshape([1, size, 1, 1])?;
+                mask = mask.f_logical_or(&position.f_lt_tensor(&anchor.f_add(&place)?.f_sub_scalar(window - 1)?)?)?;
+            }
+            Some(Hidden { from: partial - from, mask })
+        };
+        Ok(View { start: row_start + from, len, slot, slots: count * size, hidden })
     }
+}
+
+/// Within a block on sliding layers: slot `j` sees slots `0 ..= j`.
+fn own_mask(size: i64, device: Device) -> Result<Tensor, ModelError> {
+    let place = Tensor::f_arange(size, (Kind::Int64, device))?;
+    Ok(place.f_gt_tensor(&place.f_reshape([size, 1, 1])?)?)
 }

@@ -2,14 +2,14 @@
 
 use super::anchors::Anchors;
 use super::batch::Packed;
-use super::blocks::{Blocks, View};
-use super::layers::{Layer, Layers};
+use super::ModelError;
+use super::blocks::Blocks;
 use super::load::weight;
-use super::loss::head_loss;
-use super::ops::{GradGuard, attention};
+use super::loss::{Tile, head_loss};
+use super::ops::wide;
 use super::params::{Gradient, ParamSet, Weights};
+use super::pass::Pass;
 use super::rope::Rope;
-use super::{ModelError, rope::RopeTable};
 use crate::hf::config::{RopeScaling, TargetConfig};
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -25,13 +25,13 @@ pub struct Shared {
 /// How a drafter computes; none of it changes what it computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DraftOptions {
-    /// Number type of activations: fp32 or bf16. Weights and gradients are fp32 in any case.
+    /// Number type of activations: fp32 or bf16, with weights and gradients in fp32; or fp64 throughout, for tests.
     pub kind: Kind,
     pub device: Device,
     /// Decay of the loss along the block (`reference/dflash.md` section 3.5); `None` or 0 for none.
     pub loss_decay_gamma: Option<f64>,
-    /// Slots whose logits are held at once.
-    pub head_rows: usize,
+    /// Logits that are held at once.
+    pub tile: Tile,
     /// Slots that attend together.
     pub group_slots: usize,
 }
@@ -39,11 +39,12 @@ pub struct DraftOptions {
 impl DraftOptions {
     /// fp32 without decay, in chunks that suit CPUs and GPUs alike.
     pub fn new(device: Device) -> DraftOptions {
-        DraftOptions { kind: Kind::Float, device, loss_decay_gamma: None, head_rows: 256, group_slots: 256 }
+        let tile = Tile { slots: 1024, tokens: 2048 };
+        DraftOptions { kind: Kind::Float, device, loss_decay_gamma: None, tile, group_slots: 256 }
     }
 }
 
-/// A DFlash drafter on one device. Weights are fp32 leaves of autograd, cast inside each forward.
+/// A DFlash drafter on one device. Weights are kept in fp32 and cast inside each forward.
 pub struct Drafter {
     config: DraftConfig,
     shared: Shared,
@@ -70,7 +71,7 @@ impl Drafter {
     /// Without weights as yet: see [`Drafter::load_weights`].
     pub fn new(config: DraftConfig, shared: Shared, options: DraftOptions) -> Result<Drafter, ModelError> {
         config.validate()?;
-        if !matches!(options.kind, Kind::Float | Kind::BFloat16) {
+        if !matches!(options.kind, Kind::Float | Kind::BFloat16 | Kind::Double) {
             return Err(ModelError::Input(format!("a drafter computes in fp32 or bf16, not in {:?}", options.kind)));
         }
         let want = [config.vocab_size as i64, config.hidden_size as i64];
@@ -106,19 +107,19 @@ impl Drafter {
         &self.rope
     }
 
-    /// The leaves themselves: reading them is free, writing them changes the next forward.
+    /// The weights themselves: reading them is free, writing them changes the next forward.
     pub fn params(&self) -> &ParamSet {
         &self.params
     }
 
     /// Replaces the weights. They must have the drafter's names and shapes.
     pub fn load_weights(&mut self, weights: Weights) -> Result<(), ModelError> {
-        self.params = leaves(&self.config, weights, self.options.device)?;
+        self.params = kept(&self.config, weights, &self.options)?;
         Ok(())
     }
 
     /// Weighted cross-entropy over the supervised slots of all blocks, and the gradient of its *numerator* with respect
-    /// to every weight, in fp32. `None` where nothing is supervised.
+    /// to every weight. `None` where nothing is supervised.
     pub fn loss_and_gradient(
         &self,
         batch: &Packed<'_>,
@@ -135,20 +136,15 @@ impl Drafter {
         let labels = Tensor::f_from_slice(&slots.labels)?.f_to(device)?;
         let weights = Tensor::f_from_slice(&slots.weights)?.f_to(device)?;
 
-        let _grad = GradGuard::enable();
-        let layers = Layers::new(&self.config, &self.params, self.options.kind)?;
-        let x = self.residual(&layers, batch, anchors)?;
-        let hidden = layers.normed(&x.f_index_select(0, &places)?)?;
-        let loss = {
-            let _no_grad = tch::no_grad_guard();
-            head_loss(&hidden.f_detach()?, &self.shared.head, &labels, &weights, self.options.head_rows as i64)?
-        };
-        // The head's gradient is known, so the sum below has the loss's gradient and none of its memory.
-        let lever = hidden.f_to_kind(Kind::Float)?.f_mul(&loss.gradient)?.f_sum(Kind::Float)?;
-        let gradient = self.differentiate(&lever)?;
+        let _no_grad = tch::no_grad_guard();
+        let blocks = self.blocks(batch, anchors)?;
+        let pass = Pass::new(&self.config, &self.params, &blocks, self.options.kind)?;
+        let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, places)?;
+        let loss = head_loss(&hidden, &self.shared.head, &labels, &weights, self.options.tile)?;
+        let gradient = pass.backward(tape, &loss.gradient, &self.params)?;
 
         let numerator = loss.losses.f_mul(&weights)?.f_sum(Kind::Double)?.f_double_value(&[])?;
-        let correct = loss.predicted.f_eq_tensor(&labels)?.f_sum(Kind::Int64)?.f_int64_value(&[])?;
+        let correct = loss.correct.f_sum(Kind::Int64)?.f_int64_value(&[])?;
         let report = MicroReport {
             loss_numerator: numerator,
             loss_denominator: slots.weights.iter().map(|&weight| f64::from(weight)).sum(),
@@ -164,22 +160,13 @@ impl Drafter {
     pub fn hidden(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Tensor, ModelError> {
         self.check(batch, anchors)?;
         let _no_grad = tch::no_grad_guard();
-        let layers = Layers::new(&self.config, &self.params, self.options.kind)?;
-        layers.normed(&self.residual(&layers, batch, anchors)?)
+        let blocks = self.blocks(batch, anchors)?;
+        let pass = Pass::new(&self.config, &self.params, &blocks, self.options.kind)?;
+        pass.hidden(self.shared.embedding.f_index_select(0, &blocks.ids)?)
     }
 
-    /// The residual stream of all slots after the last layer.
-    fn residual(&self, layers: &Layers, batch: &Packed<'_>, anchors: &Anchors) -> Result<Tensor, ModelError> {
-        let (rope, kind) = (&self.rope, self.options.kind);
-        let blocks = Blocks::new(&self.config, rope, batch, anchors, self.options.group_slots, kind)?;
-        let context = blocks.context.as_ref().map(|hidden| layers.context(hidden)).transpose()?;
-        let mut x = self.shared.embedding.f_index_select(0, &blocks.ids)?;
-        for (layer, &layer_type) in layers.layers.iter().zip(&self.config.layer_types) {
-            let source = context.as_ref().map(|context| (context, &blocks.context_table));
-            let gathered = gather(layer, &x, &blocks.slot_table, source, blocks.views(layer_type))?;
-            x = layer.finish(&x, &gathered)?;
-        }
-        Ok(x)
+    fn blocks(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Blocks, ModelError> {
+        Blocks::new(&self.config, &self.rope, batch, anchors, self.options.group_slots, self.options.kind)
     }
 
     fn check(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<(), ModelError> {
@@ -195,54 +182,10 @@ impl Drafter {
         }
         Ok(())
     }
-
-    /// Gradients of a scalar for every weight. Nothing is left on the leaves, so that a failure leaves no trace.
-    fn differentiate(&self, scalar: &Tensor) -> Result<Gradient, ModelError> {
-        let gradients = Tensor::f_run_backward(&[scalar], self.params.tensors(), false, false)?;
-        let mut pairs = Vec::with_capacity(self.params.len());
-        for ((name, leaf), gradient) in self.params.iter().zip(gradients) {
-            // Without any visible context its weights take no part, and libtorch gives them no gradient.
-            let gradient = if gradient.defined() { gradient } else { leaf.f_zeros_like()? };
-            pairs.push((name.to_string(), gradient.f_detach()?));
-        }
-        Ok(ParamSet::new(pairs))
-    }
 }
 
-/// Attention of all slots over their context and their own blocks, `[slots, heads * head_dim]`.
-fn gather(
-    layer: &Layer,
-    x: &Tensor,
-    slot_table: &RopeTable,
-    context: Option<(&Tensor, &RopeTable)>,
-    views: &[View],
-) -> Result<Tensor, ModelError> {
-    let inner = layer.inner(x)?;
-    let queries = layer.queries(&inner, slot_table)?;
-    let own = layer.keys_values(&inner, slot_table)?;
-    let before = context.map(|(context, table)| layer.keys_values(context, table)).transpose()?;
-    let by_head = |x: &Tensor| x.f_unsqueeze(0)?.f_transpose(1, 2);
-    let mut parts = Vec::with_capacity(views.len());
-    for view in views {
-        let visible = |before: Option<&Tensor>, own: &Tensor| -> Result<Tensor, ModelError> {
-            let own = own.f_narrow(0, view.slot, view.slots)?;
-            let both = match before.filter(|_| view.len > 0) {
-                Some(before) => Tensor::f_cat(&[before.f_narrow(0, view.start, view.len)?, own], 0)?,
-                None => own,
-            };
-            Ok(by_head(&both)?)
-        };
-        let keys = visible(before.as_ref().map(|(keys, _)| keys), &own.0)?;
-        let values = visible(before.as_ref().map(|(_, values)| values), &own.1)?;
-        let queries = by_head(&queries.f_narrow(0, view.slot, view.slots)?)?;
-        let mixed = attention(&queries, &keys, &values, Some(&view.mask), false)?;
-        parts.push(mixed.f_transpose(1, 2)?.f_reshape([view.slots, -1])?);
-    }
-    Ok(Tensor::f_cat(&parts, 0)?)
-}
-
-/// Checks names and shapes, and turns weights into fp32 leaves on `device`.
-fn leaves(config: &DraftConfig, weights: Weights, device: Device) -> Result<ParamSet, ModelError> {
+/// Checks names and shapes, and puts weights on `device` in the number type that they are kept in.
+fn kept(config: &DraftConfig, weights: Weights, options: &DraftOptions) -> Result<ParamSet, ModelError> {
     let shapes = config.tensor_shapes();
     if weights.len() != shapes.len() {
         let (have, want) = (weights.len(), shapes.len());
@@ -255,8 +198,7 @@ fn leaves(config: &DraftConfig, weights: Weights, device: Device) -> Result<Para
         if want.as_ref() != Some(&found) {
             return Err(ModelError::Input(format!("the drafter's `{name}` is {found:?}, but it should be {want:?}")));
         }
-        let leaf = tensor.f_detach()?.f_to_device_(device, Kind::Float, false, false)?.f_set_requires_grad(true)?;
-        pairs.push((name, leaf));
+        pairs.push((name, tensor.f_detach()?.f_to_device_(options.device, wide(options.kind), false, false)?));
     }
     Ok(ParamSet::new(pairs))
 }

@@ -29,7 +29,7 @@ impl Drafter {
         let hidden =
             self.hidden(batch, anchors)?.f_index_select(0, &Tensor::f_from_slice(&slots.places)?.f_to(device)?)?;
         let head = self.shared().head.f_transpose(0, 1)?;
-        let rows = self.options().head_rows.max(1);
+        let rows = self.options().tile.slots.max(1);
         for start in (0..slots.places.len()).step_by(rows) {
             let end = slots.places.len().min(start + rows);
             let labels = Tensor::f_from_slice(&slots.labels[start..end])?.f_to(device)?.f_unsqueeze(1)?;

@@ -1,75 +1,133 @@
-//! Cross-entropy behind a frozen head, with its gradient made in the same pass.
+//! Cross-entropy behind a frozen head, with its gradient made in the same pass over the head.
 
 use super::ModelError;
-use tch::{Kind, Tensor};
+use super::ops::wide;
+use tch::Tensor;
 
 /// What the head says of some hidden states.
 pub struct HeadLoss {
-    /// Gradient of the sum of `weight * loss` with respect to the hidden states, `[slots, hidden]` in fp32.
+    /// Gradient of the sum of `weight * loss` with respect to the hidden states, `[slots, hidden]` in at least fp32.
     pub gradient: Tensor,
-    /// Cross-entropy of each slot in nats, `[slots]` in fp32.
+    /// Cross-entropy of each slot in nats, `[slots]` in at least fp32.
     pub losses: Tensor,
-    /// Most likely token of each slot, `[slots]`.
-    pub predicted: Tensor,
+    /// Whether no token is more likely than the label, `[slots]`.
+    pub correct: Tensor,
 }
 
-/// Cross-entropy of `hidden [slots, D]` against `labels [slots]` behind `head [V, D]`, `rows` slots at a time: logits of
-/// more slots are never held, and nothing is kept for a backward pass. The gradient of one slot is
-/// `weight * (softmax - onehot) W`. Grad mode must be off.
+/// How much of the logits is held at once: a tile of slots and tokens. It changes the speed alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    pub slots: usize,
+    pub tokens: usize,
+}
+
+/// Cross-entropy of `hidden [slots, D]` against `labels [slots]` behind `head [V, D]`. The gradient of one slot is
+/// `weight * (softmax - onehot) W`.
+///
+/// Only a tile of logits is ever held: maximum, sum and `exp(logits) W` are carried from one part of the vocabulary to
+/// the next and shrunk whenever a larger logit appears (the online softmax of FlashAttention, arXiv:2205.14135, with the
+/// head as keys and values). Memory does not grow with the vocabulary, and a tile stays in the processor's cache. Grad
+/// mode must be off.
 pub fn head_loss(
     hidden: &Tensor,
     head: &Tensor,
     labels: &Tensor,
     weights: &Tensor,
-    rows: i64,
+    tile: Tile,
 ) -> Result<HeadLoss, ModelError> {
-    let slots = hidden.size()[0];
-    let transposed = head.f_transpose(0, 1)?;
-    let (mut gradient, mut losses, mut predicted) = (Vec::new(), Vec::new(), Vec::new());
-    for start in (0..slots).step_by(rows.max(1) as usize) {
-        let part = |x: &Tensor| x.f_narrow(0, start, rows.max(1).min(slots - start));
-        let (label, weight) = (part(labels)?.f_unsqueeze(1)?, part(weights)?.f_unsqueeze(1)?);
-        let mut scores = part(hidden)?.f_mm(&transposed)?.f_to_kind(Kind::Float)?;
-        let (most, best) = scores.f_max_dim(1, true)?;
-        let of_label = scores.f_gather(1, &label, false)?;
-        // From here on `scores` is written in place: shifted, exponentials, then weighted softmax minus one-hot.
-        let _ = scores.f_sub_(&most)?.f_exp_()?;
-        let sum = scores.f_sum_dim_intlist(&[1i64][..], true, Kind::Float)?;
+    let (slots, most) = (hidden.size()[0], tile.slots.max(1) as i64);
+    let (mut gradient, mut losses, mut correct) = (Vec::new(), Vec::new(), Vec::new());
+    for start in (0..slots).step_by(most as usize) {
+        let part = |x: &Tensor| x.f_narrow(0, start, most.min(slots - start));
+        let (hidden, label) = (part(hidden)?, part(labels)?.f_unsqueeze(1)?);
+        let Sums { most, sum, mut product, of_label } = sums(&hidden, head, &label, tile.tokens.max(1) as i64)?;
+        let weight = part(weights)?.f_unsqueeze(1)?.f_to_kind(product.f_kind()?)?;
         losses.push(sum.f_log()?.f_add(&most)?.f_sub(&of_label)?.f_squeeze_dim(1)?);
-        predicted.push(best.f_squeeze_dim(1)?);
-        let _ = scores.f_mul_(&weight.f_div(&sum)?)?.f_scatter_add_(1, &label, &weight.f_neg()?)?;
-        gradient.push(scores.f_to_kind(head.f_kind()?)?.f_mm(head)?.f_to_kind(Kind::Float)?);
+        correct.push(of_label.f_ge_tensor(&most)?.f_squeeze_dim(1)?);
+        let right = head.f_index_select(0, &label.f_squeeze_dim(1)?)?.f_mul(&weight)?;
+        gradient.push(product.f_mul_(&weight.f_div(&sum)?)?.f_sub(&right)?);
     }
     Ok(HeadLoss {
         gradient: Tensor::f_cat(&gradient, 0)?,
         losses: Tensor::f_cat(&losses, 0)?,
-        predicted: Tensor::f_cat(&predicted, 0)?,
+        correct: Tensor::f_cat(&correct, 0)?,
     })
+}
+
+/// Of each slot: the largest logit, and over all tokens the sums of `exp(logit - most)` and of that times the head's row.
+struct Sums {
+    most: Tensor,
+    sum: Tensor,
+    product: Tensor,
+    of_label: Tensor,
+}
+
+fn sums(hidden: &Tensor, head: &Tensor, label: &Tensor, tokens: i64) -> Result<Sums, ModelError> {
+    let (kind, device, slots) = (hidden.f_kind()?, hidden.device(), hidden.size()[0]);
+    let exact = (wide(kind), device);
+    let vocab = head.size()[0];
+    let room = Tensor::f_empty([slots * tokens.min(vocab)], (kind, device))?;
+    let mut most = Tensor::f_full([slots, 1], f64::NEG_INFINITY, exact)?;
+    let mut sum = Tensor::f_zeros([slots, 1], exact)?;
+    let mut product = Tensor::f_zeros([slots, hidden.size()[1]], exact)?;
+    let mut of_label = Tensor::f_zeros([slots, 1], exact)?;
+    for start in (0..vocab).step_by(tokens as usize) {
+        let count = tokens.min(vocab - start);
+        let rows = head.f_narrow(0, start, count)?;
+        let scores = room.f_narrow(0, 0, slots * count)?.f_view([slots, count])?;
+        let mut scores = hidden.f_mm_out(&scores, &rows.f_transpose(0, 1)?)?.f_to_kind(exact.0)?;
+        let place = label.f_sub_scalar(start)?;
+        let inside = place.f_ge(0)?.f_logical_and(&place.f_lt(count)?)?;
+        of_label = scores.f_gather(1, &place.f_clamp(0, count - 1)?, false)?.f_where_self(&inside, &of_label)?;
+        let larger = most.f_maximum(&scores.f_amax(&[1i64][..], true)?)?;
+        let shrink = most.f_sub(&larger)?.f_exp_()?;
+        let scores = scores.f_sub_(&larger)?.f_exp_()?;
+        sum = sum.f_mul_(&shrink)?.f_add_(&scores.f_sum_dim_intlist(&[1i64][..], true, exact.0)?)?;
+        let _ = product.f_mul_(&shrink)?;
+        product = if kind == exact.0 {
+            product.f_addmm_(&scores, &rows)?
+        } else {
+            product.f_add_(&scores.f_to_kind(kind)?.f_mm(&rows)?)?
+        };
+        most = larger;
+    }
+    Ok(Sums { most, sum, product, of_label })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Device;
+    use tch::{Device, Kind};
 
-    /// Whatever the chunk, the numbers are those of autograd over log-softmax.
+    const TILES: [Tile; 6] = [
+        Tile { slots: 1, tokens: 1 },
+        Tile { slots: 2, tokens: 3 },
+        Tile { slots: 3, tokens: 11 },
+        Tile { slots: 7, tokens: 4 },
+        Tile { slots: 0, tokens: 0 },
+        Tile { slots: 100, tokens: 100 },
+    ];
+
+    /// Whatever the tile, the numbers are those of autograd over log-softmax.
     #[test]
-    fn losses_and_gradient_match_autograd_for_any_chunk() {
+    fn losses_and_gradient_match_autograd_for_any_tile() {
         let options = (Kind::Float, Device::Cpu);
         let hidden = (Tensor::arange(7 * 5, options) * 0.7).sin().reshape([7, 5]).set_requires_grad(true);
         let head = (Tensor::arange(11 * 5, options) * 1.3).cos().reshape([11, 5]);
-        let labels = Tensor::from_slice(&[0i64, 10, 3, 3, 7, 1, 9]);
+        let best = i64::try_from(hidden.linear(&head, None::<Tensor>).argmax(-1, false).get(2)).unwrap();
+        let labels = Tensor::from_slice(&[0i64, 10, best, 3, 7, 1, 9]);
         let weights = Tensor::from_slice(&[1.0f32, 0.5, 0.25, 2.0, 1.0, 0.125, 3.0]);
         let losses = -hidden.linear(&head, None::<Tensor>).log_softmax(-1, Kind::Float);
         let losses = losses.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1);
         (&losses * &weights).sum(Kind::Float).backward();
         let _guard = tch::no_grad_guard();
-        for rows in [1, 2, 3, 7, 100] {
-            let got = head_loss(&hidden.detach(), &head, &labels, &weights, rows).unwrap();
-            assert!(got.losses.allclose(&losses.detach(), 1e-5, 1e-6, false), "{rows}");
-            assert!(got.gradient.allclose(&hidden.grad(), 1e-5, 1e-6, false), "{rows}");
-            let best = hidden.linear(&head, None::<Tensor>).argmax(-1, false);
-            assert_eq!(got.predicted, best, "{rows}");
+        let right = hidden.linear(&head, None::<Tensor>).argmax(-1, false).eq_tensor(&labels);
+        assert!(Vec::<bool>::try_from(&right).unwrap().contains(&true), "nothing is right");
+        for tile in TILES {
+            let got = head_loss(&hidden.detach(), &head, &labels, &weights, tile).unwrap();
+            assert!(got.losses.allclose(&losses.detach(), 1e-5, 1e-6, false), "{tile:?}");
+            assert!(got.gradient.allclose(&hidden.grad(), 1e-5, 1e-6, false), "{tile:?}");
+            assert_eq!(got.correct, right, "{tile:?}");
         }
     }
 
@@ -79,8 +137,10 @@ mod tests {
         let head = Tensor::from_slice(&[1.0f32, -1.0, 0.0]).reshape([3, 1]);
         let labels = Tensor::from_slice(&[0i64, 0]);
         let weights = Tensor::ones([2], (Kind::Float, Device::Cpu));
-        let got = head_loss(&hidden, &head, &labels, &weights, 8).unwrap();
-        assert_eq!(Vec::<f32>::try_from(got.losses).unwrap(), [0.0, 6e4]);
-        assert_eq!(i64::try_from(got.gradient.isfinite().all()).unwrap(), 1);
+        for tile in TILES {
+            let got = head_loss(&hidden, &head, &labels, &weights, tile).unwrap();
+            assert_eq!(Vec::<f32>::try_from(got.losses).unwrap(), [0.0, 6e4]);
+            assert_eq!(i64::try_from(got.gradient.isfinite().all()).unwrap(), 1);
+        }
     }
 }

@@ -16,6 +16,7 @@ pub mod loss;
 pub mod ops;
 pub mod oracle;
 pub mod params;
+mod pass;
 pub mod rope;
 pub mod target;
 

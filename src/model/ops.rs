@@ -26,11 +26,16 @@ impl Drop for GradGuard {
     }
 }
 
-/// RMS norm over the last dimension as Qwen3 and Llama define it: statistics in fp32, weight applied after the cast back.
+/// The number type that statistics and sums are kept in: fp32, or fp64 where a test computes in it.
+pub fn wide(kind: Kind) -> Kind {
+    if kind == Kind::Double { kind } else { Kind::Float }
+}
+
+/// RMS norm over the last dimension as Qwen3 and Llama define it: statistics in at least fp32, weight applied after the cast back.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor, ModelError> {
-    let wide = x.f_to_kind(Kind::Float)?;
-    let mean = wide.f_square()?.f_mean_dim(&[-1i64][..], true, Kind::Float)?;
-    let unit = wide.f_mul(&mean.f_add_scalar(eps)?.f_rsqrt()?)?;
+    let exact = x.f_to_kind(wide(x.f_kind()?))?;
+    let mean = exact.f_square()?.f_mean_dim(&[-1i64][..], true, exact.f_kind()?)?;
+    let unit = exact.f_mul(&mean.f_add_scalar(eps)?.f_rsqrt()?)?;
     Ok(unit.f_to_kind(x.f_kind()?)?.f_mul(weight)?)
 }
 

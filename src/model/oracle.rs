@@ -6,7 +6,7 @@ use super::anchors::{Anchors, decay};
 use super::batch::Packed;
 use super::draft::Drafter;
 use super::layers::Layers;
-use super::ops::{GradGuard, additive_mask, attention, linear};
+use super::ops::{GradGuard, additive_mask, attention, linear, wide};
 use super::params::{Gradient, ParamSet};
 use crate::hf::draft::LayerType;
 use tch::{Kind, Tensor};
@@ -143,7 +143,11 @@ impl Drafter {
         let context_table = self.rope().table(&context_positions, options.kind)?;
         let slot_table = self.rope().table(&slot_positions, options.kind)?;
 
-        let layers = Layers::new(config, self.params(), options.kind)?;
+        let leaf = |(name, x): (&str, &Tensor)| -> Result<(String, Tensor), ModelError> {
+            Ok((name.to_string(), x.f_detach()?.f_set_requires_grad(true)?))
+        };
+        let leaves = ParamSet::new(self.params().iter().map(leaf).collect::<Result<_, _>>()?);
+        let layers = Layers::new(config, &leaves, options.kind)?;
         let context = layers.context(&dense.hidden.f_flatten(0, 1)?)?;
         let mut x = self.shared().embedding.f_index_select(0, &noise_ids)?;
         let mut layer_outputs = Vec::new();
@@ -177,11 +181,11 @@ impl Drafter {
         }
         let (labels, supervised) = (on(&labels)?, Tensor::f_from_slice(&supervised)?.f_to(options.device)?);
         let weights = Tensor::f_from_slice(&weights)?.f_to(options.device)?;
-        let scores = logits.f_log_softmax(-1, Kind::Float)?;
+        let scores = logits.f_log_softmax(-1, wide(options.kind))?;
         let losses = scores.f_gather(1, &labels.f_unsqueeze(1)?, false)?.f_squeeze_dim(1)?.f_neg()?;
-        let total = losses.f_mul(&weights)?.f_sum(Kind::Float)?;
-        let gradients = Tensor::f_run_backward(&[&total], self.params().tensors(), false, false)?;
-        let pairs = self.params().iter().zip(gradients).map(|((name, _), gradient)| (name.to_string(), gradient));
+        let total = losses.f_mul(&weights)?.f_sum(wide(options.kind))?;
+        let gradients = Tensor::f_run_backward(&[&total], leaves.tensors(), false, false)?;
+        let pairs = leaves.iter().zip(gradients).map(|((name, _), gradient)| (name.to_string(), gradient));
         let gradient = ParamSet::new(pairs.collect());
 
         let predicted = logits.f_argmax(-1, false)?;

@@ -16,6 +16,14 @@ pub struct RopeTable {
     sin: Tensor,
 }
 
+/// What the training pass turns queries and keys with: each half of the tables, which are alike, times a factor, as
+/// `[positions, 1, 1, head_dim / 2]`.
+pub struct Turn {
+    cos: Tensor,
+    sin: Tensor,
+    minus_sin: Tensor,
+}
+
 impl Rope {
     pub fn new(head_dim: usize, theta: f64, scaling: RopeScaling, device: Device) -> Result<Rope, ModelError> {
         let inverse = Tensor::f_from_slice(&inverse_frequencies(head_dim, theta, scaling))?.f_to_device(device)?;
@@ -41,6 +49,14 @@ impl RopeTable {
         Ok(x.f_mul(&self.cos)?.f_add(&turned.f_mul(&self.sin)?)?)
     }
 
+    /// The same turn, and then a multiplication by `factor`.
+    pub fn turn(&self, factor: f64) -> Result<Turn, ModelError> {
+        let half = |table: &Tensor, factor: f64| -> Result<Tensor, ModelError> {
+            Ok(table.f_narrow(2, 0, table.size()[2] / 2)?.f_unsqueeze(1)?.f_mul_scalar(factor)?)
+        };
+        Ok(Turn { cos: half(&self.cos, factor)?, sin: half(&self.sin, factor)?, minus_sin: half(&self.sin, -factor)? })
+    }
+
     /// The rows `start..start + len` of the table, as a view.
     pub fn rows(&self, start: i64, len: i64) -> Result<RopeTable, ModelError> {
         Ok(RopeTable { cos: self.cos.f_narrow(0, start, len)?, sin: self.sin.f_narrow(0, start, len)? })
@@ -49,6 +65,26 @@ impl RopeTable {
     /// The table `times` times over: for batches whose rows share their positions.
     pub fn repeat(&self, times: i64) -> Result<RopeTable, ModelError> {
         Ok(RopeTable { cos: self.cos.f_repeat([times, 1, 1])?, sin: self.sin.f_repeat([times, 1, 1])? })
+    }
+}
+
+impl Turn {
+    /// Turns `from [positions, .., .., head_dim]` into `to`, whatever its strides.
+    pub fn forward(&self, from: &Tensor, to: &Tensor) -> Result<(), ModelError> {
+        self.apply(from, to, &self.minus_sin, &self.sin)
+    }
+
+    /// The gradient of [`Turn::forward`]: the turn back, times the same factor.
+    pub fn backward(&self, from: &Tensor, to: &Tensor) -> Result<(), ModelError> {
+        self.apply(from, to, &self.sin, &self.minus_sin)
+    }
+
+    fn apply(&self, from: &Tensor, to: &Tensor, first: &Tensor, second: &Tensor) -> Result<(), ModelError> {
+        let half = self.cos.size()[3];
+        let (low, high) = (from.f_narrow(-1, 0, half)?, from.f_narrow(-1, half, half)?);
+        let _ = low.f_mul_out(&to.f_narrow(-1, 0, half)?, &self.cos)?.f_addcmul_(&high, first)?;
+        let _ = high.f_mul_out(&to.f_narrow(-1, half, half)?, &self.cos)?.f_addcmul_(&low, second)?;
+        Ok(())
     }
 }
 

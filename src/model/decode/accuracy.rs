@@ -32,7 +32,7 @@ pub fn slot_accuracy(
     }
     let ids: Vec<i32> = prompt.iter().chain(response).map(|&id| id as i32).collect();
     let seen = target.extend(&mut target.cache(), &ids, &drafter.config().target_layer_ids)?;
-    let rows = drafter.options().head_rows as i64;
+    let rows = drafter.options().tile.slots as i64;
     let said = |hidden: &tch::Tensor, head: &dyn Fn(&tch::Tensor) -> Result<tch::Tensor, ModelError>| {
         let mut said = Vec::new();
         for start in (0..hidden.size()[0]).step_by(rows.max(1) as usize) {

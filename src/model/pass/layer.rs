@@ -1,0 +1,222 @@
+//! One layer forward and backward.
+
+use super::super::ModelError;
+use super::super::blocks::Sight;
+use super::super::rope::Turn;
+use super::attention::{Gradients, Inputs, Output};
+use super::heads::Heads;
+use super::norm;
+use super::weights::LayerWeights;
+use tch::Tensor;
+
+/// What all layers have in common.
+pub struct Shape<'a> {
+    pub heads: i64,
+    pub kv_heads: i64,
+    pub head_dim: i64,
+    pub block_size: i64,
+    pub eps: f64,
+    /// With the factor `1 / sqrt(head_dim)`, and without.
+    pub query_turn: &'a Turn,
+    pub key_turn: &'a Turn,
+    pub context_turn: &'a Turn,
+}
+
+/// One layer as it is applied to the slots.
+pub struct Layer<'a> {
+    pub shape: &'a Shape<'a>,
+    pub weights: &'a LayerWeights,
+    pub sight: Sight<'a>,
+    /// Keys and values of the context before norm and turn, `[tokens, 2 * kv_heads * head_dim]`.
+    pub context: Option<Tensor>,
+}
+
+/// What the backward pass needs of the forward pass. Products that one pass over memory makes again are not kept.
+pub struct Kept {
+    /// The residual stream before the layer, and between attention and MLP, with the scales of their norms.
+    x: Tensor,
+    scale: Tensor,
+    middle: Tensor,
+    middle_scale: Tensor,
+    qkv: Tensor,
+    queries: Heads,
+    keys: Heads,
+    context_keys: Option<Heads>,
+    attention: Output,
+    gate_up: Tensor,
+}
+
+/// What the backward pass gives.
+pub struct Back {
+    pub x: Tensor,
+    pub context: Option<Tensor>,
+    pub weights: LayerWeights,
+}
+
+impl Layer<'_> {
+    /// The residual stream `[slots, hidden]` after the layer.
+    pub fn forward(&self, x: Tensor) -> Result<(Tensor, Kept), ModelError> {
+        let (w, shape) = (self.weights, self.shape);
+        let (inner, scale) = norm::forward(&x, &w.input_norm, shape.eps)?;
+        let qkv = inner.f_linear(&w.qkv, None::<Tensor>)?;
+        let heads = |raw: Tensor, weight: &Tensor, turn: &Turn| Heads::forward(&raw, weight, shape.eps, turn, shape.kv_heads);
+        let queries = heads(self.raw_queries(&qkv)?, &w.q_norm, shape.query_turn)?;
+        let keys = heads(self.raw_keys(&qkv)?, &w.k_norm, shape.key_turn)?;
+        let context_keys = match &self.context {
+            Some(context) => Some(heads(self.raw_context_keys(context)?, &w.k_norm, shape.context_turn)?),
+            None => None,
+        };
+        let attention = self.with_inputs(&qkv, &queries, &keys, context_keys.as_ref(), |inputs| inputs.forward())?;
+        let middle = x.f_add(&self.flat(&attention.gathered)?.f_linear(&w.o, None::<Tensor>)?)?;
+        let (inner, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
+        let gate_up = inner.f_linear(&w.gate_up, None::<Tensor>)?;
+        let (gate, up) = halves(&gate_up)?;
+        let out = gate.f_silu()?.f_mul_(&up)?.f_linear(&w.down, None::<Tensor>)?.f_add_(&middle)?;
+        Ok((out, Kept { x, scale, middle, middle_scale, qkv, queries, keys, context_keys, attention, gate_up }))
+    }
+
+    /// Gradients from that of the layer's output.
+    pub fn backward(&self, kept: Kept, d_out: &Tensor) -> Result<Back, ModelError> {
+        let (w, shape) = (self.weights, self.shape);
+        let kind = d_out.f_kind()?;
+        let (gate, up) = halves(&kept.gate_up)?;
+        let opened = gate.f_silu()?;
+        let d_down = product(d_out, &opened.f_mul(&up)?)?;
+        let d_gated = d_out.f_mm(&w.down)?;
+        let d_gate_up = kept.gate_up.f_empty_like()?;
+        let (d_gate, d_up) = halves(&d_gate_up)?;
+        let _ = d_gated.f_mul_out(&d_up, &opened)?;
+        let _ = gate.f_silu_backward_grad_input(&d_gate, &d_gated.f_mul(&up)?)?;
+        let inner = again(&kept.middle, &kept.middle_scale, &w.post_norm)?;
+        let d_gate_up_weight = product(&d_gate_up, &inner)?;
+        let d_inner = d_gate_up.f_mm(&w.gate_up)?;
+        let (d_middle, d_post_norm) = norm::backward(&d_inner, &kept.middle, &kept.middle_scale, &w.post_norm)?;
+        let d_middle = d_middle.f_to_kind(kind)?.f_add_(d_out)?;
+
+        let d_o = product(&d_middle, &self.flat(&kept.attention.gathered)?)?;
+        let d_gathered = self.by_head(&d_middle.f_mm(&w.o)?)?;
+        let gradients = self.with_inputs(&kept.qkv, &kept.queries, &kept.keys, kept.context_keys.as_ref(), |inputs| {
+            inputs.backward(&kept.attention, &d_gathered)
+        })?;
+        let Gradients { queries: d_queries, own: (d_keys, d_values), context: d_context } = gradients;
+        let d_qkv = kept.qkv.f_empty_like()?;
+        let (d_raw, d_q_norm) =
+            kept.queries.backward(&d_queries, &self.raw_queries(&kept.qkv)?, &w.q_norm, shape.query_turn)?;
+        self.raw_queries(&d_qkv)?.f_copy_(&d_raw)?;
+        let (d_raw, mut d_k_norm) = kept.keys.backward(&d_keys, &self.raw_keys(&kept.qkv)?, &w.k_norm, shape.key_turn)?;
+        self.raw_keys(&d_qkv)?.f_copy_(&d_raw)?;
+        self.raw_values(&d_qkv)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
+        let context = match (&self.context, &kept.context_keys, d_context) {
+            (Some(context), Some(keys), Some((d_keys, d_values))) => {
+                let d_context = context.f_empty_like()?;
+                let d_keys = d_keys.f_to_kind(kind)?;
+                let raw = self.raw_context_keys(context)?;
+                let (d_raw, d_norm) = keys.backward(&d_keys, &raw, &w.k_norm, shape.context_turn)?;
+                d_k_norm = d_k_norm.f_add_(&d_norm)?;
+                self.raw_context_keys(&d_context)?.f_copy_(&d_raw)?;
+                self.raw_context_values(&d_context)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
+                Some(d_context)
+            }
+            _ => None,
+        };
+        let inner = again(&kept.x, &kept.scale, &w.input_norm)?;
+        let d_qkv_weight = product(&d_qkv, &inner)?;
+        let (dx, d_input_norm) = norm::backward(&d_qkv.f_mm(&w.qkv)?, &kept.x, &kept.scale, &w.input_norm)?;
+        Ok(Back {
+            x: dx.f_to_kind(kind)?.f_add_(&d_middle)?,
+            context,
+            weights: LayerWeights {
+                input_norm: d_input_norm,
+                post_norm: d_post_norm,
+                q_norm: d_q_norm,
+                k_norm: d_k_norm,
+                qkv: d_qkv_weight,
+                o: d_o,
+                gate_up: d_gate_up_weight,
+                down: d_down,
+            },
+        })
+    }
+
+    fn with_inputs<T>(
+        &self,
+        qkv: &Tensor,
+        queries: &Heads,
+        keys: &Heads,
+        context_keys: Option<&Heads>,
+        compute: impl FnOnce(Inputs<'_>) -> Result<T, ModelError>,
+    ) -> Result<T, ModelError> {
+        let values = self.raw_values(qkv)?.f_transpose(0, 1)?.f_contiguous()?;
+        let keys = keys.turned.f_squeeze_dim(2)?;
+        let context = match (context_keys, &self.context) {
+            (Some(keys), Some(context)) => {
+                Some((keys.turned.f_squeeze_dim(2)?, self.raw_context_values(context)?.f_transpose(0, 1)?))
+            }
+            _ => None,
+        };
+        compute(Inputs {
+            queries: &queries.turned,
+            own: (&keys, &values),
+            context: context.as_ref().map(|(keys, values)| (keys, values)),
+            sight: self.sight,
+            block_size: self.shape.block_size,
+        })
+    }
+
+    fn raw_queries(&self, qkv: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(qkv, 0, self.shape.heads)
+    }
+
+    fn raw_keys(&self, qkv: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(qkv, self.shape.heads, self.shape.kv_heads)
+    }
+
+    fn raw_values(&self, qkv: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(qkv, self.shape.heads + self.shape.kv_heads, self.shape.kv_heads)
+    }
+
+    fn raw_context_keys(&self, context: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(context, 0, self.shape.kv_heads)
+    }
+
+    fn raw_context_values(&self, context: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(context, self.shape.kv_heads, self.shape.kv_heads)
+    }
+
+    /// Some heads of a product, `[positions, heads, head_dim]`, a view.
+    fn part(&self, x: &Tensor, from: i64, heads: i64) -> Result<Tensor, ModelError> {
+        let dim = self.shape.head_dim;
+        Ok(x.f_narrow(1, from * dim, heads * dim)?.f_view([x.size()[0], heads, dim])?)
+    }
+
+    /// `[kv_heads, rows, head_dim]` as `[slots, heads * head_dim]`.
+    fn flat(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        let Shape { heads, kv_heads, head_dim, .. } = *self.shape;
+        let x = x.f_view([kv_heads, -1, heads / kv_heads, head_dim])?.f_transpose(0, 1)?;
+        Ok(x.f_reshape([-1, heads * head_dim])?)
+    }
+
+    /// And back.
+    fn by_head(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        let Shape { heads, kv_heads, head_dim, .. } = *self.shape;
+        let x = x.f_view([-1, kv_heads, heads / kv_heads, head_dim])?.f_transpose(0, 1)?;
+        Ok(x.f_contiguous()?.f_view([kv_heads, -1, head_dim])?)
+    }
+}
+
+/// Gate and up.
+fn halves(x: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
+    let half = x.size()[1] / 2;
+    Ok((x.f_narrow(1, 0, half)?, x.f_narrow(1, half, half)?))
+}
+
+/// `dy^T x`: the gradient of `W` in `y = x W^T`.
+pub fn product(dy: &Tensor, x: &Tensor) -> Result<Tensor, ModelError> {
+    Ok(dy.f_transpose(0, 1)?.f_mm(x)?)
+}
+
+/// A norm's output from its input and scale.
+fn again(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
+    let unit = x.f_to_kind(scale.f_kind()?)?.f_mul(scale)?.f_to_kind(x.f_kind()?)?;
+    Ok(unit.f_mul(weight)?)
+}

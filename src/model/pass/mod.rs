@@ -1,0 +1,168 @@
+//! The pass that trains: the drafter forward and backward by hand-written formulas, with nothing left to autograd, so that
+//! only what the gradients need is kept and passes over memory are few.
+//!
+//! `layers` has the same layers in their plain form, for the oracle that this one must agree with and for decoding.
+
+mod attention;
+mod heads;
+mod layer;
+mod norm;
+mod weights;
+
+use super::ModelError;
+use super::blocks::Blocks;
+use super::params::{Gradient, ParamSet};
+use crate::hf::draft::DraftConfig;
+use layer::{Kept, Layer, Shape, product};
+use tch::{Kind, Tensor};
+use weights::{ContextGradients, WeightGradients, Weights};
+
+/// One micro-batch on its way through the drafter.
+pub struct Pass<'a> {
+    config: &'a DraftConfig,
+    blocks: &'a Blocks,
+    weights: Weights,
+    turns: Turns,
+    context: Option<Context>,
+}
+
+/// What the backward pass needs of the forward pass.
+pub struct Tape {
+    layers: Vec<Kept>,
+    /// The residual stream after the last layer at the places asked for, and the scale of the final norm.
+    last: Tensor,
+    scale: Tensor,
+    places: Tensor,
+}
+
+struct Turns {
+    query: super::rope::Turn,
+    key: super::rope::Turn,
+    context: super::rope::Turn,
+}
+
+/// The context feature that all layers share, from tapped hidden states.
+struct Context {
+    /// `[tokens, taps * hidden]`
+    hidden: Tensor,
+    /// `[tokens, hidden]`, before the norm and after it.
+    mixed: Tensor,
+    scale: Tensor,
+    feature: Tensor,
+    /// `[tokens, layers * 2 * kv_heads * head_dim]`
+    keys_values: Tensor,
+}
+
+impl<'a> Pass<'a> {
+    /// Grad mode must be off, here and in what follows.
+    pub fn new(
+        config: &'a DraftConfig,
+        params: &ParamSet,
+        blocks: &'a Blocks,
+        kind: Kind,
+    ) -> Result<Pass<'a>, ModelError> {
+        let weights = Weights::new(config, params, kind)?;
+        let turns = Turns {
+            query: blocks.slot_table.turn((config.head_dim as f64).powf(-0.5))?,
+            key: blocks.slot_table.turn(1.0)?,
+            context: blocks.context_table.turn(1.0)?,
+        };
+        let context = match &blocks.context {
+            Some(hidden) => Some(Context::new(hidden.f_to_kind(kind)?, &weights, config.rms_norm_eps)?),
+            None => None,
+        };
+        Ok(Pass { config, blocks, weights, turns, context })
+    }
+
+    /// What the head sees of the slots at `places`, `[places, hidden]`; `x [slots, hidden]` are their embeddings.
+    pub fn forward(&self, x: Tensor, places: Tensor) -> Result<(Tensor, Tape), ModelError> {
+        let mut layers = Vec::with_capacity(self.weights.layers.len());
+        let x = self.residual(x, |kept| layers.push(kept))?;
+        let last = x.f_index_select(0, &places)?;
+        let (hidden, scale) = norm::forward(&last, &self.weights.norm, self.config.rms_norm_eps)?;
+        Ok((hidden, Tape { layers, last, scale, places }))
+    }
+
+    /// The same of all slots, with nothing kept.
+    pub fn hidden(&self, x: Tensor) -> Result<Tensor, ModelError> {
+        Ok(norm::forward(&self.residual(x, drop)?, &self.weights.norm, self.config.rms_norm_eps)?.0)
+    }
+
+    /// The gradient of every weight from that of what [`Pass::forward`] gave. Consumes the tape as it goes.
+    pub fn backward(&self, tape: Tape, d_hidden: &Tensor, params: &ParamSet) -> Result<Gradient, ModelError> {
+        let Tape { layers, last, scale, places } = tape;
+        let kind = last.f_kind()?;
+        let (d_last, d_norm) = norm::backward(d_hidden, &last, &scale, &self.weights.norm)?;
+        let size = [self.blocks.ids.size()[0], last.size()[1]];
+        let mut dx = Tensor::f_zeros(size, (kind, last.device()))?.f_index_copy_(0, &places, &d_last.f_to_kind(kind)?)?;
+        let shape = self.shape();
+        let (mut layer_gradients, mut d_keys_values) = (Vec::new(), Vec::new());
+        for (index, kept) in layers.into_iter().enumerate().rev() {
+            let back = self.layer(index, &shape)?.backward(kept, &dx)?;
+            dx = back.x;
+            layer_gradients.push(back.weights);
+            d_keys_values.extend(back.context);
+        }
+        layer_gradients.reverse();
+        d_keys_values.reverse();
+        let context = match &self.context {
+            Some(context) => Some(context.backward(&Tensor::f_cat(&d_keys_values, 1)?, &self.weights)?),
+            None => None,
+        };
+        WeightGradients { norm: d_norm, context, layers: layer_gradients }.into_gradient(self.config, params)
+    }
+
+    /// The residual stream after the last layer.
+    fn residual(&self, mut x: Tensor, mut keep: impl FnMut(Kept)) -> Result<Tensor, ModelError> {
+        let shape = self.shape();
+        for index in 0..self.weights.layers.len() {
+            let (out, kept) = self.layer(index, &shape)?.forward(x)?;
+            keep(kept);
+            x = out;
+        }
+        Ok(x)
+    }
+
+    fn shape(&self) -> Shape<'_> {
+        Shape {
+            heads: self.config.num_attention_heads as i64,
+            kv_heads: self.config.num_key_value_heads as i64,
+            head_dim: self.config.head_dim as i64,
+            block_size: self.config.block_size as i64,
+            eps: self.config.rms_norm_eps,
+            query_turn: &self.turns.query,
+            key_turn: &self.turns.key,
+            context_turn: &self.turns.context,
+        }
+    }
+
+    fn layer<'b>(&'b self, index: usize, shape: &'b Shape<'b>) -> Result<Layer<'b>, ModelError> {
+        let width = 2 * shape.kv_heads * shape.head_dim;
+        let part = |context: &Context| context.keys_values.f_narrow(1, index as i64 * width, width);
+        Ok(Layer {
+            shape,
+            weights: &self.weights.layers[index],
+            sight: self.blocks.sight(self.config.layer_types[index]),
+            context: self.context.as_ref().map(part).transpose()?,
+        })
+    }
+}
+
+impl Context {
+    fn new(hidden: Tensor, weights: &Weights, eps: f64) -> Result<Context, ModelError> {
+        let mixed = hidden.f_linear(&weights.fc, None::<Tensor>)?;
+        let (feature, scale) = norm::forward(&mixed, &weights.hidden_norm, eps)?;
+        let keys_values = feature.f_linear(&weights.context, None::<Tensor>)?;
+        Ok(Context { hidden, mixed, scale, feature, keys_values })
+    }
+
+    fn backward(&self, d_keys_values: &Tensor, weights: &Weights) -> Result<ContextGradients, ModelError> {
+        let d_feature = d_keys_values.f_mm(&weights.context)?;
+        let (d_mixed, hidden_norm) = norm::backward(&d_feature, &self.mixed, &self.scale, &weights.hidden_norm)?;
+        Ok(ContextGradients {
+            fc: product(&d_mixed.f_to_kind(self.hidden.f_kind()?)?, &self.hidden)?,
+            hidden_norm,
+            keys_values: product(d_keys_values, &self.feature)?,
+        })
+    }
+}

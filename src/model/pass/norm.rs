@@ -1,0 +1,30 @@
+//! RMS norm with its gradient: `y = x r w` with `r = 1 / sqrt(mean(x^2) + eps)` over the last dimension.
+
+use super::super::ModelError;
+use super::super::ops::wide;
+use tch::Tensor;
+
+/// `y` in the kind of `x`, and `r [.., 1]` in at least fp32.
+pub fn forward(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor), ModelError> {
+    let (kind, exact) = (x.f_kind()?, wide(x.f_kind()?));
+    let exact_x = x.f_to_kind(exact)?;
+    let width = x.size().last().copied().unwrap_or(1) as f64;
+    let length = exact_x.f_norm_scalaropt_dim_dtype(2.0, &[-1i64][..], true, exact)?;
+    let scale = length.f_square()?.f_mul_scalar_(1.0 / width)?.f_add_scalar_(eps)?.f_rsqrt_()?;
+    let y = exact_x.f_mul(&scale)?.f_to_kind(kind)?.f_mul_(weight)?;
+    Ok((y, scale))
+}
+
+/// Gradients of `x` and of the weight from that of `y`, in at least fp32. With `u = x r`:
+/// `dx = r (dy w - u mean(dy w u))`, `dw = sum(dy u)`.
+pub fn backward(dy: &Tensor, x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
+    let exact = scale.f_kind()?;
+    let (dy, weight) = (dy.f_to_kind(exact)?, weight.f_to_kind(exact)?);
+    let mut unit = x.f_to_kind(exact)?.f_mul(scale)?;
+    let product = dy.f_mul(&unit)?;
+    let width = weight.size()[0];
+    let d_weight = product.f_reshape([-1, width])?.f_sum_dim_intlist(&[0i64][..], false, exact)?;
+    let mean = product.f_matmul(&weight)?.f_mul_scalar_(1.0 / width as f64)?.f_unsqueeze(-1)?;
+    let dx = dy.f_mul(&weight)?.f_sub_(&unit.f_mul_(&mean)?)?.f_mul_(scale)?;
+    Ok((dx, d_weight))
+}

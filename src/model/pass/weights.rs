@@ -1,0 +1,133 @@
+//! The drafter's weights as the training pass multiplies by them, and their gradients on the way back to single tensors.
+
+use super::super::ModelError;
+use super::super::params::{Gradient, ParamSet};
+use crate::hf::draft::DraftConfig;
+use tch::{Kind, Tensor};
+
+/// All weights in the number type of the activations. What is applied to the same input is one matrix.
+pub struct Weights {
+    pub fc: Tensor,
+    pub hidden_norm: Tensor,
+    pub norm: Tensor,
+    /// Keys and values of the context for all layers, `[layers * 2 * kv_heads * head_dim, hidden]`.
+    pub context: Tensor,
+    pub layers: Vec<LayerWeights>,
+}
+
+/// One layer's.
+pub struct LayerWeights {
+    pub input_norm: Tensor,
+    pub post_norm: Tensor,
+    pub q_norm: Tensor,
+    pub k_norm: Tensor,
+    /// `[(heads + 2 * kv_heads) * head_dim, hidden]`
+    pub qkv: Tensor,
+    pub o: Tensor,
+    /// `[2 * intermediate, hidden]`
+    pub gate_up: Tensor,
+    pub down: Tensor,
+}
+
+const KEY: &str = "self_attn.k_proj";
+const VALUE: &str = "self_attn.v_proj";
+const QKV: [&str; 3] = ["self_attn.q_proj", KEY, VALUE];
+const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
+
+impl Weights {
+    pub fn new(config: &DraftConfig, params: &ParamSet, kind: Kind) -> Result<Weights, ModelError> {
+        let get = |name: String| -> Result<Tensor, ModelError> {
+            let found = params.get(&name);
+            let found = found.ok_or_else(|| ModelError::Input(format!("the drafter's weights lack `{name}`")))?;
+            Ok(found.f_to_kind(kind)?)
+        };
+        let (mut layers, mut context) = (Vec::new(), Vec::new());
+        for index in 0..config.num_hidden_layers {
+            let part = |name: &str| get(layer_name(index, name));
+            let joined = |names: &[&str]| -> Result<Tensor, ModelError> {
+                Ok(Tensor::f_cat(&names.iter().map(|name| part(name)).collect::<Result<Vec<_>, _>>()?, 0)?)
+            };
+            context.extend([part(KEY)?, part(VALUE)?]);
+            layers.push(LayerWeights {
+                input_norm: part("input_layernorm")?,
+                post_norm: part("post_attention_layernorm")?,
+                q_norm: part("self_attn.q_norm")?,
+                k_norm: part("self_attn.k_norm")?,
+                qkv: joined(&QKV)?,
+                o: part("self_attn.o_proj")?,
+                gate_up: joined(&GATE_UP)?,
+                down: part("mlp.down_proj")?,
+            });
+        }
+        Ok(Weights {
+            fc: get("fc.weight".into())?,
+            hidden_norm: get("hidden_norm.weight".into())?,
+            norm: get("norm.weight".into())?,
+            context: Tensor::f_cat(&context, 0)?,
+            layers,
+        })
+    }
+}
+
+/// The same for gradients. Those of the context, `None` where no block sees any, are added to the layers' own.
+pub struct WeightGradients {
+    pub norm: Tensor,
+    pub context: Option<ContextGradients>,
+    pub layers: Vec<LayerWeights>,
+}
+
+pub struct ContextGradients {
+    pub fc: Tensor,
+    pub hidden_norm: Tensor,
+    pub keys_values: Tensor,
+}
+
+impl WeightGradients {
+    /// In the names and shapes of `params`, and in their number type.
+    pub fn into_gradient(self, config: &DraftConfig, params: &ParamSet) -> Result<Gradient, ModelError> {
+        let kv_rows = (config.num_key_value_heads * config.head_dim) as i64;
+        let mut named = vec![("norm.weight".to_string(), self.norm)];
+        let context_rows = |layer: usize| -> Result<Option<Tensor>, ModelError> {
+            let rows = |all: &ContextGradients| all.keys_values.f_narrow(0, layer as i64 * 2 * kv_rows, 2 * kv_rows);
+            Ok(self.context.as_ref().map(rows).transpose()?)
+        };
+        for (index, layer) in self.layers.into_iter().enumerate() {
+            let mut add = |name: &str, x: Tensor| named.push((layer_name(index, name), x));
+            add("input_layernorm", layer.input_norm);
+            add("post_attention_layernorm", layer.post_norm);
+            add("self_attn.q_norm", layer.q_norm);
+            add("self_attn.k_norm", layer.k_norm);
+            add("self_attn.o_proj", layer.o);
+            add("mlp.down_proj", layer.down);
+            if let Some(context) = context_rows(index)? {
+                let all = layer.qkv.size()[0];
+                let _ = layer.qkv.f_narrow(0, all - 2 * kv_rows, 2 * kv_rows)?.f_add_(&context)?;
+            }
+            let query_rows = layer.qkv.size()[0] - 2 * kv_rows;
+            for (name, part) in QKV.iter().zip(layer.qkv.f_split_with_sizes([query_rows, kv_rows, kv_rows], 0)?) {
+                add(name, part);
+            }
+            for (name, part) in GATE_UP.iter().zip(layer.gate_up.f_chunk(2, 0)?) {
+                add(name, part);
+            }
+        }
+        if let Some(context) = self.context {
+            named.push(("fc.weight".into(), context.fc));
+            named.push(("hidden_norm.weight".into(), context.hidden_norm));
+        } else {
+            for name in ["fc.weight", "hidden_norm.weight"] {
+                let like = params.get(name).ok_or_else(|| ModelError::Input(format!("no weight `{name}`")))?;
+                named.push((name.into(), like.f_zeros_like()?));
+            }
+        }
+        let exact = |(name, x): (String, Tensor)| -> Result<(String, Tensor), ModelError> {
+            let kind = params.get(&name).map_or(Ok(Kind::Float), Tensor::f_kind)?;
+            Ok((name, x.f_to_kind(kind)?))
+        };
+        Ok(ParamSet::new(named.into_iter().map(exact).collect::<Result<_, _>>()?))
+    }
+}
+
+fn layer_name(layer: usize, name: &str) -> String {
+    format!("layers.{layer}.{name}.weight")
+}
