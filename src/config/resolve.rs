@@ -274,11 +274,12 @@ fn published_gamma(block_size: u32) -> f64 {
     }
 }
 
-/// All cores for one worker on the CPU; an equal share each for several, because they compute at the same time.
+/// All cores for one worker on the CPU; for several, twice an equal share, because while one waits for another its cores
+/// are free: on two cores a target and a drafter with two threads each do 1.4 times the work of one thread each.
 fn threads_per_worker(targets: &[Device], drafters: &[Device]) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let workers = targets.iter().chain(drafters).filter(|device| **device == Device::Cpu).count();
-    (cores / workers.max(1)).max(1)
+    (2 * cores / workers.max(1)).clamp(1, cores)
 }
 
 #[cfg(test)]

@@ -93,7 +93,8 @@ sections! {
         Restart max_steps: u64 = 0;
         /// "torch", or "simulated": a cost model that sleeps instead of computing (section [simulate]).
         Restart engine: Engine = Engine::Torch;
-        /// CPU threads of one libtorch operation; "auto" = all cores shared among the CPU devices in use.
+        /// CPU threads of one libtorch operation; "auto" = twice an equal share of the cores among the CPU devices in use,
+        /// since one mostly waits for another.
         Restart threads: Auto<u32> = Auto::Auto;
     }
 

@@ -44,6 +44,12 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     Ok(x.f_linear(weight, bias)?)
 }
 
+/// Place of the largest value of each row, the first one where several are alike. (On CPUs libtorch's `argmax` takes three
+/// times as long as its `max`.)
+pub fn largest(x: &Tensor) -> Result<Tensor, ModelError> {
+    Ok(x.f_max_dim(-1, false)?.1)
+}
+
 /// Attention of `q [B, heads, Lq, head_dim]` over `k`, `v [B, kv_heads, Lk, head_dim]`, where each key/value head serves
 /// `heads / kv_heads` query heads. `mask` is additive and broadcasts to `[B, heads, Lq, Lk]`.
 pub fn attention(

@@ -6,7 +6,7 @@ pub use cached::Extended;
 
 use super::draft::Shared;
 use super::load::weight;
-use super::ops::{attention, linear, rms_norm};
+use super::ops::{attention, largest, linear, rms_norm};
 use super::rope::{Rope, RopeTable};
 use super::{ModelError, batch::Rows};
 use crate::hf::config::TargetConfig;
@@ -183,7 +183,7 @@ impl Target {
         // Logits of all tokens at once would be larger than anything else here.
         for start in (0..x.size()[0]).step_by(HEAD_ROWS) {
             let part = x.f_narrow(0, start, (HEAD_ROWS as i64).min(x.size()[0] - start))?;
-            let best = self.head(top, &part)?.f_argmax(-1, false)?;
+            let best = largest(&self.head(top, &part)?)?;
             said.extend(Vec::<i64>::try_from(best.f_to_device(Device::Cpu)?)?.into_iter().map(|id| id as i32));
         }
         let (_, width) = rows.padded();

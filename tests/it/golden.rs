@@ -5,6 +5,7 @@
 mod adamw;
 mod drafter;
 mod engine;
+mod exact;
 mod files;
 mod labels;
 mod ladder;

@@ -1,6 +1,7 @@
 //! How a token is chosen from logits, and which drafted tokens stand: exact for any drafter.
 
 use super::super::ModelError;
+use super::super::ops::largest;
 use super::Settings;
 use draftmill_actors::plan::stream_seed;
 use rand::RngExt;
@@ -80,7 +81,7 @@ impl Chance {
 
 /// The largest logit of each row.
 pub fn most_likely(logits: &Tensor) -> Result<Vec<u32>, ModelError> {
-    let best = Vec::<i64>::try_from(logits.f_argmax(-1, false)?.f_to_device(Device::Cpu)?)?;
+    let best = Vec::<i64>::try_from(largest(logits)?.f_to_device(Device::Cpu)?)?;
     Ok(best.into_iter().map(|id| id as u32).collect())
 }
 

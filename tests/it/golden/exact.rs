@@ -1,0 +1,102 @@
+//! The pass that trains has no autograd behind it, so its gradient is proved from outside: against the dense oracle and
+//! against finite differences in fp64, where a wrong formula has no rounding to hide in, and over many steps of training.
+
+use super::files::{close_to_largest, largest};
+use super::random::scene;
+use draftmill::model::adamw::{AdamW, Hyper};
+use draftmill::model::draft::Drafter;
+use draftmill::model::oracle::Dense;
+use draftmill::model::params::ParamSet;
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+/// Of a tensor's largest entry, in fp64.
+const LIMIT: f64 = 1e-10;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    /// Random widths, ragged rows, holes in the loss mask, anchors at 0, at the last position but one and at the last,
+    /// rows without a block, blocks past the end, sliding windows: to eleven digits.
+    #[test]
+    fn in_fp64_the_path_that_trains_equals_the_dense_oracle(seed: u64) {
+        let scene = scene(seed);
+        let drafter = scene.drafter_in(Kind::Double);
+        let (report, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+        let Some(gradient) = gradient else { return Ok(()) };
+        let trace = drafter.trace(&Dense::pad(&scene.packed(), &scene.anchors).unwrap()).unwrap();
+        prop_assert!((report.loss_numerator / trace.numerator - 1.0).abs() < LIMIT);
+        for ((name, got), want) in gradient.iter().zip(trace.gradient.tensors()) {
+            prop_assert_eq!(got.kind(), Kind::Double);
+            if largest(want) > 0.0 {
+                close_to_largest(name, got, want, LIMIT);
+            } else {
+                prop_assert_eq!(largest(got), 0.0);
+            }
+        }
+    }
+
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 8, ..ProptestConfig::default() })]
+
+    /// The loss at both ends of a short step along a random direction, without any formula for a gradient.
+    #[test]
+    fn finite_differences_of_the_loss_are_the_gradient(seed in 0u64..1 << 32) {
+        let scene = scene(seed);
+        let mut drafter = scene.drafter_in(Kind::Double);
+        let (_, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+        let Some(gradient) = gradient else { return Ok(()) };
+        let weights = drafter.params().deep_copy(Device::Cpu, Kind::Double).unwrap();
+        tch::manual_seed(seed as i64);
+        for (place, (name, slope)) in gradient.iter().enumerate() {
+            let direction = Tensor::randn(slope.size(), (Kind::Double, Device::Cpu));
+            let step = 1e-5 / f64::try_from(direction.norm()).unwrap();
+            let mut loss_at = |distance: f64| {
+                let mut moved = weights.deep_copy(Device::Cpu, Kind::Double).unwrap();
+                let _ = moved.tensors_mut()[place].f_add_(&(&direction * distance)).unwrap();
+                drafter.load_weights(moved).unwrap();
+                drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap().0.loss_numerator
+            };
+            let measured = (loss_at(step) - loss_at(-step)) / (2.0 * step);
+            let expected = f64::try_from((slope * &direction).sum(Kind::Double)).unwrap();
+            let scale = f64::try_from(slope.norm() * direction.norm()).unwrap() / (slope.numel() as f64).sqrt();
+            prop_assert!((measured - expected).abs() <= 1e-4 * scale + 1e-6, "{}: {} and {}", name, measured, expected);
+        }
+    }
+}
+
+/// Two hundred updates, each side by its own gradients: the curves stay together, and they fall.
+#[test]
+fn loss_curves_of_oracle_and_path_stay_together_over_200_steps() {
+    let mut scene = scene(8);
+    scene.fresh(8);
+    let dense = Dense::pad(&scene.packed(), &scene.anchors).unwrap();
+    let by_path = |drafter: &Drafter| {
+        let (report, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+        (report.loss_numerator / report.loss_denominator, gradient.unwrap())
+    };
+    let by_oracle = |drafter: &Drafter| {
+        let trace = drafter.trace(&dense).unwrap();
+        (trace.numerator / trace.denominator, trace.gradient)
+    };
+    let (path, oracle) = (curve(scene.drafter(), by_path), curve(scene.drafter(), by_oracle));
+    for (step, (path, oracle)) in path.iter().zip(&oracle).enumerate() {
+        assert!((path / oracle - 1.0).abs() < 1e-2, "step {step}: {path} and {oracle}");
+    }
+    assert!(path[199] < 0.7 * path[0], "nothing was learnt: {} -> {}", path[0], path[199]);
+}
+
+/// The loss before each of 200 updates.
+fn curve(mut drafter: Drafter, compute: impl Fn(&Drafter) -> (f64, ParamSet)) -> Vec<f64> {
+    let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    let mut adamw = AdamW::new(drafter.params().deep_copy(Device::Cpu, Kind::Float).unwrap(), hyper).unwrap();
+    let step = |_| {
+        let (loss, gradient) = compute(&drafter);
+        adamw.step(&gradient, 1.0, 1e-3, 1.0).unwrap();
+        drafter.load_weights(adamw.masters.deep_copy(Device::Cpu, Kind::Float).unwrap()).unwrap();
+        loss
+    };
+    (0..200).map(step).collect()
+}
