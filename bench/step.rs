@@ -19,6 +19,7 @@ use draftmill::{
         draft::{DraftOptions, Drafter, Shared},
         loss::Tile,
         params::init_params,
+        weighting::Weighting,
     },
 };
 use rand::SeedableRng;
@@ -99,7 +100,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let options = DraftOptions {
         tile: shape.tile,
         group_slots: shape.group_slots,
-        loss_decay_gamma: Some(7.0),
+        weighting: Weighting::Decay(Some(7.0)),
         ..DraftOptions::new(Device::Cpu)
     };
     let random = |size: [i64; 2]| Tensor::randn(size, (Kind::Float, Device::Cpu));

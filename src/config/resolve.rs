@@ -4,7 +4,7 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Device, Dtype, Engine, Labels, Overlong, UnknownRole},
+    values::{Device, Dtype, Engine, Labels, Overlong, SlotWeights, UnknownRole},
     wire::{self, Wire},
 };
 use crate::{admin::Token, retention::Keep};
@@ -97,6 +97,9 @@ pub struct Drafter {
     pub dtype: Dtype,
     /// `None`: all slots weigh the same.
     pub loss_decay_gamma: Option<f64>,
+    /// D-PACE's alpha where slots are weighed by it.
+    pub d_pace: Option<f64>,
+    pub recompute_layers: bool,
     pub labels: Labels,
     pub prefetch: u32,
 }
@@ -208,6 +211,8 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             intermediate_size: drafter.intermediate_size.given().copied(),
             mask_token_id: drafter.mask_token_id.given().copied(),
             loss_decay_gamma: (gamma > 0.0).then_some(gamma),
+            d_pace: (drafter.slot_weights == SlotWeights::DPace).then_some(drafter.d_pace_alpha),
+            recompute_layers: drafter.recompute_layers,
             labels: drafter.labels,
             prefetch: drafter.prefetch,
         },
@@ -274,12 +279,11 @@ fn published_gamma(block_size: u32) -> f64 {
     }
 }
 
-/// All cores for one worker on the CPU; for several, twice an equal share, because while one waits for another its cores
-/// are free: on two cores a target and a drafter with two threads each do 1.4 times the work of one thread each.
+/// All cores for one worker on the CPU; an equal share each for several, because they compute at the same time.
 fn threads_per_worker(targets: &[Device], drafters: &[Device]) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let workers = targets.iter().chain(drafters).filter(|device| **device == Device::Cpu).count();
-    (2 * cores / workers.max(1)).clamp(1, cores)
+    (cores / workers.max(1)).max(1)
 }
 
 #[cfg(test)]

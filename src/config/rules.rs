@@ -217,6 +217,12 @@ impl Audit<'_> {
             "is out of range",
             "choose a number from 0 (no decay) up, or \"auto\"",
         );
+        self.require(
+            (0.0..=1.0).contains(&drafter.d_pace_alpha),
+            "drafter.d_pace_alpha",
+            "is out of range",
+            "choose a number from 0 to 1",
+        );
     }
 
     fn pauses(&mut self) {
@@ -411,6 +417,8 @@ mod tests {
             ("drafter", "head_dim = 7"),
             ("drafter", "dtype = \"f16\""),
             ("drafter", "loss_decay_gamma = inf"),
+            ("drafter", "d_pace_alpha = 1.5"),
+            ("drafter", "d_pace_alpha = nan"),
             ("optimizer", "learning_rate = 0.0"),
             ("optimizer", "min_learning_rate = 1e-3"),
             ("optimizer", "beta2 = 1.0"),

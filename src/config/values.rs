@@ -107,6 +107,15 @@ words! {
     }
 }
 words! {
+    /// How much each slot of a block counts in the loss.
+    SlotWeights {
+        /// Less with its distance from the anchor.
+        Decay = "decay",
+        /// By what it is worth to the tokens accepted, as the drafter stands.
+        DPace = "d-pace",
+    }
+}
+words! {
     /// How the learning rate runs after the warm-up.
     Schedule { Cosine = "cosine", Constant = "constant" }
 }

@@ -4,8 +4,8 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Ending, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, TimeSpan,
-    UnknownRole,
+    Auto, ByteSize, Device, Dtype, Ending, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, SlotWeights,
+    TimeSpan, UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
@@ -93,8 +93,8 @@ sections! {
         Restart max_steps: u64 = 0;
         /// "torch", or "simulated": a cost model that sleeps instead of computing (section [simulate]).
         Restart engine: Engine = Engine::Torch;
-        /// CPU threads of one libtorch operation; "auto" = twice an equal share of the cores among the CPU devices in use,
-        /// since one mostly waits for another.
+        /// CPU threads of one libtorch operation; "auto" = an equal share of the cores for each CPU device in use, which is
+        /// best where all are busy. Where one mostly waits for another, more threads use the cores that it leaves idle.
         Restart threads: Auto<u32> = Auto::Auto;
     }
 
@@ -220,9 +220,16 @@ sections! {
         Restart mask_token_id: Auto<u32> = Auto::Auto;
         /// Number type of forward and backward (weights and moments are always f32); "auto" = f32 on CPU, bf16 on CUDA.
         Restart dtype: Auto<Dtype> = Auto::Auto;
-        /// Slot k of a block weighs exp(-(k-1)/gamma); 0 = all the same. "auto" = the paper's 4, 5 or 7 for blocks of up to
-        /// 8, up to 12, or more.
+        /// "decay" = by distance from the anchor, see the next key; "d-pace" = by what a slot is worth to the tokens
+        /// accepted, as the drafter stands (arXiv 2605.18810).
+        Restart slot_weights: SlotWeights = SlotWeights::Decay;
+        /// For slot_weights = "decay": slot k of a block weighs exp(-(k-1)/gamma); 0 = all the same. "auto" = the paper's
+        /// 4, 5 or 7 for blocks of up to 8, up to 12, or more.
         Restart loss_decay_gamma: Auto<f64> = Auto::Auto;
+        /// For slot_weights = "d-pace", from 0 to 1: how little a slot's own chance counts; 1 = not at all.
+        Restart d_pace_alpha: f64 = 0.5;
+        /// Keep only each layer's input for the backward pass and compute the layer again there: less memory, more time.
+        Restart recompute_layers: bool = false;
         /// "data" = learn the tokens of the data; "target" = learn what the target would say at each place, for data that the target
         /// did not write, whose tokens are the wrong teacher. Targets are then computed whole, head included.
         Restart labels: Labels = Labels::Data;

@@ -10,6 +10,7 @@ use super::ops::wide;
 use super::params::{Gradient, ParamSet, Weights};
 use super::pass::Pass;
 use super::rope::Rope;
+use super::weighting::{Weighting, d_pace};
 use crate::hf::config::{RopeScaling, TargetConfig};
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -22,25 +23,27 @@ pub struct Shared {
     pub head: Tensor,
 }
 
-/// How a drafter computes; none of it changes what it computes.
+/// How a drafter computes, and how much each slot counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DraftOptions {
     /// Number type of activations: fp32 or bf16, with weights and gradients in fp32; or fp64 throughout, for tests.
     pub kind: Kind,
     pub device: Device,
-    /// Decay of the loss along the block (`reference/dflash.md` section 3.5); `None` or 0 for none.
-    pub loss_decay_gamma: Option<f64>,
+    pub weighting: Weighting,
     /// Logits that are held at once.
     pub tile: Tile,
     /// Slots that attend together.
     pub group_slots: usize,
+    /// Keep no more than each layer's input for the backward pass, and compute the layer again there.
+    pub recompute: bool,
 }
 
 impl DraftOptions {
     /// fp32 without decay, in chunks that suit CPUs and GPUs alike.
     pub fn new(device: Device) -> DraftOptions {
         let tile = Tile { slots: 1024, tokens: 2048 };
-        DraftOptions { kind: Kind::Float, device, loss_decay_gamma: None, tile, group_slots: 256 }
+        let weighting = Weighting::Decay(None);
+        DraftOptions { kind: Kind::Float, device, weighting, tile, group_slots: 256, recompute: false }
     }
 }
 
@@ -127,26 +130,32 @@ impl Drafter {
     ) -> Result<(MicroReport, Option<Gradient>), ModelError> {
         self.check(batch, anchors)?;
         let (tokens, count) = (batch.ids.len() as u64, anchors.count() as u64);
-        let slots = anchors.slots(batch, self.config.block_size, self.options.loss_decay_gamma);
+        let size = self.config.block_size;
+        let slots = anchors.slots(batch, size, self.options.weighting.gamma());
         if slots.places.is_empty() {
             return Ok((MicroReport { anchors: count, tokens, ..MicroReport::default() }, None));
         }
         let device = self.options.device;
         let places = Tensor::f_from_slice(&slots.places)?.f_to(device)?;
         let labels = Tensor::f_from_slice(&slots.labels)?.f_to(device)?;
-        let weights = Tensor::f_from_slice(&slots.weights)?.f_to(device)?;
 
         let _no_grad = tch::no_grad_guard();
         let blocks = self.blocks(batch, anchors)?;
-        let pass = Pass::new(&self.config, &self.params, &blocks, self.options.kind)?;
-        let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, places)?;
-        let loss = head_loss(&hidden, &self.shared.head, &labels, &weights, self.options.tile)?;
-        let gradient = pass.backward(tape, &loss.gradient, &self.params)?;
+        let pass = Pass::new(&self.config, &self.params, &blocks, &self.options)?;
+        let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &places)?;
+        let mut loss = head_loss(&hidden, &self.shared.head, &labels, self.options.tile)?;
+        let weights = match self.options.weighting {
+            Weighting::Decay(_) => Tensor::f_from_slice(&slots.weights)?.f_to(device)?,
+            Weighting::DPace(alpha) => d_pace(&loss.losses, &places, size as i64, alpha)?,
+        };
+        let d_hidden = loss.gradient.f_mul_(&weights.f_unsqueeze(1)?)?;
+        let gradient = pass.backward(tape, &d_hidden, &self.params)?;
 
         let numerator = loss.losses.f_mul(&weights)?.f_sum(Kind::Double)?.f_double_value(&[])?;
         let correct = loss.correct.f_sum(Kind::Int64)?.f_int64_value(&[])?;
         let report = MicroReport {
             loss_numerator: numerator,
+            // D-PACE's weights are no share of anything: there it is the number of slots, over all drafters alike.
             loss_denominator: slots.weights.iter().map(|&weight| f64::from(weight)).sum(),
             correct: correct as f64,
             supervised: slots.places.len() as f64,
@@ -161,7 +170,7 @@ impl Drafter {
         self.check(batch, anchors)?;
         let _no_grad = tch::no_grad_guard();
         let blocks = self.blocks(batch, anchors)?;
-        let pass = Pass::new(&self.config, &self.params, &blocks, self.options.kind)?;
+        let pass = Pass::new(&self.config, &self.params, &blocks, &self.options)?;
         pass.hidden(self.shared.embedding.f_index_select(0, &blocks.ids)?)
     }
 

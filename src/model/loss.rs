@@ -6,7 +6,7 @@ use tch::Tensor;
 
 /// What the head says of some hidden states.
 pub struct HeadLoss {
-    /// Gradient of the sum of `weight * loss` with respect to the hidden states, `[slots, hidden]` in at least fp32.
+    /// Gradient of each slot's loss with respect to its hidden state, `[slots, hidden]` in at least fp32.
     pub gradient: Tensor,
     /// Cross-entropy of each slot in nats, `[slots]` in at least fp32.
     pub losses: Tensor,
@@ -22,7 +22,7 @@ pub struct Tile {
 }
 
 /// Cross-entropy of `hidden [slots, D]` against `labels [slots]` behind `head [V, D]`. The gradient of one slot is
-/// `weight * (softmax - onehot) W`.
+/// `(softmax - onehot) W`.
 ///
 /// Only a tile of logits is ever held: maximum, sum and `exp(logits) W` are carried from one part of the vocabulary to
 /// the next and shrunk whenever a larger logit appears (the online softmax of FlashAttention, arXiv:2205.14135, with the
@@ -32,7 +32,6 @@ pub fn head_loss(
     hidden: &Tensor,
     head: &Tensor,
     labels: &Tensor,
-    weights: &Tensor,
     tile: Tile,
 ) -> Result<HeadLoss, ModelError> {
     let (slots, most) = (hidden.size()[0], tile.slots.max(1) as i64);
@@ -41,11 +40,9 @@ pub fn head_loss(
         let part = |x: &Tensor| x.f_narrow(0, start, most.min(slots - start));
         let (hidden, label) = (part(hidden)?, part(labels)?.f_unsqueeze(1)?);
         let Sums { most, sum, mut product, of_label } = sums(&hidden, head, &label, tile.tokens.max(1) as i64)?;
-        let weight = part(weights)?.f_unsqueeze(1)?.f_to_kind(product.f_kind()?)?;
         losses.push(sum.f_log()?.f_add(&most)?.f_sub(&of_label)?.f_squeeze_dim(1)?);
         correct.push(of_label.f_ge_tensor(&most)?.f_squeeze_dim(1)?);
-        let right = head.f_index_select(0, &label.f_squeeze_dim(1)?)?.f_mul(&weight)?;
-        gradient.push(product.f_mul_(&weight.f_div(&sum)?)?.f_sub(&right)?);
+        gradient.push(product.f_div_(&sum)?.f_sub_(&head.f_index_select(0, &label.f_squeeze_dim(1)?)?)?);
     }
     Ok(HeadLoss {
         gradient: Tensor::f_cat(&gradient, 0)?,
@@ -116,15 +113,14 @@ mod tests {
         let head = (Tensor::arange(11 * 5, options) * 1.3).cos().reshape([11, 5]);
         let best = i64::try_from(hidden.linear(&head, None::<Tensor>).argmax(-1, false).get(2)).unwrap();
         let labels = Tensor::from_slice(&[0i64, 10, best, 3, 7, 1, 9]);
-        let weights = Tensor::from_slice(&[1.0f32, 0.5, 0.25, 2.0, 1.0, 0.125, 3.0]);
         let losses = -hidden.linear(&head, None::<Tensor>).log_softmax(-1, Kind::Float);
         let losses = losses.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1);
-        (&losses * &weights).sum(Kind::Float).backward();
+        losses.sum(Kind::Float).backward();
         let _guard = tch::no_grad_guard();
         let right = hidden.linear(&head, None::<Tensor>).argmax(-1, false).eq_tensor(&labels);
         assert!(Vec::<bool>::try_from(&right).unwrap().contains(&true), "nothing is right");
         for tile in TILES {
-            let got = head_loss(&hidden.detach(), &head, &labels, &weights, tile).unwrap();
+            let got = head_loss(&hidden.detach(), &head, &labels, tile).unwrap();
             assert!(got.losses.allclose(&losses.detach(), 1e-5, 1e-6, false), "{tile:?}");
             assert!(got.gradient.allclose(&hidden.grad(), 1e-5, 1e-6, false), "{tile:?}");
             assert_eq!(got.correct, right, "{tile:?}");
@@ -136,9 +132,8 @@ mod tests {
         let hidden = Tensor::from_slice(&[3e4f32, -3e4]).reshape([2, 1]);
         let head = Tensor::from_slice(&[1.0f32, -1.0, 0.0]).reshape([3, 1]);
         let labels = Tensor::from_slice(&[0i64, 0]);
-        let weights = Tensor::ones([2], (Kind::Float, Device::Cpu));
         for tile in TILES {
-            let got = head_loss(&hidden, &head, &labels, &weights, tile).unwrap();
+            let got = head_loss(&hidden, &head, &labels, tile).unwrap();
             assert_eq!(Vec::<f32>::try_from(got.losses).unwrap(), [0.0, 6e4]);
             assert_eq!(i64::try_from(got.gradient.isfinite().all()).unwrap(), 1);
         }

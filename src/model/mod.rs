@@ -19,6 +19,7 @@ pub mod params;
 mod pass;
 pub mod rope;
 pub mod target;
+pub mod weighting;
 
 use thiserror::Error;
 

@@ -167,7 +167,7 @@ impl Drafter {
         let hidden = layers.normed(&x)?;
         let logits = linear(&hidden, &self.shared().head, None)?;
 
-        let decay = decay(size, options.loss_decay_gamma);
+        let decay = decay(size, options.weighting.gamma());
         let (mut labels, mut supervised, mut weights) = (Vec::new(), Vec::new(), Vec::new());
         for (row, slot) in cells() {
             // Past the end the last token stands in as a label that no weight lets count.

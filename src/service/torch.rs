@@ -22,6 +22,7 @@ use crate::{
         libtorch::set_threads,
         load::kind_of,
         params::{Weights, folder_params, init_params},
+        weighting::Weighting,
     },
 };
 use draftmill_actors::engine::DraftEngine;
@@ -49,7 +50,7 @@ pub async fn load(
         target: config.target.dir.clone(),
         kind: kind_of(config.target.dtype.into()),
         draft: models.draft.clone(),
-        gamma: config.drafter.loss_decay_gamma,
+        gamma: weighting(&config).gamma(),
         seed: config.run.seed,
         labels: config.drafter.labels,
         store,
@@ -102,8 +103,12 @@ fn blocking(
     for &device in &drafter_devices {
         let kind = kind_of(config.drafter.dtype.into());
         let shared = Shared::load(&target, &files, kind, device).failed(Exit::Model)?;
-        let model =
-            DraftOptions { kind, loss_decay_gamma: config.drafter.loss_decay_gamma, ..DraftOptions::new(device) };
+        let model = DraftOptions {
+            kind,
+            weighting: weighting(config),
+            recompute: config.drafter.recompute_layers,
+            ..DraftOptions::new(device)
+        };
         let options = DrafterOptions { model, num_anchors: config.drafter.anchors as usize, seed: config.run.seed };
         drafters.push(TorchDrafter::new(draft.clone(), shared, options).failed(Exit::Model)?);
     }
@@ -129,4 +134,8 @@ fn blocking(
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
     Ok((Engines { targets, drafters, optimizer, evaluator: None }, weights))
+}
+
+fn weighting(config: &Config) -> Weighting {
+    config.drafter.d_pace.map_or(Weighting::Decay(config.drafter.loss_decay_gamma), Weighting::DPace)
 }

@@ -11,10 +11,11 @@ mod weights;
 
 use super::ModelError;
 use super::blocks::Blocks;
+use super::draft::DraftOptions;
 use super::params::{Gradient, ParamSet};
 use crate::hf::draft::DraftConfig;
 use layer::{Kept, Layer, Shape, product};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 use weights::{ContextGradients, WeightGradients, Weights};
 
 /// One micro-batch on its way through the drafter.
@@ -24,11 +25,18 @@ pub struct Pass<'a> {
     weights: Weights,
     turns: Turns,
     context: Option<Context>,
+    recompute: bool,
+}
+
+/// Of one layer: all that its gradient needs, or the input to compute that again.
+enum Held {
+    All(Box<Kept>),
+    Input(Tensor),
 }
 
 /// What the backward pass needs of the forward pass.
 pub struct Tape {
-    layers: Vec<Kept>,
+    layers: Vec<Held>,
     /// The residual stream after the last layer at the places asked for, and the scale of the final norm.
     last: Tensor,
     scale: Tensor,
@@ -59,8 +67,9 @@ impl<'a> Pass<'a> {
         config: &'a DraftConfig,
         params: &ParamSet,
         blocks: &'a Blocks,
-        kind: Kind,
+        options: &DraftOptions,
     ) -> Result<Pass<'a>, ModelError> {
+        let kind = options.kind;
         let weights = Weights::new(config, params, kind)?;
         let turns = Turns {
             query: blocks.slot_table.turn((config.head_dim as f64).powf(-0.5))?,
@@ -71,16 +80,16 @@ impl<'a> Pass<'a> {
             Some(hidden) => Some(Context::new(hidden.f_to_kind(kind)?, &weights, config.rms_norm_eps)?),
             None => None,
         };
-        Ok(Pass { config, blocks, weights, turns, context })
+        Ok(Pass { config, blocks, weights, turns, context, recompute: options.recompute })
     }
 
     /// What the head sees of the slots at `places`, `[places, hidden]`; `x [slots, hidden]` are their embeddings.
-    pub fn forward(&self, x: Tensor, places: Tensor) -> Result<(Tensor, Tape), ModelError> {
+    pub fn forward(&self, x: Tensor, places: &Tensor) -> Result<(Tensor, Tape), ModelError> {
         let mut layers = Vec::with_capacity(self.weights.layers.len());
-        let x = self.residual(x, |kept| layers.push(kept))?;
-        let last = x.f_index_select(0, &places)?;
+        let x = self.residual(x, |held| layers.push(held))?;
+        let last = x.f_index_select(0, places)?;
         let (hidden, scale) = norm::forward(&last, &self.weights.norm, self.config.rms_norm_eps)?;
-        Ok((hidden, Tape { layers, last, scale, places }))
+        Ok((hidden, Tape { layers, last, scale, places: places.shallow_clone() }))
     }
 
     /// The same of all slots, with nothing kept.
@@ -97,8 +106,13 @@ impl<'a> Pass<'a> {
         let mut dx = Tensor::f_zeros(size, (kind, last.device()))?.f_index_copy_(0, &places, &d_last.f_to_kind(kind)?)?;
         let shape = self.shape();
         let (mut layer_gradients, mut d_keys_values) = (Vec::new(), Vec::new());
-        for (index, kept) in layers.into_iter().enumerate().rev() {
-            let back = self.layer(index, &shape)?.backward(kept, &dx)?;
+        for (index, held) in layers.into_iter().enumerate().rev() {
+            let layer = self.layer(index, &shape)?;
+            let kept = match held {
+                Held::All(kept) => *kept,
+                Held::Input(x) => layer.forward(x)?.1,
+            };
+            let back = layer.backward(kept, &dx)?;
             dx = back.x;
             layer_gradients.push(back.weights);
             d_keys_values.extend(back.context);
@@ -113,11 +127,12 @@ impl<'a> Pass<'a> {
     }
 
     /// The residual stream after the last layer.
-    fn residual(&self, mut x: Tensor, mut keep: impl FnMut(Kept)) -> Result<Tensor, ModelError> {
+    fn residual(&self, mut x: Tensor, mut keep: impl FnMut(Held)) -> Result<Tensor, ModelError> {
         let shape = self.shape();
         for index in 0..self.weights.layers.len() {
+            let input = x.shallow_clone();
             let (out, kept) = self.layer(index, &shape)?.forward(x)?;
-            keep(kept);
+            keep(if self.recompute { Held::Input(input) } else { Held::All(Box::new(kept)) });
             x = out;
         }
         Ok(x)

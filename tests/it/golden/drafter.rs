@@ -13,6 +13,7 @@ use draftmill::model::draft::{DraftOptions, Drafter, Shared};
 use draftmill::model::loss::{Tile, head_loss};
 use draftmill::model::oracle::{Dense, Trace};
 use draftmill::model::params::{Gradient, load_params};
+use draftmill::model::weighting::Weighting;
 use draftmill_actors::engine::MicroReport;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -97,12 +98,16 @@ impl Case {
     }
 
     pub fn drafter(&self, config: DraftConfig, gamma: Option<f64>) -> Drafter {
+        self.drafter_weighing(config, Weighting::Decay(gamma))
+    }
+
+    fn drafter_weighing(&self, config: DraftConfig, weighting: Weighting) -> Drafter {
         let files = TensorFiles::open(&path(self.json["drafter_dir"].as_str().unwrap())).unwrap();
         let weights = load_params(&config, &files).unwrap();
         let folder = path(self.json["target_dir"].as_str().unwrap());
         let target = TargetConfig::load(&folder).unwrap();
         let shared = Shared::load(&target, &TensorFiles::open(&folder).unwrap(), Kind::Float, Device::Cpu).unwrap();
-        let options = DraftOptions { loss_decay_gamma: gamma, ..DraftOptions::new(Device::Cpu) };
+        let options = DraftOptions { weighting, ..DraftOptions::new(Device::Cpu) };
         let mut drafter = Drafter::new(config, shared, options).unwrap();
         drafter.load_weights(weights).unwrap();
         drafter
@@ -209,7 +214,7 @@ fn the_path_that_trains_gives_the_same_hidden_states_and_token_losses() {
     let _guard = tch::no_grad_guard();
     let labels = Tensor::from_slice(&slots.labels);
     for (slots, tokens) in [(1, 1), (3, 7), (1000, 1000)] {
-        let loss = head_loss(&hidden, &drafter.shared().head, &labels, &weights, Tile { slots, tokens }).unwrap();
+        let loss = head_loss(&hidden, &drafter.shared().head, &labels, Tile { slots, tokens }).unwrap();
         close("token loss", &loss.losses, &pick("token_loss"), OUTPUT);
         same("correct", &loss.correct, &pick("predicted_ids").eq_tensor(&labels));
     }
@@ -247,6 +252,21 @@ fn other_decays_match() {
         seen += 1;
     }
     assert!(seen > 0, "the folder has no other decay");
+}
+
+/// SpecForge divides D-PACE's sum by the rows of the batch, we divide it by the trained slots of the whole step: the sums and
+/// their gradients are the same.
+#[test]
+fn d_pace_matches() {
+    let case = Case::load();
+    let want = &case.json["other_objectives_same_weights"]["dpace"];
+    let drafter = case.drafter_weighing(case.config(), Weighting::DPace(number(&want["dpace_alpha"])));
+    let (report, gradient) = case.step(&drafter);
+    let rows = number(&want["denominator"]);
+    near("loss", report.loss_numerator / rows, number(&want["loss"]), LOSS);
+    let squares: f64 = gradient.tensors().iter().map(|x| f64::try_from(x.square().sum(Kind::Double)).unwrap()).sum();
+    near("gradient norm", squares.sqrt() / rows, number(&want["grad_l2_norm"]), GRADIENT);
+    assert_eq!(report.loss_denominator, report.supervised);
 }
 
 /// The case's name says which layer slides, and how far: `sliding_layer<L>_window<W>_decay_on`.

@@ -6,6 +6,7 @@ use draftmill::engines::torch::{DrafterOptions, TargetOptions, TorchDrafter, Tor
 use draftmill::model::anchors::{Anchors, job_rng};
 use draftmill::model::draft::DraftOptions;
 use draftmill::model::params::{Gradient, init_params};
+use draftmill::model::weighting::Weighting;
 use draftmill_actors::engine::{DraftEngine, EngineError, FeatureDtype, Features, TargetEngine};
 use draftmill_actors::types::{JobId, PaddedBatch};
 use std::sync::Arc;
@@ -39,7 +40,7 @@ pub fn target(case: &Case, features: FeatureDtype) -> TorchTarget {
 }
 
 fn options(case: &Case) -> DrafterOptions {
-    let model = DraftOptions { loss_decay_gamma: case.gamma(), ..DraftOptions::new(Device::Cpu) };
+    let model = DraftOptions { weighting: Weighting::Decay(case.gamma()), ..DraftOptions::new(Device::Cpu) };
     DrafterOptions { model, num_anchors: 3, seed: 17 }
 }
 

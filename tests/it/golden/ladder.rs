@@ -6,8 +6,10 @@ use super::random::{Scene, scene};
 use draftmill::hf::draft::LayerType;
 use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
+use draftmill::model::draft::Drafter;
 use draftmill::model::loss::Tile;
 use draftmill::model::oracle::Dense;
+use draftmill::model::weighting::Weighting;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -114,39 +116,15 @@ proptest! {
     #[test]
     fn specforge_731_a_batch_is_the_sum_of_its_rows(seed: u64) {
         let scene = scene(seed);
-        let drafter = scene.drafter();
-        let (whole, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
-        let mut sum = draftmill_actors::engine::MicroReport::default();
-        let mut parts = drafter.params().zeros_like().unwrap();
-        for (row, start) in scene.packed().offsets().into_iter().enumerate() {
-            let tokens = start..start + scene.lengths[row] as usize;
-            let hidden = scene.hidden.narrow(0, start as i64, tokens.len() as i64);
-            let packed = Packed {
-                hidden: &hidden,
-                ids: &scene.ids[tokens.clone()],
-                labels: &scene.ids[tokens.clone()],
-                loss_mask: &scene.loss_mask[tokens],
-                lengths: &scene.lengths[row..=row],
-            };
-            let anchors = Anchors { rows: vec![scene.anchors.rows[row].clone()] };
-            let (report, gradient) = drafter.loss_and_gradient(&packed, &anchors).unwrap();
-            sum.add(&report);
-            for (sum, part) in parts.tensors_mut().iter_mut().zip(gradient.iter().flat_map(|set| set.tensors())) {
-                *sum += part;
-            }
-        }
-        prop_assert!((whole.loss_numerator - sum.loss_numerator).abs() <= 1e-5 * whole.loss_numerator);
-        prop_assert!((whole.loss_denominator - sum.loss_denominator).abs() <= 1e-9 * whole.loss_denominator);
-        prop_assert!(alike(whole.correct, sum.correct));
-        prop_assert_eq!(
-            (whole.supervised, whole.anchors, whole.tokens),
-            (sum.supervised, sum.anchors, sum.tokens)
-        );
-        for ((name, whole), parts) in gradient.iter().flat_map(|set| set.iter()).zip(parts.tensors()) {
-            if largest(parts) > 0.0 {
-                close_to_largest(name, whole, parts, LIMIT);
-            }
-        }
+        whole_is_the_sum_of_its_rows(&scene, &scene.drafter());
+    }
+
+    /// Automodel#2572: D-PACE's scale depended on how rows were dealt out to ranks.
+    #[test]
+    fn automodel_2572_d_pace_weighs_alike_however_rows_are_split(seed: u64, alpha in 0.0f64..1.0) {
+        let scene = scene(seed);
+        let drafter = scene.drafter_with(|options| options.weighting = Weighting::DPace(alpha));
+        whole_is_the_sum_of_its_rows(&scene, &drafter);
     }
 
     /// SpecForge#501: blocks rounded up to a tile read anchors that are not there. However blocks are grouped and
@@ -160,6 +138,8 @@ proptest! {
         let other = scene.drafter_with(|options| {
             options.group_slots = group_slots;
             options.tile = Tile { slots, tokens };
+            // Nor does it matter whether a layer is kept for the backward pass or computed again.
+            options.recompute = true;
         });
         let (two, second) = other.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         prop_assert!((one.loss_numerator - two.loss_numerator).abs() <= 1e-5 * one.loss_numerator);
@@ -171,6 +151,39 @@ proptest! {
                     close_to_largest(name, first, second, LIMIT);
                 }
             }
+        }
+    }
+}
+
+/// Losses, counts and gradients of all rows at once, and of each row alone.
+fn whole_is_the_sum_of_its_rows(scene: &Scene, drafter: &Drafter) {
+    let (whole, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+    let mut sum = draftmill_actors::engine::MicroReport::default();
+    let mut parts = drafter.params().zeros_like().unwrap();
+    for (row, start) in scene.packed().offsets().into_iter().enumerate() {
+        let tokens = start..start + scene.lengths[row] as usize;
+        let hidden = scene.hidden.narrow(0, start as i64, tokens.len() as i64);
+        let packed = Packed {
+            hidden: &hidden,
+            ids: &scene.ids[tokens.clone()],
+            labels: &scene.ids[tokens.clone()],
+            loss_mask: &scene.loss_mask[tokens],
+            lengths: &scene.lengths[row..=row],
+        };
+        let anchors = Anchors { rows: vec![scene.anchors.rows[row].clone()] };
+        let (report, gradient) = drafter.loss_and_gradient(&packed, &anchors).unwrap();
+        sum.add(&report);
+        for (sum, part) in parts.tensors_mut().iter_mut().zip(gradient.iter().flat_map(|set| set.tensors())) {
+            *sum += part;
+        }
+    }
+    assert!((whole.loss_numerator - sum.loss_numerator).abs() <= 1e-5 * whole.loss_numerator);
+    assert!((whole.loss_denominator - sum.loss_denominator).abs() <= 1e-9 * whole.loss_denominator);
+    assert!(alike(whole.correct, sum.correct));
+    assert_eq!((whole.supervised, whole.anchors, whole.tokens), (sum.supervised, sum.anchors, sum.tokens));
+    for ((name, whole), parts) in gradient.iter().flat_map(|set| set.iter()).zip(parts.tensors()) {
+        if largest(parts) > 0.0 {
+            close_to_largest(name, whole, parts, LIMIT);
         }
     }
 }

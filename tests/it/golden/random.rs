@@ -6,6 +6,7 @@ use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
 use draftmill::model::draft::{DraftOptions, Drafter, Shared};
 use draftmill::model::params::{ParamSet, init_params};
+use draftmill::model::weighting::Weighting;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -123,7 +124,7 @@ impl Scene {
     }
 
     pub fn drafter_with(&self, change: impl FnOnce(&mut DraftOptions)) -> Drafter {
-        let mut options = DraftOptions { loss_decay_gamma: self.gamma, ..DraftOptions::new(Device::Cpu) };
+        let mut options = DraftOptions { weighting: Weighting::Decay(self.gamma), ..DraftOptions::new(Device::Cpu) };
         change(&mut options);
         let own = |x: &Tensor| x.copy().to_kind(options.kind);
         let shared = Shared { embedding: own(&self.embedding), head: own(&self.head) };
