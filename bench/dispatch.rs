@@ -11,6 +11,8 @@ mod ledger;
 mod machine;
 mod pipeline;
 #[cfg(feature = "torch")]
+mod products;
+#[cfg(feature = "torch")]
 mod sampled;
 mod sim;
 #[cfg(feature = "torch")]
@@ -63,6 +65,8 @@ fn main() -> ExitCode {
         }
         #[cfg(feature = "torch")]
         ["--step", ref options @ ..] => step::run(options),
+        #[cfg(feature = "torch")]
+        ["--products", ref options @ ..] => products::run(options),
         #[cfg(feature = "torch")]
         ["--extract", ref options @ ..] => extract::run(options),
         [] => bench(),

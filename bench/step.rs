@@ -28,25 +28,33 @@ use tch::{Device, Kind, Tensor};
 
 /// Tokens of a row that are prompt and so not supervised.
 const PROMPT: usize = 64;
-const SEED: u64 = 1;
+pub const SEED: u64 = 1;
 /// Layers whose outputs are extracted.
 pub const TAPS: [usize; 5] = [1, 7, 14, 20, 27];
 /// Threads of libtorch.
 pub const THREADS: i32 = 2;
 
 /// What is measured; every field is an option of the same name.
-struct Shape {
+pub struct Shape {
     rows: usize,
     length: usize,
-    anchors: usize,
+    pub anchors: usize,
     layers: usize,
     vocab: usize,
-    steps: usize,
-    tile: Tile,
+    pub steps: usize,
+    pub tile: Tile,
     group_slots: usize,
 }
 
-fn shape(arguments: &[&str]) -> Outcome<Shape> {
+/// A micro-batch of random features.
+pub struct Micro {
+    hidden: Tensor,
+    ids: Vec<i32>,
+    loss_mask: Vec<u8>,
+    lengths: Vec<u32>,
+}
+
+pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
     let mut given = Options::read(arguments)?;
     let defaults = DraftOptions::new(Device::Cpu);
     let shape = Shape {
@@ -66,7 +74,7 @@ fn shape(arguments: &[&str]) -> Outcome<Shape> {
 }
 
 /// SmolLM2's widths.
-fn config(shape: &Shape) -> DraftConfig {
+pub fn config(shape: &Shape) -> DraftConfig {
     DraftConfig {
         hidden_size: 576,
         intermediate_size: 1536,
@@ -91,6 +99,33 @@ fn config(shape: &Shape) -> DraftConfig {
     }
 }
 
+impl Micro {
+    pub fn new(shape: &Shape, config: &DraftConfig) -> Micro {
+        let tokens = shape.rows * shape.length;
+        let width = config.target_layer_ids.len() * config.hidden_size;
+        Micro {
+            hidden: random([tokens as i64, width as i64]),
+            ids: (0..tokens).map(|i| (i * 7919 % (shape.vocab - 1)) as i32).collect(),
+            loss_mask: (0..tokens).map(|i| u8::from(i % shape.length >= PROMPT)).collect(),
+            lengths: vec![shape.length as u32; shape.rows],
+        }
+    }
+
+    pub fn batch(&self) -> Packed<'_> {
+        Packed {
+            hidden: &self.hidden,
+            ids: &self.ids,
+            labels: &self.ids,
+            loss_mask: &self.loss_mask,
+            lengths: &self.lengths,
+        }
+    }
+}
+
+fn random(size: [i64; 2]) -> Tensor {
+    Tensor::randn(size, (Kind::Float, Device::Cpu))
+}
+
 /// Measures and prints.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let shape = &shape(arguments)?;
@@ -103,7 +138,6 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         weighting: Weighting::Decay(Some(7.0)),
         ..DraftOptions::new(Device::Cpu)
     };
-    let random = |size: [i64; 2]| Tensor::randn(size, (Kind::Float, Device::Cpu));
     let table = [shape.vocab as i64, config.hidden_size as i64];
     let shared = Shared { embedding: random(table) * 0.02, head: random(table) * 0.02 };
     let mut drafter = Drafter::new(config.clone(), shared, options).failed("make a drafter")?;
@@ -113,17 +147,13 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let mut adamw = AdamW::new(masters, hyper).failed("make an optimizer")?;
     drafter.load_weights(weights).failed("load weights")?;
 
-    let tokens = shape.rows * shape.length;
-    let hidden = random([tokens as i64, (config.target_layer_ids.len() * config.hidden_size) as i64]);
-    let ids: Vec<i32> = (0..tokens).map(|i| (i * 7919 % (shape.vocab - 1)) as i32).collect();
-    let loss_mask: Vec<u8> = (0..tokens).map(|i| u8::from(i % shape.length >= PROMPT)).collect();
-    let lengths = vec![shape.length as u32; shape.rows];
-    let batch = Packed { hidden: &hidden, ids: &ids, labels: &ids, loss_mask: &loss_mask, lengths: &lengths };
+    let micro = Micro::new(shape, &config);
+    let batch = micro.batch();
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
 
     let mut sampled = Sampled::begin();
     for _ in 0..=shape.steps {
-        let anchors = Anchors::sample(&loss_mask, &lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        let anchors = Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
         sampled.step(|| {
             let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
             let gradient = gradient.ok_or("nothing was supervised")?;

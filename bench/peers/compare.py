@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ class Table:
 
 def steps(args, python, program, table, details):
     """Our training step beside SpecForge's, at its defaults and at its fastest setting, and speculators'."""
-    speed, best, memory = {}, {}, {}
+    speed, best, memory, outside = {}, {}, {}, {}
     for name, shape in STEPS.items():
         options = [f"--{key}={shape[key]}" for key in ("rows", "anchors", "layers")] + [f"--steps={args.steps}"]
         split = [word for option in options for word in option.split("=")]
@@ -103,6 +104,7 @@ def steps(args, python, program, table, details):
             numbers = [shape["rows"], shape["anchors"], shape["layers"], 512, args.steps]
             sides["prototype"] = [python, args.prototype, *numbers]
         say(f"training step {name}")
+        sides["products"] = [program, "--products", *split]
         runs = in_turns(args.pairs, sides)
         details[name] = runs
         seconds = {side: median([run["seconds"] for run in runs[side]]) for side in runs}
@@ -117,8 +119,12 @@ def steps(args, python, program, table, details):
         if "prototype" in runs:
             table.row(f"drafter_vs_prototype {name}", ratio(runs, "prototype"), at_least=1.0)
         table.row(f"drafter_memory_vs_specforge {name}", memory[name], at_most=0.45, note="peak over the weights, ours to theirs")
+        outside[name] = 1 - ratio(runs, "products")
+        flops = runs["products"][0]["flops"] / 1e9 / seconds["products"]
+        table.row(f"drafter_outside_products {name}", outside[name], at_most=0.2, note=f"the products alone run at {flops:.0f} GFLOP/s")
     table.figures.update(
-        drafter_vs_specforge=speed, drafter_vs_specforge_chunk_0=best, drafter_memory_vs_specforge=memory
+        drafter_vs_specforge=speed, drafter_vs_specforge_chunk_0=best, drafter_memory_vs_specforge=memory,
+        drafter_outside_products=outside,
     )
 
 
@@ -142,6 +148,35 @@ def extraction(args, python, program, table, details):
         table.row(name, table.figures[name], at_least=least, note=f"8 rows in {buckets} bucket{'s' * (buckets > 1)}")
 
 
+def pipeline(args, table, details):
+    """Tokens per second of a whole run of the demo's configuration beside a run whose drafter has next to nothing to do: what its slower
+    stage, the target, does alone. Each stage has one thread, since both share two cores."""
+    say("preparing the demo's data")
+    subprocess.run(["make", "--silent", "runs/demo-data.safetensors"], cwd=ROOT, check=True, stdout=sys.stderr)
+    libtorch = subprocess.run([sys.executable, "scripts/fetch.py", "libtorch"], cwd=ROOT, check=True, capture_output=True, text=True)
+    runs = {"whole": [], "target": []}
+    settings = ["run.threads=1", "run.max_steps=30", "eval.every_steps=0", "eval.decode_every_steps=0", 'admin.listen="off"']
+    for turn in range(args.pairs):
+        for name, anchors in ("whole", 32), ("target", 1):
+            folder = ROOT / "target" / f"bench-pipeline-{name}"
+            shutil.rmtree(folder, ignore_errors=True)
+            given = [word for text in [*settings, f"drafter.anchors={anchors}", f'run.dir="{folder}"'] for word in ("--set", text)]
+            command = [ROOT / "target/release/draftmill", "train", "--config", "configs/demo.toml", *given]
+            env = dict(os.environ, LIBTORCH=libtorch.stdout.strip())
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"bench-peers: {name} failed:\n{done.stderr[-2000:]}")
+            # The first steps wait for the pool to fill.
+            steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()][5:]
+            tokens = sum(step["tokens"] for step in steps[1:])
+            runs[name].append({"seconds": (steps[-1]["seconds"] - steps[0]["seconds"]) / tokens})
+            say(f"{name}, turn {turn + 1}: {1 / runs[name][-1]['seconds']:.0f} tokens/s")
+    details["pipeline"] = runs
+    share = median([alone["seconds"] / whole["seconds"] for whole, alone in zip(runs["whole"], runs["target"])])
+    table.figures["pipeline_vs_slower_stage"] = share
+    table.row("pipeline_vs_slower_stage", share, at_least=0.95, note="tokens/s, the demo's configuration, a thread for each stage")
+
+
 def growth(args, program, table, details):
     """Seconds and memory of our step over anchors and over length: linear is a flat cost per anchor and per token."""
     for name, base, sizes in [
@@ -161,7 +196,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", choices=["steps", "extraction", "growth"])
+    parser.add_argument("--only", choices=["steps", "extraction", "pipeline", "growth"])
     parser.add_argument("--prototype")
     args = parser.parse_args()
     python, program = environment("peers-1", HERE), ours()
@@ -171,6 +206,8 @@ def main():
         steps(args, python, program, table, details)
     if wanted("extraction"):
         extraction(args, python, program, table, details)
+    if wanted("pipeline"):
+        pipeline(args, table, details)
     if wanted("growth"):
         growth(args, program, table, details)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())

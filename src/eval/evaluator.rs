@@ -19,7 +19,7 @@ use crate::{
         batch::{Packed, Rows},
         decode::{self, SlotCount, speculative},
         draft::Drafter,
-        libtorch::parse_device,
+        libtorch::{parse_device, use_all_cores},
         params::{Weights, init_params, load_params},
     },
     service::facts::now,
@@ -155,6 +155,7 @@ async fn run(
     if what != What::NOTHING {
         tracing::info!(step, "measuring the drafter that the run ends with");
         let read = move |draft: &DraftConfig| {
+            use_all_cores();
             load_params(draft, &TensorFiles::open_file(&checkpoint.join(checkpoint::WEIGHTS))?)
         };
         measure(worker, step, what, read, &history, &mut log).await;

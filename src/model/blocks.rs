@@ -13,7 +13,7 @@ pub struct Blocks {
     pub context: Option<Tensor>,
     pub context_table: RopeTable,
     pub slot_table: RopeTable,
-    /// `[slots]`: the anchor's token, then mask tokens, block after block.
+    /// `[blocks + 1]`: the anchors' tokens, and the mask token, which all other slots hold.
     pub ids: Tensor,
     full: Vec<View>,
     sliding: Vec<View>,
@@ -86,9 +86,8 @@ impl Blocks {
                 context_positions.extend(0..cut);
             }
         }
-        let mask_id = i64::from(config.mask_token_id);
-        let block = |id| (0..size).map(move |slot| if slot == 0 { id } else { mask_id });
-        let ids: Vec<i64> = anchors.ids(batch).into_iter().flat_map(block).collect();
+        let mut ids = anchors.ids(batch);
+        ids.push(config.mask_token_id.into());
         Ok(Blocks {
             context: if parts.is_empty() { None } else { Some(Tensor::f_cat(&parts, 0)?) },
             context_table: rope.table(&context_positions, kind)?,

@@ -39,6 +39,11 @@ pub fn set_threads(threads_per_operation: usize) {
     tch::set_num_threads(i32::try_from(threads_per_operation.max(1)).unwrap_or(i32::MAX));
 }
 
+/// Lets the operations of this thread use every core: for work at a time when nothing else computes.
+pub fn use_all_cores() {
+    set_threads(std::thread::available_parallelism().map_or(1, usize::from));
+}
+
 /// `cpu`, `cuda` (the first one) or `cuda:N`.
 pub fn parse_device(name: &str) -> Result<Device, ModelError> {
     let index = match name {

@@ -14,7 +14,7 @@ use crate::{
         ModelError,
         decode::{Drafting, Response, speculative},
         draft::{Drafter, Shared},
-        libtorch::parse_device,
+        libtorch::{parse_device, use_all_cores},
         load::{kind_of, weight},
         params::{ParamSet, folder_params},
         target::Target,
@@ -43,6 +43,7 @@ pub fn prove(
     target: &Path,
     device: Device,
 ) -> Result<Proof, ProofError> {
+    use_all_cores();
     let unserved = |error: ModelError| ProofError::Unserved(error.to_string());
     let (bench, written, kept) = load(dir, draft, tensors, target, device).map_err(unserved)?;
     let prompts = prompts(&bench);

@@ -2,6 +2,7 @@
 
 use super::super::ModelError;
 use super::super::blocks::Sight;
+use super::super::ops::wide;
 use super::super::rope::Turn;
 use super::attention::{Gradients, Inputs, Output};
 use super::heads::Heads;
@@ -29,11 +30,23 @@ pub struct Layer<'a> {
     pub sight: Sight<'a>,
     /// Keys and values of the context before norm and turn, `[tokens, 2 * kv_heads * head_dim]`.
     pub context: Option<Tensor>,
+    pub ends: Ends<'a>,
+}
+
+/// Where a layer has fewer rows to compute than there are slots.
+#[derive(Clone, Copy, Default)]
+pub struct Ends<'a> {
+    /// The first layer: all slots but those of the anchors hold the mask token, so its input has one row for each anchor
+    /// and one row for the mask.
+    pub first: bool,
+    /// The last layer: after attention, only these slots matter.
+    pub places: Option<&'a Tensor>,
 }
 
 /// What the backward pass needs of the forward pass. Products that one pass over memory makes again are not kept.
 pub struct Kept {
-    /// The residual stream before the layer, and between attention and MLP, with the scales of their norms.
+    /// The residual stream before the layer, and between attention and MLP, with the scales of their norms; at the ends
+    /// of fewer rows than slots.
     x: Tensor,
     scale: Tensor,
     middle: Tensor,
@@ -48,17 +61,18 @@ pub struct Kept {
 
 /// What the backward pass gives.
 pub struct Back {
-    pub x: Tensor,
+    /// `None` for the first layer: embeddings are frozen.
+    pub x: Option<Tensor>,
     pub context: Option<Tensor>,
     pub weights: LayerWeights,
 }
 
 impl Layer<'_> {
-    /// The residual stream `[slots, hidden]` after the layer.
+    /// The residual stream `[slots, hidden]` after the layer, at the last layer that of the places alone.
     pub fn forward(&self, x: Tensor) -> Result<(Tensor, Kept), ModelError> {
         let (w, shape) = (self.weights, self.shape);
         let (inner, scale) = norm::forward(&x, &w.input_norm, shape.eps)?;
-        let qkv = inner.f_linear(&w.qkv, None::<Tensor>)?;
+        let qkv = self.spread(inner.f_linear(&w.qkv, None::<Tensor>)?)?;
         let heads = |raw: Tensor, weight: &Tensor, turn: &Turn| Heads::forward(&raw, weight, shape.eps, turn, shape.kv_heads);
         let queries = heads(self.raw_queries(&qkv)?, &w.q_norm, shape.query_turn)?;
         let keys = heads(self.raw_keys(&qkv)?, &w.k_norm, shape.key_turn)?;
@@ -67,7 +81,8 @@ impl Layer<'_> {
             None => None,
         };
         let attention = self.with_inputs(&qkv, &queries, &keys, context_keys.as_ref(), |inputs| inputs.forward())?;
-        let middle = x.f_add(&self.flat(&attention.gathered)?.f_linear(&w.o, None::<Tensor>)?)?;
+        let gathered = self.of_places(self.flat(&attention.gathered)?)?.f_linear(&w.o, None::<Tensor>)?;
+        let middle = self.of_places(self.spread(x.shallow_clone())?)?.f_add(&gathered)?;
         let (inner, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
         let gate_up = inner.f_linear(&w.gate_up, None::<Tensor>)?;
         let (gate, up) = halves(&gate_up)?;
@@ -93,8 +108,9 @@ impl Layer<'_> {
         let (d_middle, d_post_norm) = norm::backward(&d_inner, &kept.middle, &kept.middle_scale, &w.post_norm)?;
         let d_middle = d_middle.f_to_kind(kind)?.f_add_(d_out)?;
 
-        let d_o = product(&d_middle, &self.flat(&kept.attention.gathered)?)?;
-        let d_gathered = self.by_head(&d_middle.f_mm(&w.o)?)?;
+        let slots = kept.qkv.size()[0];
+        let d_o = product(&d_middle, &self.of_places(self.flat(&kept.attention.gathered)?)?)?;
+        let d_gathered = self.by_head(&self.to_slots(d_middle.f_mm(&w.o)?, slots)?)?;
         let gradients = self.with_inputs(&kept.qkv, &kept.queries, &kept.keys, kept.context_keys.as_ref(), |inputs| {
             inputs.backward(&kept.attention, &d_gathered)
         })?;
@@ -120,10 +136,15 @@ impl Layer<'_> {
             _ => None,
         };
         let inner = again(&kept.x, &kept.scale, &w.input_norm)?;
+        let d_qkv = self.collect(d_qkv)?;
         let d_qkv_weight = product(&d_qkv, &inner)?;
         let (dx, d_input_norm) = norm::backward(&d_qkv.f_mm(&w.qkv)?, &kept.x, &kept.scale, &w.input_norm)?;
+        let x = match self.ends.first {
+            true => None,
+            false => Some(dx.f_to_kind(kind)?.f_add_(&self.to_slots(d_middle, slots)?)?),
+        };
         Ok(Back {
-            x: dx.f_to_kind(kind)?.f_add_(&d_middle)?,
+            x,
             context,
             weights: LayerWeights {
                 input_norm: d_input_norm,
@@ -136,6 +157,43 @@ impl Layer<'_> {
                 down: d_down,
             },
         })
+    }
+
+    /// Rows of the first layer's input to slots.
+    fn spread(&self, rows: Tensor) -> Result<Tensor, ModelError> {
+        if !self.ends.first {
+            return Ok(rows);
+        }
+        let (blocks, width, size) = (rows.size()[0] - 1, rows.size()[1], self.shape.block_size);
+        let slots = Tensor::f_empty([blocks, size, width], (rows.f_kind()?, rows.device()))?;
+        slots.f_select(1, 0)?.f_copy_(&rows.f_narrow(0, 0, blocks)?)?;
+        slots.f_narrow(1, 1, size - 1)?.f_copy_(&rows.f_narrow(0, blocks, 1)?.f_unsqueeze(0)?)?;
+        Ok(slots.f_view([blocks * size, width])?)
+    }
+
+    /// The gradient of [`Layer::spread`].
+    fn collect(&self, slots: Tensor) -> Result<Tensor, ModelError> {
+        if !self.ends.first {
+            return Ok(slots);
+        }
+        let (size, width, kind) = (self.shape.block_size, slots.size()[1], slots.f_kind()?);
+        let blocks = slots.f_view([-1, size, width])?;
+        let masks = blocks.f_narrow(1, 1, size - 1)?.f_sum_dim_intlist(&[0i64, 1][..], false, wide(kind))?;
+        Ok(Tensor::f_cat(&[blocks.f_select(1, 0)?, masks.f_to_kind(kind)?.f_unsqueeze(0)?], 0)?)
+    }
+
+    fn of_places(&self, slots: Tensor) -> Result<Tensor, ModelError> {
+        Ok(match self.ends.places {
+            Some(places) => slots.f_index_select(0, places)?,
+            None => slots,
+        })
+    }
+
+    /// The gradient of [`Layer::of_places`].
+    fn to_slots(&self, places: Tensor, slots: i64) -> Result<Tensor, ModelError> {
+        let Some(index) = self.ends.places else { return Ok(places) };
+        let mut all = Tensor::f_zeros([slots, places.size()[1]], (places.f_kind()?, places.device()))?;
+        Ok(all.f_index_copy_(0, index, &places)?)
     }
 
     fn with_inputs<T>(

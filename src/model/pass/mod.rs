@@ -14,7 +14,7 @@ use super::blocks::Blocks;
 use super::draft::DraftOptions;
 use super::params::{Gradient, ParamSet};
 use crate::hf::draft::DraftConfig;
-use layer::{Kept, Layer, Shape, product};
+use layer::{Ends, Kept, Layer, Shape, product};
 use tch::Tensor;
 use weights::{ContextGradients, WeightGradients, Weights};
 
@@ -83,18 +83,18 @@ impl<'a> Pass<'a> {
         Ok(Pass { config, blocks, weights, turns, context, recompute: options.recompute })
     }
 
-    /// What the head sees of the slots at `places`, `[places, hidden]`; `x [slots, hidden]` are their embeddings.
+    /// What the head sees of the slots at `places`, `[places, hidden]`. `x [blocks + 1, hidden]` are the embeddings of the
+    /// anchors and, as the last row, of the mask token.
     pub fn forward(&self, x: Tensor, places: &Tensor) -> Result<(Tensor, Tape), ModelError> {
         let mut layers = Vec::with_capacity(self.weights.layers.len());
-        let x = self.residual(x, |held| layers.push(held))?;
-        let last = x.f_index_select(0, places)?;
+        let last = self.residual(x, Some(places), |held| layers.push(held))?;
         let (hidden, scale) = norm::forward(&last, &self.weights.norm, self.config.rms_norm_eps)?;
         Ok((hidden, Tape { layers, last, scale, places: places.shallow_clone() }))
     }
 
     /// The same of all slots, with nothing kept.
     pub fn hidden(&self, x: Tensor) -> Result<Tensor, ModelError> {
-        Ok(norm::forward(&self.residual(x, drop)?, &self.weights.norm, self.config.rms_norm_eps)?.0)
+        Ok(norm::forward(&self.residual(x, None, drop)?, &self.weights.norm, self.config.rms_norm_eps)?.0)
     }
 
     /// The gradient of every weight from that of what [`Pass::forward`] gave. Consumes the tape as it goes.
@@ -102,17 +102,17 @@ impl<'a> Pass<'a> {
         let Tape { layers, last, scale, places } = tape;
         let kind = last.f_kind()?;
         let (d_last, d_norm) = norm::backward(d_hidden, &last, &scale, &self.weights.norm)?;
-        let size = [self.blocks.ids.size()[0], last.size()[1]];
-        let mut dx = Tensor::f_zeros(size, (kind, last.device()))?.f_index_copy_(0, &places, &d_last.f_to_kind(kind)?)?;
+        let mut dx = Some(d_last.f_to_kind(kind)?);
         let shape = self.shape();
         let (mut layer_gradients, mut d_keys_values) = (Vec::new(), Vec::new());
         for (index, held) in layers.into_iter().enumerate().rev() {
-            let layer = self.layer(index, &shape)?;
+            let Some(d_out) = dx else { break };
+            let layer = self.layer(index, &shape, Some(&places))?;
             let kept = match held {
                 Held::All(kept) => *kept,
                 Held::Input(x) => layer.forward(x)?.1,
             };
-            let back = layer.backward(kept, &dx)?;
+            let back = layer.backward(kept, &d_out)?;
             dx = back.x;
             layer_gradients.push(back.weights);
             d_keys_values.extend(back.context);
@@ -126,12 +126,12 @@ impl<'a> Pass<'a> {
         WeightGradients { norm: d_norm, context, layers: layer_gradients }.into_gradient(self.config, params)
     }
 
-    /// The residual stream after the last layer.
-    fn residual(&self, mut x: Tensor, mut keep: impl FnMut(Held)) -> Result<Tensor, ModelError> {
+    /// The residual stream after the last layer, of all slots or of some.
+    fn residual(&self, mut x: Tensor, places: Option<&Tensor>, mut keep: impl FnMut(Held)) -> Result<Tensor, ModelError> {
         let shape = self.shape();
         for index in 0..self.weights.layers.len() {
             let input = x.shallow_clone();
-            let (out, kept) = self.layer(index, &shape)?.forward(x)?;
+            let (out, kept) = self.layer(index, &shape, places)?.forward(x)?;
             keep(if self.recompute { Held::Input(input) } else { Held::All(Box::new(kept)) });
             x = out;
         }
@@ -151,7 +151,12 @@ impl<'a> Pass<'a> {
         }
     }
 
-    fn layer<'b>(&'b self, index: usize, shape: &'b Shape<'b>) -> Result<Layer<'b>, ModelError> {
+    fn layer<'b>(
+        &'b self,
+        index: usize,
+        shape: &'b Shape<'b>,
+        places: Option<&'b Tensor>,
+    ) -> Result<Layer<'b>, ModelError> {
         let width = 2 * shape.kv_heads * shape.head_dim;
         let part = |context: &Context| context.keys_values.f_narrow(1, index as i64 * width, width);
         Ok(Layer {
@@ -159,6 +164,7 @@ impl<'a> Pass<'a> {
             weights: &self.weights.layers[index],
             sight: self.blocks.sight(self.config.layer_types[index]),
             context: self.context.as_ref().map(part).transpose()?,
+            ends: Ends { first: index == 0, places: places.filter(|_| index + 1 == self.weights.layers.len()) },
         })
     }
 }

@@ -1,0 +1,91 @@
+//! The matrix products of a training step and nothing else: the floor that `--step` is to approach.
+//!
+//! `cargo bench --bench dispatch -- --products --rows 2 --anchors 64 --layers 2` takes the options of `--step` and prints its line of
+//! JSON for products of the same shapes, each with operands of its own. Attention's are left out: a few per cent.
+
+use crate::{
+    machine::{Failed, Outcome},
+    sampled::Sampled,
+    step::{Micro, SEED, THREADS, config, shape},
+};
+use draftmill::{hf::draft::DraftConfig, model::anchors::Anchors};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use tch::{Device, Kind, Tensor};
+
+/// `[rows, inner] x [inner, columns]`, so often in a step.
+struct Product {
+    rows: usize,
+    inner: usize,
+    columns: usize,
+    times: usize,
+}
+
+/// Measures and prints.
+pub fn run(arguments: &[&str]) -> Outcome<()> {
+    let shape = &shape(arguments)?;
+    tch::set_num_threads(THREADS);
+    let config = config(shape);
+    let micro = Micro::new(shape, &config);
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let mut products = Vec::new();
+    let mut sampled = Sampled::begin();
+    for _ in 0..=shape.steps {
+        let batch = micro.batch();
+        let anchors = Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        let trained = anchors.slots(&batch, config.block_size, None).places.len();
+        let context = anchors.rows.iter().filter_map(|row| row.last()).map(|&last| last as usize).sum();
+        let slots = anchors.count() * config.block_size;
+        products.clear();
+        layers(&config, slots, context, &mut products);
+        for start in (0..trained).step_by(shape.tile.slots) {
+            let (rows, words) = (shape.tile.slots.min(trained - start), shape.tile.tokens);
+            let times = config.vocab_size / words;
+            products.push(Product { rows, inner: config.hidden_size, columns: words, times });
+            products.push(Product { rows, inner: words, columns: config.hidden_size, times });
+        }
+        let operands = products.iter().map(|product| product.operands()).collect::<Vec<_>>();
+        sampled.step(|| {
+            for (product, (left, right, out)) in products.iter().zip(&operands) {
+                for _ in 0..product.times {
+                    let _ = left.f_mm_out(out, right).failed("multiply")?;
+                }
+            }
+            Ok(())
+        })?;
+    }
+    let flops: usize = products.iter().map(|p| 2 * p.rows * p.inner * p.columns * p.times).sum();
+    let mut line = sampled.json();
+    line["flops"] = flops.into();
+    println!("{line}");
+    Ok(())
+}
+
+/// Forward, gradient of the input and gradient of the weight for each matrix that is trained.
+fn layers(config: &DraftConfig, slots: usize, context: usize, products: &mut Vec<Product>) {
+    let width = config.hidden_size;
+    let kv = 2 * config.num_key_value_heads * config.head_dim;
+    let heads = config.num_attention_heads * config.head_dim;
+    let times = config.num_hidden_layers;
+    let mut three = |rows, inner, columns, times| {
+        products.push(Product { rows, inner, columns, times });
+        products.push(Product { rows, inner: columns, columns: inner, times });
+        products.push(Product { rows: columns, inner: rows, columns: inner, times });
+    };
+    three(slots, width, heads + kv, times);
+    three(slots, heads, width, times);
+    three(slots, width, 2 * config.intermediate_size, times);
+    three(slots, config.intermediate_size, width, times);
+    three(context, width, times * kv, 1);
+    // Nothing is trained below the taps.
+    let taps = config.target_layer_ids.len() * width;
+    products.push(Product { rows: context, inner: taps, columns: width, times: 1 });
+    products.push(Product { rows: width, inner: context, columns: taps, times: 1 });
+}
+
+impl Product {
+    fn operands(&self) -> (Tensor, Tensor, Tensor) {
+        let new = |rows: usize, columns: usize| Tensor::randn([rows as i64, columns as i64], (Kind::Float, Device::Cpu));
+        (new(self.rows, self.inner), new(self.inner, self.columns), new(self.rows, self.columns))
+    }
+}
