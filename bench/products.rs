@@ -1,7 +1,7 @@
 //! The matrix products of a training step and nothing else: the floor that `--step` is to approach.
 //!
 //! `cargo bench --bench dispatch -- --products --rows 2 --anchors 64 --layers 2` takes the options of `--step` and prints its line of
-//! JSON for products of the same shapes, each with operands of its own. Attention's are left out: a few per cent.
+//! JSON for products of the same shapes, each with operands of its own. Those of a block with itself are left out: they are tiny.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -38,6 +38,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         let slots = anchors.count() * config.block_size;
         products.clear();
         layers(&config, slots, context, &mut products);
+        attention(&config, &anchors, shape.group_slots, &mut products);
         for start in (0..trained).step_by(shape.tile.slots) {
             let (rows, words) = (shape.tile.slots.min(trained - start), shape.tile.tokens);
             let times = config.vocab_size / words;
@@ -81,6 +82,20 @@ fn layers(config: &DraftConfig, slots: usize, context: usize, products: &mut Vec
     let taps = config.target_layer_ids.len() * width;
     products.push(Product { rows: context, inner: taps, columns: width, times: 1 });
     products.push(Product { rows: width, inner: context, columns: taps, times: 1 });
+}
+
+/// Scores, what they gather, and the four products of their gradients, for each group of blocks and what it sees.
+fn attention(config: &DraftConfig, anchors: &Anchors, group_slots: usize, products: &mut Vec<Product>) {
+    let dim = config.head_dim;
+    let times = 2 * config.num_hidden_layers * config.num_key_value_heads;
+    let group_heads = config.num_attention_heads / config.num_key_value_heads;
+    for group in anchors.rows.iter().flat_map(|row| row.chunks((group_slots / config.block_size).max(1))) {
+        let rows = group.len() * config.block_size * group_heads;
+        let seen = group.last().map_or(0, |&last| last as usize);
+        products.push(Product { rows, inner: dim, columns: seen, times });
+        products.push(Product { rows, inner: seen, columns: dim, times });
+        products.push(Product { rows: seen, inner: rows, columns: dim, times });
+    }
 }
 
 impl Product {

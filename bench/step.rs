@@ -43,7 +43,7 @@ pub struct Shape {
     vocab: usize,
     pub steps: usize,
     pub tile: Tile,
-    group_slots: usize,
+    pub group_slots: usize,
 }
 
 /// A micro-batch of random features.

@@ -111,6 +111,20 @@ mod tests {
         }
     }
 
+    /// speculators#686 and #691: a mask of booleans was added to the scores as 0 and 1, so that it hid nothing.
+    #[test]
+    fn speculators_686_what_a_mask_hides_has_no_weight_at_all() {
+        let options = (Kind::Float, Device::Cpu);
+        let q = Tensor::arange(2 * 3 * 8, options).sin().reshape([1, 2, 3, 8]);
+        let k = Tensor::arange(2 * 5 * 8, options).cos().reshape([1, 2, 5, 8]);
+        let v = Tensor::arange(2 * 5 * 8, options).sin().reshape([1, 2, 5, 8]);
+        let allowed = Tensor::from_slice(&[true, true, true, false, false]).reshape([1, 1, 1, 5]);
+        let mask = additive_mask(&allowed.expand([1, 1, 3, 5], false), Kind::Float).unwrap();
+        let masked = attention(&q, &k, &v, Some(&mask), false).unwrap();
+        let alone = attention(&q, &k.narrow(2, 0, 3), &v.narrow(2, 0, 3), None, false).unwrap();
+        assert!(masked.allclose(&alone, 1e-6, 1e-6, false));
+    }
+
     #[test]
     fn the_guard_sets_and_restores_grad_mode() {
         let _off = tch::no_grad_guard();

@@ -6,7 +6,7 @@ use super::super::ops::wide;
 use super::super::rope::Turn;
 use super::attention::{Gradients, Inputs, Output};
 use super::heads::Heads;
-use super::norm;
+use super::{mlp, norm};
 use super::weights::LayerWeights;
 use tch::Tensor;
 
@@ -85,8 +85,7 @@ impl Layer<'_> {
         let middle = self.of_places(self.spread(x.shallow_clone())?)?.f_add(&gathered)?;
         let (inner, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
         let gate_up = inner.f_linear(&w.gate_up, None::<Tensor>)?;
-        let (gate, up) = halves(&gate_up)?;
-        let out = gate.f_silu()?.f_mul_(&up)?.f_linear(&w.down, None::<Tensor>)?.f_add_(&middle)?;
+        let out = mlp::forward(&gate_up, &w.down)?.f_add_(&middle)?;
         Ok((out, Kept { x, scale, middle, middle_scale, qkv, queries, keys, context_keys, attention, gate_up }))
     }
 
@@ -94,18 +93,9 @@ impl Layer<'_> {
     pub fn backward(&self, kept: Kept, d_out: &Tensor) -> Result<Back, ModelError> {
         let (w, shape) = (self.weights, self.shape);
         let kind = d_out.f_kind()?;
-        let (gate, up) = halves(&kept.gate_up)?;
-        let opened = gate.f_silu()?;
-        let d_down = product(d_out, &opened.f_mul(&up)?)?;
-        let d_gated = d_out.f_mm(&w.down)?;
-        let d_gate_up = kept.gate_up.f_empty_like()?;
-        let (d_gate, d_up) = halves(&d_gate_up)?;
-        let _ = d_gated.f_mul_out(&d_up, &opened)?;
-        let _ = gate.f_silu_backward_grad_input(&d_gate, &d_gated.f_mul(&up)?)?;
         let inner = again(&kept.middle, &kept.middle_scale, &w.post_norm)?;
-        let d_gate_up_weight = product(&d_gate_up, &inner)?;
-        let d_inner = d_gate_up.f_mm(&w.gate_up)?;
-        let (d_middle, d_post_norm) = norm::backward(&d_inner, &kept.middle, &kept.middle_scale, &w.post_norm)?;
+        let mlp = mlp::backward(d_out, &kept.gate_up, &inner, w)?;
+        let (d_middle, d_post_norm) = norm::backward(&mlp.inner, &kept.middle, &kept.middle_scale, &w.post_norm)?;
         let d_middle = d_middle.f_to_kind(kind)?.f_add_(d_out)?;
 
         let slots = kept.qkv.size()[0];
@@ -153,8 +143,8 @@ impl Layer<'_> {
                 k_norm: d_k_norm,
                 qkv: d_qkv_weight,
                 o: d_o,
-                gate_up: d_gate_up_weight,
-                down: d_down,
+                gate_up: mlp.gate_up,
+                down: mlp.down,
             },
         })
     }
@@ -260,12 +250,6 @@ impl Layer<'_> {
         let x = x.f_view([-1, kv_heads, heads / kv_heads, head_dim])?.f_transpose(0, 1)?;
         Ok(x.f_contiguous()?.f_view([kv_heads, -1, head_dim])?)
     }
-}
-
-/// Gate and up.
-fn halves(x: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
-    let half = x.size()[1] / 2;
-    Ok((x.f_narrow(1, 0, half)?, x.f_narrow(1, half, half)?))
 }
 
 /// `dy^T x`: the gradient of `W` in `y = x W^T`.

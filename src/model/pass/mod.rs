@@ -6,6 +6,7 @@
 mod attention;
 mod heads;
 mod layer;
+mod mlp;
 mod norm;
 mod weights;
 

@@ -149,7 +149,7 @@ async fn a_step_without_a_gradient_changes_nothing() {
 
 /// z-lab#115: one NaN in a gradient must not reach the weights.
 #[tokio::test]
-async fn a_gradient_that_is_not_finite_is_refused_and_the_weights_stay() {
+async fn zlab_115_a_gradient_that_is_not_finite_is_refused_and_the_weights_stay() {
     let dir = tempfile::tempdir().unwrap();
     let mut optimizer = optimizer(dir.path());
     let before = optimizer.weights(0).await.unwrap();

@@ -266,6 +266,32 @@ fn automodel_2826_blocks_without_context_and_fillers_stay_finite() {
     }
 }
 
+/// speculators#703: positions began at 1. Context counts from 0, and a block from its anchor's position.
+#[test]
+fn speculators_703_positions_begin_at_zero() {
+    let scene = scene(5);
+    let dense = Dense::pad(&scene.packed(), &scene.anchors).unwrap();
+    let positions = scene.drafter().trace(&dense).unwrap().positions;
+    let size = scene.config.block_size;
+    for row in 0..dense.rows {
+        let got = Vec::<i64>::try_from(positions.get(row as i64)).unwrap();
+        let anchors = &dense.anchors[row * dense.blocks..(row + 1) * dense.blocks];
+        let slots = anchors.iter().flat_map(|&anchor| anchor..anchor + size as i64);
+        assert_eq!(got, (0..dense.width as i64).chain(slots).collect::<Vec<_>>());
+    }
+}
+
+/// Automodel, a rank without an anchor left the others waiting: here it says so, and its sums change nobody's.
+#[test]
+fn automodel_a_batch_without_an_anchor_is_no_gradient_and_adds_nothing() {
+    let mut scene = scene(5);
+    scene.anchors.rows.fill(Vec::new());
+    let (report, gradient) = scene.drafter().loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+    assert!(gradient.is_none());
+    assert_eq!((report.loss_numerator, report.loss_denominator, report.supervised, report.anchors), (0.0, 0.0, 0.0, 0));
+    assert!(report.tokens > 0);
+}
+
 /// Fresh weights know nothing: the loss is that of guessing among the vocabulary.
 #[test]
 fn the_first_loss_is_near_the_logarithm_of_the_vocabulary() {
