@@ -32,7 +32,8 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let mut sampled = Sampled::begin();
     for _ in 0..=shape.steps {
         let batch = micro.batch();
-        let anchors = Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        let anchors =
+            Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
         let trained = anchors.slots(&batch, config.block_size, None).places.len();
         let context = anchors.rows.iter().filter_map(|row| row.last()).map(|&last| last as usize).sum();
         let slots = anchors.count() * config.block_size;
@@ -100,7 +101,8 @@ fn attention(config: &DraftConfig, anchors: &Anchors, group_slots: usize, produc
 
 impl Product {
     fn operands(&self) -> (Tensor, Tensor, Tensor) {
-        let new = |rows: usize, columns: usize| Tensor::randn([rows as i64, columns as i64], (Kind::Float, Device::Cpu));
+        let new =
+            |rows: usize, columns: usize| Tensor::randn([rows as i64, columns as i64], (Kind::Float, Device::Cpu));
         (new(self.rows, self.inner), new(self.inner, self.columns), new(self.rows, self.columns))
     }
 }

@@ -153,7 +153,8 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
 
     let mut sampled = Sampled::begin();
     for _ in 0..=shape.steps {
-        let anchors = Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        let anchors =
+            Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
         sampled.step(|| {
             let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
             let gradient = gradient.ok_or("nothing was supervised")?;

@@ -1,8 +1,8 @@
 //! The drafter as it trains: one flat list of blocks, no dead ones, and the loss behind the head in chunks.
 
+use super::ModelError;
 use super::anchors::Anchors;
 use super::batch::Packed;
-use super::ModelError;
 use super::blocks::Blocks;
 use super::load::weight;
 use super::loss::{Tile, head_loss};

@@ -28,12 +28,7 @@ pub struct Tile {
 /// the next and shrunk whenever a larger logit appears (the online softmax of FlashAttention, arXiv:2205.14135, with the
 /// head as keys and values). Memory does not grow with the vocabulary, and a tile stays in the processor's cache. Grad
 /// mode must be off.
-pub fn head_loss(
-    hidden: &Tensor,
-    head: &Tensor,
-    labels: &Tensor,
-    tile: Tile,
-) -> Result<HeadLoss, ModelError> {
+pub fn head_loss(hidden: &Tensor, head: &Tensor, labels: &Tensor, tile: Tile) -> Result<HeadLoss, ModelError> {
     let (slots, most) = (hidden.size()[0], tile.slots.max(1) as i64);
     let (mut gradient, mut losses, mut correct) = (Vec::new(), Vec::new(), Vec::new());
     for start in (0..slots).step_by(most as usize) {

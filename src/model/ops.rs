@@ -6,6 +6,9 @@ use tch::{Device, Kind, Tensor};
 /// What a masked score is set to: large and finite, so that a row of masked scores stays a number.
 pub const MASKED: f64 = -1e9;
 
+/// Rows whose logits are held at once where no gradient is wanted: all of them could be larger than anything else.
+pub const HEAD_ROWS: usize = 256;
+
 /// Grad mode switched on until dropped. Set at the head of every unit of work that differentiates, because a blocking
 /// thread may come with the mode that its last user left.
 pub struct GradGuard {

@@ -6,15 +6,12 @@ pub use cached::Extended;
 
 use super::draft::Shared;
 use super::load::weight;
-use super::ops::{attention, largest, linear, rms_norm};
+use super::ops::{HEAD_ROWS, attention, largest, linear, rms_norm};
 use super::rope::{Rope, RopeTable};
 use super::{ModelError, batch::Rows};
 use crate::hf::config::TargetConfig;
 use crate::hf::tensors::TensorFiles;
 use tch::{Device, Kind, Tensor};
-
-/// Tokens whose logits are held at once while labels are made.
-const HEAD_ROWS: usize = 256;
 
 /// The part of a target that was loaded, on one device.
 pub struct Target {

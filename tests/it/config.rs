@@ -44,7 +44,10 @@ fn every_shipped_configuration_resolves() {
         seen.push(path.file_name().unwrap().to_string_lossy().into_owned());
     }
     seen.sort();
-    assert_eq!(seen, ["demo-long.toml", "demo.toml", "example.toml", "qwen3-8b-8gpu.toml", "sim-8gpu.toml", "smoke.toml"]);
+    assert_eq!(
+        seen,
+        ["demo-long.toml", "demo.toml", "example.toml", "qwen3-8b-8gpu.toml", "sim-8gpu.toml", "smoke.toml"]
+    );
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::super::ModelError;
 use super::super::anchors::Anchors;
 use super::super::batch::Packed;
 use super::super::draft::Drafter;
-use super::super::ops::linear;
+use super::super::ops::{HEAD_ROWS, linear};
 use super::super::target::Target;
 use super::chance::most_likely;
 
@@ -32,11 +32,14 @@ pub fn slot_accuracy(
     }
     let ids: Vec<i32> = prompt.iter().chain(response).map(|&id| id as i32).collect();
     let seen = target.extend(&mut target.cache(), &ids, &drafter.config().target_layer_ids)?;
-    let rows = drafter.options().tile.slots as i64;
     let said = |hidden: &tch::Tensor, head: &dyn Fn(&tch::Tensor) -> Result<tch::Tensor, ModelError>| {
         let mut said = Vec::new();
-        for start in (0..hidden.size()[0]).step_by(rows.max(1) as usize) {
-            said.extend(most_likely(&head(&hidden.f_narrow(0, start, rows.min(hidden.size()[0] - start))?)?)?);
+        for start in (0..hidden.size()[0]).step_by(HEAD_ROWS) {
+            said.extend(most_likely(&head(&hidden.f_narrow(
+                0,
+                start,
+                (HEAD_ROWS as i64).min(hidden.size()[0] - start),
+            )?)?)?);
         }
         Ok::<_, ModelError>(said)
     };

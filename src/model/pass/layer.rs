@@ -6,8 +6,8 @@ use super::super::ops::wide;
 use super::super::rope::Turn;
 use super::attention::{Gradients, Inputs, Output};
 use super::heads::Heads;
-use super::{mlp, norm};
 use super::weights::LayerWeights;
+use super::{mlp, norm};
 use tch::Tensor;
 
 /// What all layers have in common.
@@ -73,7 +73,8 @@ impl Layer<'_> {
         let (w, shape) = (self.weights, self.shape);
         let (inner, scale) = norm::forward(&x, &w.input_norm, shape.eps)?;
         let qkv = self.spread(inner.f_linear(&w.qkv, None::<Tensor>)?)?;
-        let heads = |raw: Tensor, weight: &Tensor, turn: &Turn| Heads::forward(&raw, weight, shape.eps, turn, shape.kv_heads);
+        let heads =
+            |raw: Tensor, weight: &Tensor, turn: &Turn| Heads::forward(&raw, weight, shape.eps, turn, shape.kv_heads);
         let queries = heads(self.raw_queries(&qkv)?, &w.q_norm, shape.query_turn)?;
         let keys = heads(self.raw_keys(&qkv)?, &w.k_norm, shape.key_turn)?;
         let context_keys = match &self.context {
@@ -101,15 +102,17 @@ impl Layer<'_> {
         let slots = kept.qkv.size()[0];
         let d_o = product(&d_middle, &self.of_places(self.flat(&kept.attention.gathered)?)?)?;
         let d_gathered = self.by_head(&self.to_slots(d_middle.f_mm(&w.o)?, slots)?)?;
-        let gradients = self.with_inputs(&kept.qkv, &kept.queries, &kept.keys, kept.context_keys.as_ref(), |inputs| {
-            inputs.backward(&kept.attention, &d_gathered)
-        })?;
+        let gradients =
+            self.with_inputs(&kept.qkv, &kept.queries, &kept.keys, kept.context_keys.as_ref(), |inputs| {
+                inputs.backward(&kept.attention, &d_gathered)
+            })?;
         let Gradients { queries: d_queries, own: (d_keys, d_values), context: d_context } = gradients;
         let d_qkv = kept.qkv.f_empty_like()?;
         let (d_raw, d_q_norm) =
             kept.queries.backward(&d_queries, &self.raw_queries(&kept.qkv)?, &w.q_norm, shape.query_turn)?;
         self.raw_queries(&d_qkv)?.f_copy_(&d_raw)?;
-        let (d_raw, mut d_k_norm) = kept.keys.backward(&d_keys, &self.raw_keys(&kept.qkv)?, &w.k_norm, shape.key_turn)?;
+        let (d_raw, mut d_k_norm) =
+            kept.keys.backward(&d_keys, &self.raw_keys(&kept.qkv)?, &w.k_norm, shape.key_turn)?;
         self.raw_keys(&d_qkv)?.f_copy_(&d_raw)?;
         self.raw_values(&d_qkv)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
         let context = match (&self.context, &kept.context_keys, d_context) {

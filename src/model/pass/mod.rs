@@ -128,7 +128,12 @@ impl<'a> Pass<'a> {
     }
 
     /// The residual stream after the last layer, of all slots or of some.
-    fn residual(&self, mut x: Tensor, places: Option<&Tensor>, mut keep: impl FnMut(Held)) -> Result<Tensor, ModelError> {
+    fn residual(
+        &self,
+        mut x: Tensor,
+        places: Option<&Tensor>,
+        mut keep: impl FnMut(Held),
+    ) -> Result<Tensor, ModelError> {
         let shape = self.shape();
         for index in 0..self.weights.layers.len() {
             let input = x.shallow_clone();
