@@ -41,7 +41,9 @@ def panel(left, title, lines, low, high):
         parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{last * tick / 4:.0f}</text>')
     for number, (colour, name, points) in enumerate(lines):
         path = " ".join("%.1f,%.1f" % place(x, y) for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        # What was measured now and then is dots; the dashes between them only lead the eye.
+        dash = ' stroke-dasharray="2 5"' if len(points) < 40 else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
         parts += ['<circle cx="%.1f" cy="%.1f" r="2.5" fill="%s"/>' % (*place(x, y), colour) for x, y in points if len(points) < 40]
         parts.append(f'<text x="{left + WIDTH}" y="{TOP + 14 + 14 * number}" text-anchor="end" fill="{colour}">{name}</text>')
     return "\n".join(parts)
