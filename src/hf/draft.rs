@@ -178,7 +178,7 @@ impl DraftConfig {
                 ("mlp.up_proj", vec![inner, hidden]),
                 ("mlp.down_proj", vec![hidden, inner]),
             ] {
-                shapes.insert(format!("layers.{layer}.{name}.weight"), shape);
+                shapes.insert(layer_weight(layer, name), shape);
             }
         }
         shapes
@@ -331,6 +331,11 @@ fn one_id(fields: &Fields<'_>, key: &str) -> Result<Option<u32>, HfError> {
         [one] => Ok(Some(*one)),
         _ => Err(fields.bad(key, "one token id")),
     }
+}
+
+/// Name of a layer's weight, such as `layers.0.mlp.up_proj.weight`.
+pub fn layer_weight(layer: usize, name: &str) -> String {
+    format!("layers.{layer}.{name}.weight")
 }
 
 #[cfg(test)]

@@ -66,7 +66,12 @@ pub struct Packed<'a> {
     pub lengths: &'a [u32],
 }
 
-impl Packed<'_> {
+impl<'a> Packed<'a> {
+    /// Rows whose labels are their own tokens.
+    pub fn of_ids(hidden: &'a Tensor, ids: &'a [i32], loss_mask: &'a [u8], lengths: &'a [u32]) -> Packed<'a> {
+        Packed { hidden, ids, labels: ids, loss_mask, lengths }
+    }
+
     /// Checks that all parts speak of the same tokens.
     pub fn check(&self, width: usize, vocab_size: usize) -> Result<(), ModelError> {
         let tokens: usize = self.lengths.iter().map(|&len| len as usize).sum();

@@ -5,7 +5,7 @@ use super::anchors::Anchors;
 use super::batch::Packed;
 use super::decode::SlotCount;
 use super::draft::Drafter;
-use super::ops::{HEAD_ROWS, largest};
+use super::ops::{HEAD_ROWS, largest, spans};
 use draftmill_actors::engine::MicroReport;
 use tch::{Kind, Tensor};
 
@@ -30,11 +30,10 @@ impl Drafter {
         let hidden =
             self.hidden(batch, anchors)?.f_index_select(0, &Tensor::f_from_slice(&slots.places)?.f_to(device)?)?;
         let head = self.shared().head.f_transpose(0, 1)?;
-        for start in (0..slots.places.len()).step_by(HEAD_ROWS) {
-            let end = slots.places.len().min(start + HEAD_ROWS);
-            let labels = Tensor::f_from_slice(&slots.labels[start..end])?.f_to(device)?.f_unsqueeze(1)?;
-            let part = hidden.f_narrow(0, start as i64, (end - start) as i64)?;
-            let scores = part.f_mm(&head)?.f_log_softmax(-1, Kind::Float)?;
+        let labels = Tensor::f_from_slice(&slots.labels)?.f_to(device)?.f_unsqueeze(1)?;
+        for part in spans(hidden.size()[0], HEAD_ROWS) {
+            let (start, labels) = (part.start as usize, part.of(&labels, 0)?);
+            let scores = part.of(&hidden, 0)?.f_mm(&head)?.f_log_softmax(-1, Kind::Float)?;
             let losses =
                 Vec::<f64>::try_from(scores.f_gather(1, &labels, false)?.f_squeeze_dim(1)?.f_to_kind(Kind::Double)?)?;
             let best = Vec::<i64>::try_from(largest(&scores)?)?;

@@ -4,7 +4,7 @@ use super::ModelError;
 use super::ops::{linear, rms_norm};
 use super::params::ParamSet;
 use super::rope::RopeTable;
-use crate::hf::draft::DraftConfig;
+use crate::hf::draft::{DraftConfig, layer_weight};
 use tch::{Kind, Tensor};
 
 /// The weights of one forward, cast to the number type that it computes in. Autograd reaches through the cast.
@@ -34,13 +34,9 @@ pub struct Layer {
 
 impl Layers {
     pub fn new(config: &DraftConfig, params: &ParamSet, kind: Kind) -> Result<Layers, ModelError> {
-        let get = |name: String| -> Result<Tensor, ModelError> {
-            let found = params.get(&name);
-            let found = found.ok_or_else(|| ModelError::Input(format!("the drafter's weights lack `{name}`")))?;
-            Ok(found.f_to_kind(kind)?)
-        };
+        let get = |name: &str| -> Result<Tensor, ModelError> { Ok(params.need(name)?.f_to_kind(kind)?) };
         let layer = |index: usize| -> Result<Layer, ModelError> {
-            let part = |name: &str| get(format!("layers.{index}.{name}.weight"));
+            let part = |name: &str| get(&layer_weight(index, name));
             Ok(Layer {
                 input_norm: part("input_layernorm")?,
                 post_norm: part("post_attention_layernorm")?,
@@ -58,9 +54,9 @@ impl Layers {
             })
         };
         Ok(Layers {
-            fc: get("fc.weight".into())?,
-            hidden_norm: get("hidden_norm.weight".into())?,
-            norm: get("norm.weight".into())?,
+            fc: get("fc.weight")?,
+            hidden_norm: get("hidden_norm.weight")?,
+            norm: get("norm.weight")?,
             eps: config.rms_norm_eps,
             layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, _>>()?,
         })

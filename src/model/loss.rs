@@ -1,7 +1,7 @@
 //! Cross-entropy behind a frozen head, with its gradient made in the same pass over the head.
 
 use super::ModelError;
-use super::ops::wide;
+use super::ops::{Span, spans, wide};
 use tch::Tensor;
 
 /// What the head says of some hidden states.
@@ -29,12 +29,10 @@ pub struct Tile {
 /// head as keys and values). Memory does not grow with the vocabulary, and a tile stays in the processor's cache. Grad
 /// mode must be off.
 pub fn head_loss(hidden: &Tensor, head: &Tensor, labels: &Tensor, tile: Tile) -> Result<HeadLoss, ModelError> {
-    let (slots, most) = (hidden.size()[0], tile.slots.max(1) as i64);
     let (mut gradient, mut losses, mut correct) = (Vec::new(), Vec::new(), Vec::new());
-    for start in (0..slots).step_by(most as usize) {
-        let part = |x: &Tensor| x.f_narrow(0, start, most.min(slots - start));
-        let (hidden, label) = (part(hidden)?, part(labels)?.f_unsqueeze(1)?);
-        let Sums { most, sum, mut product, of_label } = sums(&hidden, head, &label, tile.tokens.max(1) as i64)?;
+    for part in spans(hidden.size()[0], tile.slots) {
+        let (hidden, label) = (part.of(hidden, 0)?, part.of(labels, 0)?.f_unsqueeze(1)?);
+        let Sums { most, sum, mut product, of_label } = sums(&hidden, head, &label, tile.tokens)?;
         losses.push(sum.f_log()?.f_add(&most)?.f_sub(&of_label)?.f_squeeze_dim(1)?);
         correct.push(of_label.f_ge_tensor(&most)?.f_squeeze_dim(1)?);
         gradient.push(product.f_div_(&sum)?.f_sub_(&head.f_index_select(0, &label.f_squeeze_dim(1)?)?)?);
@@ -54,18 +52,18 @@ struct Sums {
     of_label: Tensor,
 }
 
-fn sums(hidden: &Tensor, head: &Tensor, label: &Tensor, tokens: i64) -> Result<Sums, ModelError> {
+fn sums(hidden: &Tensor, head: &Tensor, label: &Tensor, tokens: usize) -> Result<Sums, ModelError> {
     let (kind, device, slots) = (hidden.f_kind()?, hidden.device(), hidden.size()[0]);
     let exact = (wide(kind), device);
     let vocab = head.size()[0];
-    let room = Tensor::f_empty([slots * tokens.min(vocab)], (kind, device))?;
+    let room = Tensor::f_empty([slots * vocab.min(tokens.max(1) as i64)], (kind, device))?;
     let mut most = Tensor::f_full([slots, 1], f64::NEG_INFINITY, exact)?;
     let mut sum = Tensor::f_zeros([slots, 1], exact)?;
     let mut product = Tensor::f_zeros([slots, hidden.size()[1]], exact)?;
     let mut of_label = Tensor::f_zeros([slots, 1], exact)?;
-    for start in (0..vocab).step_by(tokens as usize) {
-        let count = tokens.min(vocab - start);
-        let rows = head.f_narrow(0, start, count)?;
+    for part in spans(vocab, tokens) {
+        let Span { start, len: count } = part;
+        let rows = part.of(head, 0)?;
         let scores = room.f_narrow(0, 0, slots * count)?.f_view([slots, count])?;
         let mut scores = hidden.f_mm_out(&scores, &rows.f_transpose(0, 1)?)?.f_to_kind(exact.0)?;
         let place = label.f_sub_scalar(start)?;

@@ -9,6 +9,26 @@ pub const MASKED: f64 = -1e9;
 /// Rows whose logits are held at once where no gradient is wanted: all of them could be larger than anything else.
 pub const HEAD_ROWS: usize = 256;
 
+/// Neighbouring places of a dimension.
+#[derive(Clone, Copy)]
+pub struct Span {
+    pub start: i64,
+    pub len: i64,
+}
+
+impl Span {
+    /// These places of `x`, a view.
+    pub fn of(&self, x: &Tensor, dim: i64) -> Result<Tensor, ModelError> {
+        Ok(x.f_narrow(dim, self.start, self.len)?)
+    }
+}
+
+/// All of `count` places in order, at most `most` at a time.
+pub fn spans(count: i64, most: usize) -> impl Iterator<Item = Span> {
+    let most = most.max(1);
+    (0..count).step_by(most).map(move |start| Span { start, len: (most as i64).min(count - start) })
+}
+
 /// Grad mode switched on until dropped. Set at the head of every unit of work that differentiates, because a blocking
 /// thread may come with the mode that its last user left.
 pub struct GradGuard {

@@ -61,6 +61,11 @@ impl ParamSet {
         self.names.binary_search_by(|known| known.as_str().cmp(name)).ok().map(|index| &self.tensors[index])
     }
 
+    /// The same where it has to be there.
+    pub fn need(&self, name: &str) -> Result<&Tensor, ModelError> {
+        self.get(name).ok_or_else(|| ModelError::Input(format!("the drafter's weights lack `{name}`")))
+    }
+
     pub fn into_pairs(self) -> Vec<(String, Tensor)> {
         self.names.into_iter().zip(self.tensors).collect()
     }

@@ -6,7 +6,7 @@ pub use cached::Extended;
 
 use super::draft::Shared;
 use super::load::weight;
-use super::ops::{HEAD_ROWS, attention, largest, linear, rms_norm};
+use super::ops::{HEAD_ROWS, attention, largest, linear, rms_norm, spans};
 use super::rope::{Rope, RopeTable};
 use super::{ModelError, batch::Rows};
 use crate::hf::config::TargetConfig;
@@ -178,9 +178,8 @@ impl Target {
         };
         let mut said = Vec::with_capacity(x.size()[0] as usize);
         // Logits of all tokens at once would be larger than anything else here.
-        for start in (0..x.size()[0]).step_by(HEAD_ROWS) {
-            let part = x.f_narrow(0, start, (HEAD_ROWS as i64).min(x.size()[0] - start))?;
-            let best = largest(&self.head(top, &part)?)?;
+        for part in spans(x.size()[0], HEAD_ROWS) {
+            let best = largest(&self.head(top, &part.of(&x, 0)?)?)?;
             said.extend(Vec::<i64>::try_from(best.f_to_device(Device::Cpu)?)?.into_iter().map(|id| id as i32));
         }
         let (_, width) = rows.padded();

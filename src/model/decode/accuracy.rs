@@ -4,7 +4,7 @@ use super::super::ModelError;
 use super::super::anchors::Anchors;
 use super::super::batch::Packed;
 use super::super::draft::Drafter;
-use super::super::ops::{HEAD_ROWS, linear};
+use super::super::ops::{HEAD_ROWS, linear, spans};
 use super::super::target::Target;
 use super::chance::most_likely;
 
@@ -34,12 +34,8 @@ pub fn slot_accuracy(
     let seen = target.extend(&mut target.cache(), &ids, &drafter.config().target_layer_ids)?;
     let said = |hidden: &tch::Tensor, head: &dyn Fn(&tch::Tensor) -> Result<tch::Tensor, ModelError>| {
         let mut said = Vec::new();
-        for start in (0..hidden.size()[0]).step_by(HEAD_ROWS) {
-            said.extend(most_likely(&head(&hidden.f_narrow(
-                0,
-                start,
-                (HEAD_ROWS as i64).min(hidden.size()[0] - start),
-            )?)?)?);
+        for part in spans(hidden.size()[0], HEAD_ROWS) {
+            said.extend(most_likely(&head(&part.of(hidden, 0)?)?)?);
         }
         Ok::<_, ModelError>(said)
     };
@@ -50,7 +46,7 @@ pub fn slot_accuracy(
     let first = prompt.len() as u32;
     let anchors = Anchors { rows: vec![(first..first + response.len() as u32 - 1).collect()] };
     let (mask, lengths) = (vec![1; ids.len()], [ids.len() as u32]);
-    let packed = Packed { hidden: &seen.taps, ids: &ids, labels: &ids, loss_mask: &mask, lengths: &lengths };
+    let packed = Packed::of_ids(&seen.taps, &ids, &mask, &lengths);
     let hidden = drafter.hidden(&packed, &anchors)?;
     let guesses = said(&hidden, &|x| linear(x, &drafter.shared().head, None))?;
     for (anchor, block) in guesses.chunks(size).enumerate() {

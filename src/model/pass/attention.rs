@@ -6,7 +6,7 @@
 
 use super::super::ModelError;
 use super::super::blocks::{Sight, View};
-use super::super::ops::wide;
+use super::super::ops::{Span, wide};
 use tch::{Kind, Tensor};
 
 /// One layer's queries, keys and values. Queries carry the factor `1 / sqrt(head_dim)`; a `row` is one query of one
@@ -42,9 +42,9 @@ impl Inputs<'_> {
         let (mut most, mut sums, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for view in self.sight.views {
             let rows = self.rows(view);
-            let own_most = rows.of(&own_most)?;
+            let own_most = rows.of(&own_most, 1)?;
             let Some((keys, values)) = self.context.filter(|_| view.len > 0) else {
-                parts.push(rows.of(&self.by_row(self.queries)?)?.f_zeros_like()?);
+                parts.push(rows.of(&self.by_row(self.queries)?, 1)?.f_zeros_like()?);
                 sums.push(own_most.f_zeros_like()?);
                 most.push(own_most);
                 continue;
@@ -82,14 +82,14 @@ impl Inputs<'_> {
         let (d_keys, d_values) = (zeros(keys)?, zeros(values)?);
         for view in self.sight.views.iter().filter(|view| view.len > 0) {
             let rows = self.rows(view);
-            let (queries, d_gathered) = (rows.of(&self.by_row(self.queries)?)?, rows.of(d_gathered)?);
-            let weights = self.context_scores(view, keys)?.f_sub_(&rows.of(&output.log_sum)?)?.f_exp_()?;
+            let (queries, d_gathered) = (rows.of(&self.by_row(self.queries)?, 1)?, rows.of(d_gathered, 1)?);
+            let weights = self.context_scores(view, keys)?.f_sub_(&rows.of(&output.log_sum, 1)?)?.f_exp_()?;
             let d_weights = d_gathered.f_bmm(&seen(values, view)?.f_transpose(1, 2)?)?.f_to_kind(exact)?;
-            let d_scores = d_weights.f_sub(&rows.of(&delta)?)?.f_mul_(&weights)?.f_to_kind(self.kind()?)?;
+            let d_scores = d_weights.f_sub(&rows.of(&delta, 1)?)?.f_mul_(&weights)?.f_to_kind(self.kind()?)?;
             let weights = weights.f_to_kind(self.kind()?)?;
             let _ = seen(&d_values, view)?.f_add_(&weights.f_transpose(1, 2)?.f_bmm(&d_gathered)?)?;
             let _ = seen(&d_keys, view)?.f_add_(&d_scores.f_transpose(1, 2)?.f_bmm(&queries)?)?;
-            let _ = rows.of(&d_queries)?.f_add_(&d_scores.f_bmm(&seen(keys, view)?)?)?;
+            let _ = rows.of(&d_queries, 1)?.f_add_(&d_scores.f_bmm(&seen(keys, view)?)?)?;
         }
         Ok(Gradients { queries: d_queries.f_view_as(self.queries)?, own: d_own, context: Some((d_keys, d_values)) })
     }
@@ -98,9 +98,10 @@ impl Inputs<'_> {
         Ok(self.queries.f_kind()?)
     }
 
-    fn rows(&self, view: &View) -> Rows {
+    /// Its rows, along the second dimension.
+    fn rows(&self, view: &View) -> Span {
         let group = self.queries.size()[2];
-        Rows { start: view.slot * group, len: view.slots * group }
+        Span { start: view.slot * group, len: view.slots * group }
     }
 
     /// `[kv_heads, slots, heads of a group, head_dim]` as `[kv_heads, rows, head_dim]`.
@@ -118,7 +119,7 @@ impl Inputs<'_> {
 
     /// Scores of the context that a group sees, `[kv_heads, rows, tokens]`, minus infinity where it is hidden.
     fn context_scores(&self, view: &View, keys: &Tensor) -> Result<Tensor, ModelError> {
-        let queries = self.rows(view).of(&self.by_row(self.queries)?)?;
+        let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
         let scores = queries.f_bmm(&seen(keys, view)?.f_transpose(1, 2)?)?;
         let scores = scores.f_to_kind(wide(self.kind()?))?;
         if let Some(hidden) = &view.hidden {
@@ -154,18 +155,6 @@ impl Inputs<'_> {
     fn own_key_gradient(&self, scores: &Tensor, rows: &Tensor) -> Result<Tensor, ModelError> {
         let turned = self.by_block(scores)?.f_transpose(1, 2)?.f_to_kind(self.kind()?)?;
         Ok(turned.f_bmm(&self.by_block(rows)?)?.f_view_as(self.own.0)?)
-    }
-}
-
-/// Neighbouring rows.
-struct Rows {
-    start: i64,
-    len: i64,
-}
-
-impl Rows {
-    fn of(&self, x: &Tensor) -> Result<Tensor, ModelError> {
-        Ok(x.f_narrow(1, self.start, self.len)?)
     }
 }
 

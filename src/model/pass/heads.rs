@@ -23,18 +23,21 @@ impl Heads {
         Ok(Heads { turned, scale })
     }
 
-    /// Gradients of `raw` and of the norm's weight from that of [`Heads::turned`].
+    /// From the gradient of [`Heads::turned`]: writes that of `raw` to `d_raw`, and gives that of the norm's weight.
     pub fn backward(
         &self,
         d_turned: &Tensor,
         raw: &Tensor,
+        d_raw: &Tensor,
         weight: &Tensor,
         turn: &Turn,
-    ) -> Result<(Tensor, Tensor), ModelError> {
+    ) -> Result<Tensor, ModelError> {
         let d_normed = Tensor::f_empty(raw.size(), (raw.f_kind()?, raw.device()))?;
         let d_turned = d_turned.f_view_as(&self.turned)?;
         turn.backward(&d_turned.f_transpose(0, 1)?, &grouped(&d_normed, d_turned.size()[0])?)?;
-        norm::backward(&d_normed, raw, &self.scale, weight)
+        let (gradient, d_weight) = norm::backward(&d_normed, raw, &self.scale, weight)?;
+        d_raw.shallow_clone().f_copy_(&gradient)?;
+        Ok(d_weight)
     }
 }
 

@@ -51,12 +51,18 @@ pub struct Kept {
     scale: Tensor,
     middle: Tensor,
     middle_scale: Tensor,
+    projected: Projected,
+    attention: Output,
+    gate_up: Tensor,
+}
+
+/// What attention is computed from.
+struct Projected {
+    /// Queries, keys and values of the slots before norm and turn.
     qkv: Tensor,
     queries: Heads,
     keys: Heads,
     context_keys: Option<Heads>,
-    attention: Output,
-    gate_up: Tensor,
 }
 
 /// What the backward pass gives.
@@ -81,54 +87,52 @@ impl Layer<'_> {
             Some(context) => Some(heads(self.raw_context_keys(context)?, &w.k_norm, shape.context_turn)?),
             None => None,
         };
-        let attention = self.with_inputs(&qkv, &queries, &keys, context_keys.as_ref(), |inputs| inputs.forward())?;
+        let projected = Projected { qkv, queries, keys, context_keys };
+        let attention = self.with_inputs(&projected, |inputs| inputs.forward())?;
         let gathered = self.of_places(self.flat(&attention.gathered)?)?.f_linear(&w.o, None::<Tensor>)?;
         let middle = self.of_places(self.spread(x.shallow_clone())?)?.f_add(&gathered)?;
         let (inner, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
         let gate_up = inner.f_linear(&w.gate_up, None::<Tensor>)?;
         let out = mlp::forward(&gate_up, &w.down)?.f_add_(&middle)?;
-        Ok((out, Kept { x, scale, middle, middle_scale, qkv, queries, keys, context_keys, attention, gate_up }))
+        Ok((out, Kept { x, scale, middle, middle_scale, projected, attention, gate_up }))
     }
 
     /// Gradients from that of the layer's output.
     pub fn backward(&self, kept: Kept, d_out: &Tensor) -> Result<Back, ModelError> {
         let (w, shape) = (self.weights, self.shape);
         let kind = d_out.f_kind()?;
-        let inner = again(&kept.middle, &kept.middle_scale, &w.post_norm)?;
+        let inner = norm::apply(&kept.middle, &kept.middle_scale, &w.post_norm)?;
         let mlp = mlp::backward(d_out, &kept.gate_up, &inner, w)?;
         let (d_middle, d_post_norm) = norm::backward(&mlp.inner, &kept.middle, &kept.middle_scale, &w.post_norm)?;
         let d_middle = d_middle.f_to_kind(kind)?.f_add_(d_out)?;
 
-        let slots = kept.qkv.size()[0];
+        let projected = &kept.projected;
+        let slots = projected.qkv.size()[0];
         let d_o = product(&d_middle, &self.of_places(self.flat(&kept.attention.gathered)?)?)?;
         let d_gathered = self.by_head(&self.to_slots(d_middle.f_mm(&w.o)?, slots)?)?;
-        let gradients =
-            self.with_inputs(&kept.qkv, &kept.queries, &kept.keys, kept.context_keys.as_ref(), |inputs| {
-                inputs.backward(&kept.attention, &d_gathered)
-            })?;
+        let gradients = self.with_inputs(projected, |inputs| inputs.backward(&kept.attention, &d_gathered))?;
         let Gradients { queries: d_queries, own: (d_keys, d_values), context: d_context } = gradients;
-        let d_qkv = kept.qkv.f_empty_like()?;
-        let (d_raw, d_q_norm) =
-            kept.queries.backward(&d_queries, &self.raw_queries(&kept.qkv)?, &w.q_norm, shape.query_turn)?;
-        self.raw_queries(&d_qkv)?.f_copy_(&d_raw)?;
-        let (d_raw, mut d_k_norm) =
-            kept.keys.backward(&d_keys, &self.raw_keys(&kept.qkv)?, &w.k_norm, shape.key_turn)?;
-        self.raw_keys(&d_qkv)?.f_copy_(&d_raw)?;
+        let d_qkv = projected.qkv.f_empty_like()?;
+        let back = |heads: &Heads, d_turned: &Tensor, [raw, d_raw]: [Tensor; 2], weight: &Tensor, turn: &Turn| {
+            heads.backward(d_turned, &raw, &d_raw, weight, turn)
+        };
+        let raw = [self.raw_queries(&projected.qkv)?, self.raw_queries(&d_qkv)?];
+        let d_q_norm = back(&projected.queries, &d_queries, raw, &w.q_norm, shape.query_turn)?;
+        let raw = [self.raw_keys(&projected.qkv)?, self.raw_keys(&d_qkv)?];
+        let mut d_k_norm = back(&projected.keys, &d_keys, raw, &w.k_norm, shape.key_turn)?;
         self.raw_values(&d_qkv)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
-        let context = match (&self.context, &kept.context_keys, d_context) {
+        let context = match (&self.context, &projected.context_keys, d_context) {
             (Some(context), Some(keys), Some((d_keys, d_values))) => {
                 let d_context = context.f_empty_like()?;
-                let d_keys = d_keys.f_to_kind(kind)?;
-                let raw = self.raw_context_keys(context)?;
-                let (d_raw, d_norm) = keys.backward(&d_keys, &raw, &w.k_norm, shape.context_turn)?;
+                let raw = [self.raw_context_keys(context)?, self.raw_context_keys(&d_context)?];
+                let d_norm = back(keys, &d_keys.f_to_kind(kind)?, raw, &w.k_norm, shape.context_turn)?;
                 d_k_norm = d_k_norm.f_add_(&d_norm)?;
-                self.raw_context_keys(&d_context)?.f_copy_(&d_raw)?;
                 self.raw_context_values(&d_context)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
                 Some(d_context)
             }
             _ => None,
         };
-        let inner = again(&kept.x, &kept.scale, &w.input_norm)?;
+        let inner = norm::apply(&kept.x, &kept.scale, &w.input_norm)?;
         let d_qkv = self.collect(d_qkv)?;
         let d_qkv_weight = product(&d_qkv, &inner)?;
         let (dx, d_input_norm) = norm::backward(&d_qkv.f_mm(&w.qkv)?, &kept.x, &kept.scale, &w.input_norm)?;
@@ -191,10 +195,7 @@ impl Layer<'_> {
 
     fn with_inputs<T>(
         &self,
-        qkv: &Tensor,
-        queries: &Heads,
-        keys: &Heads,
-        context_keys: Option<&Heads>,
+        Projected { qkv, queries, keys, context_keys }: &Projected,
         compute: impl FnOnce(Inputs<'_>) -> Result<T, ModelError>,
     ) -> Result<T, ModelError> {
         let values = self.raw_values(qkv)?.f_transpose(0, 1)?.f_contiguous()?;
@@ -258,10 +259,4 @@ impl Layer<'_> {
 /// `dy^T x`: the gradient of `W` in `y = x W^T`.
 pub fn product(dy: &Tensor, x: &Tensor) -> Result<Tensor, ModelError> {
     Ok(dy.f_transpose(0, 1)?.f_mm(x)?)
-}
-
-/// A norm's output from its input and scale.
-fn again(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
-    let unit = x.f_to_kind(scale.f_kind()?)?.f_mul(scale)?.f_to_kind(x.f_kind()?)?;
-    Ok(unit.f_mul(weight)?)
 }

@@ -2,13 +2,13 @@
 //! products is small enough to be had again and again from the same memory.
 
 use super::super::ModelError;
-use super::super::ops::wide;
+use super::super::ops::{spans, wide};
 use super::layer::product;
 use super::weights::LayerWeights;
 use tch::Tensor;
 
 /// Slots at a time.
-const SLOTS: i64 = 2048;
+const SLOTS: usize = 2048;
 
 /// What the backward pass gives: gradients of the input `[slots, hidden]` and of the weights.
 pub struct Back {
@@ -21,9 +21,9 @@ pub struct Back {
 pub fn forward(gate_up: &Tensor, down: &Tensor) -> Result<Tensor, ModelError> {
     let (slots, down) = (gate_up.size()[0], down.f_transpose(0, 1)?);
     let out = Tensor::f_empty([slots, down.size()[1]], (gate_up.f_kind()?, gate_up.device()))?;
-    for part in parts(slots) {
-        let (gate, up) = halves(&part.of(gate_up)?)?;
-        let _ = gate.f_silu()?.f_mul_(&up)?.f_mm_out(&part.of(&out)?, &down)?;
+    for part in spans(slots, SLOTS) {
+        let (gate, up) = halves(&part.of(gate_up, 0)?)?;
+        let _ = gate.f_silu()?.f_mul_(&up)?.f_mm_out(&part.of(&out, 0)?, &down)?;
     }
     Ok(out)
 }
@@ -33,8 +33,8 @@ pub fn backward(d_out: &Tensor, gate_up: &Tensor, inner: &Tensor, w: &LayerWeigh
     let kind = gate_up.f_kind()?;
     let zeros = |like: &Tensor| Tensor::f_zeros(like.size(), (wide(kind), like.device()));
     let mut back = Back { inner: inner.f_empty_like()?, gate_up: zeros(&w.gate_up)?, down: zeros(&w.down)? };
-    for part in parts(gate_up.size()[0]) {
-        let (d_out, gate_up) = (part.of(d_out)?, part.of(gate_up)?);
+    for part in spans(gate_up.size()[0], SLOTS) {
+        let (d_out, gate_up) = (part.of(d_out, 0)?, part.of(gate_up, 0)?);
         let (gate, up) = halves(&gate_up)?;
         let opened = gate.f_silu()?;
         add_product(&mut back.down, &d_out, &opened.f_mul(&up)?)?;
@@ -43,26 +43,10 @@ pub fn backward(d_out: &Tensor, gate_up: &Tensor, inner: &Tensor, w: &LayerWeigh
         let (d_gate, d_up) = halves(&d_gate_up)?;
         let _ = d_gated.f_mul_out(&d_up, &opened)?;
         let _ = gate.f_silu_backward_grad_input(&d_gate, &d_gated.f_mul(&up)?)?;
-        add_product(&mut back.gate_up, &d_gate_up, &part.of(inner)?)?;
-        let _ = d_gate_up.f_mm_out(&part.of(&back.inner)?, &w.gate_up)?;
+        add_product(&mut back.gate_up, &d_gate_up, &part.of(inner, 0)?)?;
+        let _ = d_gate_up.f_mm_out(&part.of(&back.inner, 0)?, &w.gate_up)?;
     }
     Ok(back)
-}
-
-/// Neighbouring slots.
-struct Part {
-    start: i64,
-    len: i64,
-}
-
-impl Part {
-    fn of(&self, x: &Tensor) -> Result<Tensor, ModelError> {
-        Ok(x.f_narrow(0, self.start, self.len)?)
-    }
-}
-
-fn parts(slots: i64) -> impl Iterator<Item = Part> {
-    (0..slots).step_by(SLOTS as usize).map(move |start| Part { start, len: SLOTS.min(slots - start) })
 }
 
 /// Gate and up.

@@ -6,13 +6,17 @@ use tch::Tensor;
 
 /// `y` in the kind of `x`, and `r [.., 1]` in at least fp32.
 pub fn forward(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor), ModelError> {
-    let (kind, exact) = (x.f_kind()?, wide(x.f_kind()?));
-    let exact_x = x.f_to_kind(exact)?;
+    let exact = wide(x.f_kind()?);
     let width = x.size().last().copied().unwrap_or(1) as f64;
-    let length = exact_x.f_norm_scalaropt_dim_dtype(2.0, &[-1i64][..], true, exact)?;
+    let length = x.f_to_kind(exact)?.f_norm_scalaropt_dim_dtype(2.0, &[-1i64][..], true, exact)?;
     let scale = length.f_square()?.f_mul_scalar_(1.0 / width)?.f_add_scalar_(eps)?.f_rsqrt_()?;
-    let y = exact_x.f_mul(&scale)?.f_to_kind(kind)?.f_mul_(weight)?;
-    Ok((y, scale))
+    Ok((apply(x, &scale, weight)?, scale))
+}
+
+/// `y` where `r` is known.
+pub fn apply(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
+    let mut unit = x.f_to_kind(scale.f_kind()?)?.f_mul(scale)?.f_to_kind(x.f_kind()?)?;
+    Ok(unit.f_mul_(weight)?)
 }
 
 /// Gradients of `x` and of the weight from that of `y`, in at least fp32. With `u = x r`:

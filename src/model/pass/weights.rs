@@ -2,7 +2,7 @@
 
 use super::super::ModelError;
 use super::super::params::{Gradient, ParamSet};
-use crate::hf::draft::DraftConfig;
+use crate::hf::draft::{DraftConfig, layer_weight};
 use tch::{Kind, Tensor};
 
 /// All weights in the number type of the activations. What is applied to the same input is one matrix.
@@ -36,14 +36,10 @@ const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
 
 impl Weights {
     pub fn new(config: &DraftConfig, params: &ParamSet, kind: Kind) -> Result<Weights, ModelError> {
-        let get = |name: String| -> Result<Tensor, ModelError> {
-            let found = params.get(&name);
-            let found = found.ok_or_else(|| ModelError::Input(format!("the drafter's weights lack `{name}`")))?;
-            Ok(found.f_to_kind(kind)?)
-        };
+        let get = |name: &str| -> Result<Tensor, ModelError> { Ok(params.need(name)?.f_to_kind(kind)?) };
         let (mut layers, mut context) = (Vec::new(), Vec::new());
         for index in 0..config.num_hidden_layers {
-            let part = |name: &str| get(layer_name(index, name));
+            let part = |name: &str| get(&layer_weight(index, name));
             let joined = |names: &[&str]| -> Result<Tensor, ModelError> {
                 Ok(Tensor::f_cat(&names.iter().map(|name| part(name)).collect::<Result<Vec<_>, _>>()?, 0)?)
             };
@@ -60,9 +56,9 @@ impl Weights {
             });
         }
         Ok(Weights {
-            fc: get("fc.weight".into())?,
-            hidden_norm: get("hidden_norm.weight".into())?,
-            norm: get("norm.weight".into())?,
+            fc: get("fc.weight")?,
+            hidden_norm: get("hidden_norm.weight")?,
+            norm: get("norm.weight")?,
             context: Tensor::f_cat(&context, 0)?,
             layers,
         })
@@ -92,7 +88,7 @@ impl WeightGradients {
             Ok(self.context.as_ref().map(rows).transpose()?)
         };
         for (index, layer) in self.layers.into_iter().enumerate() {
-            let mut add = |name: &str, x: Tensor| named.push((layer_name(index, name), x));
+            let mut add = |name: &str, x: Tensor| named.push((layer_weight(index, name), x));
             add("input_layernorm", layer.input_norm);
             add("post_attention_layernorm", layer.post_norm);
             add("self_attn.q_norm", layer.q_norm);
@@ -116,18 +112,13 @@ impl WeightGradients {
             named.push(("hidden_norm.weight".into(), context.hidden_norm));
         } else {
             for name in ["fc.weight", "hidden_norm.weight"] {
-                let like = params.get(name).ok_or_else(|| ModelError::Input(format!("no weight `{name}`")))?;
-                named.push((name.into(), like.f_zeros_like()?));
+                named.push((name.into(), params.need(name)?.f_zeros_like()?));
             }
         }
         let exact = |(name, x): (String, Tensor)| -> Result<(String, Tensor), ModelError> {
-            let kind = params.get(&name).map_or(Ok(Kind::Float), Tensor::f_kind)?;
-            Ok((name, x.f_to_kind(kind)?))
+            let x = x.f_to_kind(params.need(&name)?.f_kind()?)?;
+            Ok((name, x))
         };
         Ok(ParamSet::new(named.into_iter().map(exact).collect::<Result<_, _>>()?))
     }
-}
-
-fn layer_name(layer: usize, name: &str) -> String {
-    format!("layers.{layer}.{name}.weight")
 }

@@ -143,7 +143,7 @@ impl<'a, F: Fn(usize) -> usize> Scripted<'a, F> {
         let text: Vec<i32> = self.prompt.iter().chain(&self.truth).map(|&id| id as i32).collect();
         let (mask, lengths) = (vec![1; text.len()], [text.len() as u32]);
         let hidden = self.world.target.extend(&mut self.world.target.cache(), &text, self.taps()).unwrap().taps;
-        let packed = Packed { hidden: &hidden, ids: &text, labels: &text, loss_mask: &mask, lengths: &lengths };
+        let packed = Packed::of_ids(&hidden, &text, &mask, &lengths);
         let anchors = Anchors { rows: vec![vec![memory.context.size()[0] as u32]] };
         super::close("as it trains", &cached, &drafter.hidden(&packed, &anchors).unwrap());
         assert_eq!(memory.cached.as_ref().unwrap().len(), memory.context.size()[0]);

@@ -163,13 +163,8 @@ fn whole_is_the_sum_of_its_rows(scene: &Scene, drafter: &Drafter) {
     for (row, start) in scene.packed().offsets().into_iter().enumerate() {
         let tokens = start..start + scene.lengths[row] as usize;
         let hidden = scene.hidden.narrow(0, start as i64, tokens.len() as i64);
-        let packed = Packed {
-            hidden: &hidden,
-            ids: &scene.ids[tokens.clone()],
-            labels: &scene.ids[tokens.clone()],
-            loss_mask: &scene.loss_mask[tokens],
-            lengths: &scene.lengths[row..=row],
-        };
+        let (ids, mask) = (&scene.ids[tokens.clone()], &scene.loss_mask[tokens]);
+        let packed = Packed::of_ids(&hidden, ids, mask, &scene.lengths[row..=row]);
         let anchors = Anchors { rows: vec![scene.anchors.rows[row].clone()] };
         let (report, gradient) = drafter.loss_and_gradient(&packed, &anchors).unwrap();
         sum.add(&report);

@@ -106,13 +106,7 @@ fn uniform(rng: &mut ChaCha8Rng, size: &[i64], scale: f32) -> Tensor {
 
 impl Scene {
     pub fn packed(&self) -> Packed<'_> {
-        Packed {
-            hidden: &self.hidden,
-            ids: &self.ids,
-            labels: &self.ids,
-            loss_mask: &self.loss_mask,
-            lengths: &self.lengths,
-        }
+        Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
     }
 
     pub fn drafter(&self) -> Drafter {
