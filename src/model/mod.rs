@@ -18,6 +18,7 @@ pub mod oracle;
 pub mod params;
 mod pass;
 pub mod rope;
+pub mod shelves;
 pub mod target;
 pub mod weighting;
 

@@ -1,5 +1,6 @@
 //! The frozen target: a causal decoder whose forward ends at the last tapped layer.
 
+mod batched;
 mod cached;
 
 pub use cached::Extended;

@@ -1,5 +1,6 @@
 //! Speculative decoding: whatever the drafter proposes, what comes out is what the target alone would have said.
 
+mod batch;
 mod sampling;
 mod scene;
 

@@ -2,11 +2,13 @@
 //! forward, and what comes out is what the target alone would have said.
 
 mod accuracy;
+mod batch;
 mod chance;
 mod drafting;
 mod session;
 
 pub use self::accuracy::{SlotCount, slot_accuracy};
+pub use self::batch::{Answer, Batch};
 pub use self::chance::Chance;
 pub use self::drafting::{ContextCache, Drafting};
 pub use self::session::Session;
