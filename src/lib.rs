@@ -1,6 +1,7 @@
 //! Draftmill: trains the draft model of a speculative decoder while the frozen target produces its training signal.
 
 pub mod admin;
+pub mod answer;
 pub mod check;
 pub mod checkpoint;
 pub mod cli;

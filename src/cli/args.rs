@@ -1,7 +1,12 @@
 //! The arguments of every command, with the texts of `--help`.
 
 use super::simulate::PolicyName;
-use crate::{config::Dtype, exit, hf::layout::Layout, simulate::Sweep};
+use crate::{
+    config::{Auto, Dtype},
+    exit,
+    hf::layout::Layout,
+    simulate::Sweep,
+};
 use clap::{
     ArgAction, Args, Parser, Subcommand,
     builder::{PossibleValuesParser, TypedValueParser},
@@ -11,8 +16,8 @@ use std::{path::PathBuf, str::FromStr};
 
 /// Trains the draft model of a speculative decoder while the frozen target model produces its training signal.
 ///
-/// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `prepare` the data, `check` the
-/// configuration, `train`, `export`, `eval`; `runs` and `ledger` look at runs.
+/// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `answer` your prompts where the data come
+/// from elsewhere, `prepare` the data, `check` the configuration, `train`, `export`, `eval`; `runs` and `ledger` look at runs.
 #[derive(Debug, Parser)]
 #[command(version, after_help = exit::help(), disable_help_subcommand = true)]
 pub struct Cli {
@@ -25,6 +30,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Import(ImportArgs),
+    Answer(AnswerArgs),
     Prepare(PrepareArgs),
     Check(CheckArgs),
     Simulate(SimulateArgs),
@@ -90,6 +96,71 @@ pub struct ImportArgs {
     /// Replace the folder if it exists
     #[arg(long)]
     pub force: bool,
+}
+
+/// Lets the target answer prompts: the data from which its drafter learns best
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Prompts are rows of OpenAI `messages`, ShareGPT `conversations`, MT-Bench `turns` or HumanEval `prompt` (JSONL or JSON arrays, also \
+.gz). Answers that a row brings along are dropped; its questions are asked turn by turn, with the target's own answers in between, \
+in the target's chat template with thinking off. A row that asks nothing, or more than fits, is left out and counted by reason. \
+Each answer becomes a row of `input_ids` and `loss_mask`, the very tokens that were said: `prepare` takes the file as it is, and an \
+answer that --max-new-tokens cut (`cut`) teaches no end.
+
+The file grows as FILE.jsonl.part; the same command goes on where it was interrupted or killed. Answers do not depend on --rows, \
+rounding aside.
+
+Examples:
+  draftmill answer --target models/target --prompts sharegpt.json --limit 5000 --out answers.jsonl
+  draftmill answer --target models/target --prompts a.jsonl b.json.gz --turns 1 --temperature 0.7 --rows 64 --out answers.jsonl
+  draftmill prepare --config my.toml --set data.inputs=answers.jsonl")]
+pub struct AnswerArgs {
+    /// Folder of the target, in Hugging Face's layout
+    #[arg(long, value_name = "DIR")]
+    pub target: PathBuf,
+    /// Files of prompts
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    pub prompts: Vec<PathBuf>,
+    /// The file to write
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub out: PathBuf,
+    /// Only so many conversations; rows that are left out do not count
+    #[arg(long, value_name = "COUNT")]
+    pub limit: Option<usize>,
+    /// Tokens of an answer at most
+    #[arg(long, value_name = "COUNT", default_value = "256", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_new_tokens: u32,
+    /// Leave out prompts with more tokens [default: what the target's positions leave beside --max-new-tokens]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_prompt_tokens: Option<u32>,
+    /// Questions of a conversation that are asked at most [default: all]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub turns: Option<u32>,
+    /// 0 takes the most likely token; any other value samples
+    #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
+    pub temperature: f64,
+    /// Seed of the samples
+    #[arg(long, value_name = "SEED", default_value = "0")]
+    pub seed: u64,
+    /// Answers that grow side by side in one forward
+    #[arg(long, value_name = "COUNT", default_value = "32", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub rows: u32,
+    /// Where the target computes: cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: String,
+    /// Number type of the forward: auto (f32 on CPU, bf16 on CUDA), f32, bf16 or f16
+    #[arg(long, value_name = "DTYPE", default_value = "auto", hide_possible_values = true,
+          value_parser = PossibleValuesParser::new(["auto", "f32", "bf16", "f16"]).try_map(|word| match word.as_str() {
+              "auto" => Ok(Auto::Auto),
+              word => Dtype::from_str(word).map(Auto::Set),
+          }))]
+    pub dtype: Auto<Dtype>,
+    /// Replace the file if it exists, and throw away a part that was begun with other options
+    #[arg(long)]
+    pub force: bool,
+    /// Write the closing table to stdout as JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Turns conversations into the store of token ids that `train` reads

@@ -1,5 +1,6 @@
 //! The command line: what can be asked for, and who answers. Data goes to stdout, everything else to stderr.
 
+mod answer;
 mod args;
 mod block;
 mod check;
@@ -14,10 +15,11 @@ mod repeats;
 mod runs;
 mod simulate;
 mod train;
+mod watched;
 
 pub use self::args::{
-    BlockArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs, PrepareArgs,
-    RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
+    AnswerArgs, BlockArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs,
+    PrepareArgs, RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
 };
 
 use crate::{
@@ -55,6 +57,11 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         Command::Import(args) => {
             logging::start(&cli.log, &Log::default())?;
             import::run(args)
+        }
+        Command::Answer(args) => {
+            open_libtorch()?;
+            logging::start(&cli.log, &Log::default())?;
+            answer::run(args)
         }
         Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?.0),
         Command::Check(args) => {

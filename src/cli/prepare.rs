@@ -1,24 +1,16 @@
 //! `draftmill prepare`.
 
-use super::{PrepareArgs, output};
+use super::{
+    PrepareArgs, output,
+    watched::{Shown, stop_on_signal},
+};
 use crate::{
     check::{Samples, Stored},
     config::{ByteSize, Config, Loaded},
     data::{PrepareError, PrepareOptions, Progress, Split, Store, grouped, prepare},
     exit::{Exit, Failure},
 };
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::{
-    io::{IsTerminal, stderr},
-    ops::ControlFlow,
-    time::Duration,
-};
-use tokio::{
-    runtime::Runtime,
-    signal::unix::{SignalKind, signal},
-    time::Instant,
-};
-use tokio_util::sync::CancellationToken;
+use std::ops::ControlFlow;
 
 /// Turns conversations into the store and tells what became of the rows, also where that is an error.
 pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
@@ -26,7 +18,9 @@ pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
     let (_runtime, stop) = stop_on_signal().map_err(Failure::of(Exit::Internal))?;
     let mut shown = Shown::new(loaded.config.log.progress_every.0);
     let result = prepare(&options, &mut |progress| {
-        shown.update(&progress);
+        let bytes = |bytes| ByteSize(bytes).rounded();
+        let Progress { bytes_read: read, bytes_total: total, .. } = progress;
+        shown.update(read, total, || text(&progress), || format!("read {} of {}", bytes(read), bytes(total)));
         if stop.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     shown.finish();
@@ -46,63 +40,6 @@ pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
         };
         Failure::new(exit, error)
     })
-}
-
-/// A token that SIGINT and SIGTERM cancel, so that nothing is left half-written. It works as long as the runtime lives.
-fn stop_on_signal() -> std::io::Result<(Runtime, CancellationToken)> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let stop = CancellationToken::new();
-    let _context = runtime.enter();
-    for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
-        let (mut signal, stop) = (signal(kind)?, stop.clone());
-        runtime.spawn(async move {
-            signal.recv().await;
-            stop.cancel();
-        });
-    }
-    drop(_context);
-    Ok((runtime, stop))
-}
-
-/// What a person sees meanwhile: a bar on a terminal, a line every few seconds elsewhere.
-struct Shown {
-    bar: Option<ProgressBar>,
-    every: Duration,
-    last: Instant,
-}
-
-impl Shown {
-    fn new(every: Duration) -> Shown {
-        let style = ProgressStyle::with_template("{spinner} {percent:>3}% [{wide_bar}] {msg} {eta} left");
-        let bar = stderr().is_terminal().then(|| {
-            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(4));
-            if let Ok(style) = style {
-                bar.set_style(style);
-            }
-            bar
-        });
-        Shown { bar, every, last: Instant::now() }
-    }
-
-    fn update(&mut self, progress: &Progress) {
-        if let Some(bar) = &self.bar {
-            bar.set_length(progress.bytes_total);
-            bar.set_position(progress.bytes_read);
-            bar.set_message(text(progress));
-        } else if self.last.elapsed() >= self.every {
-            self.last = Instant::now();
-            let bytes = |bytes| ByteSize(bytes).rounded();
-            let (read, total) = (bytes(progress.bytes_read), bytes(progress.bytes_total));
-            tracing::info!("read {read} of {total}: {}", text(progress));
-        }
-    }
-
-    /// Clears the bar.
-    fn finish(self) {
-        if let Some(bar) = self.bar {
-            bar.finish_and_clear();
-        }
-    }
 }
 
 fn text(progress: &Progress) -> String {

@@ -163,9 +163,9 @@ impl From<Reject> for Problem {
 
 /// Does the work on one row. Templates and tokenizers of any origin meet text of any origin here: not even a panic may end
 /// the run.
-fn guarded(work: impl FnOnce() -> Result<Sample, Problem>) -> Result<Result<Sample, Reject>, String> {
+fn guarded<T>(work: impl FnOnce() -> Result<T, Problem>) -> Result<Result<T, Reject>, String> {
     match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(sample)) => Ok(Ok(sample)),
+        Ok(Ok(made)) => Ok(Ok(made)),
         Ok(Err(Problem::Row(reject))) => Ok(Err(reject)),
         Ok(Err(Problem::Model(text))) => Err(text),
         Err(panic) => Ok(Err(Reason::Fault.because(panic_text(&*panic)))),
@@ -198,6 +198,17 @@ impl Chat {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// The same, where a row of data is to blame for whatever goes wrong with it.
+    #[cfg(feature = "torch")]
+    pub fn question(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
+        let made = guarded(|| {
+            let text = self.template.prompt(conversation).map_err(|e| Reason::Template.because(e))?;
+            let encoding = self.tokenizer.encode(text, false).map_err(|e| Reason::Tokenizer.because(e))?;
+            Ok(encoding.get_ids().to_vec())
+        });
+        made.unwrap_or_else(|why| Err(Reason::Fault.because(why)))
+    }
+
     /// The text of an answer, without special tokens.
     #[cfg(feature = "torch")]
     pub fn answer(&self, ids: &[u32]) -> Result<String, String> {
@@ -226,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_panic_costs_its_row_only() {
-        let reject = guarded(|| panic!("row {}", 7)).unwrap().unwrap_err();
+        let reject = guarded::<()>(|| panic!("row {}", 7)).unwrap().unwrap_err();
         assert_eq!(reject, Reason::Fault.because("row 7"));
     }
 

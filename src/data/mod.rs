@@ -13,10 +13,11 @@ mod reject;
 mod report;
 pub(crate) mod row;
 mod source;
-mod split;
+pub(crate) mod split;
 mod store;
 mod writer;
 
+pub(crate) use self::writer::{beside, locked, sync_folder_of};
 pub use self::{
     prepare::{PrepareError, PrepareOptions, prepare},
     reject::{Reason, Reject},

@@ -116,6 +116,30 @@ pub fn beside(path: &Path, ending: &str) -> PathBuf {
     name.into()
 }
 
+/// Opens a file for reading and writing, or makes it and its folder, with a lock against a second writer.
+pub fn locked(path: &Path) -> io::Result<File> {
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        fs::create_dir_all(folder)?;
+    }
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+    let taken = || io::Error::new(io::ErrorKind::ResourceBusy, "another process is writing it");
+    file.try_lock().map_err(|error| match error {
+        TryLockError::WouldBlock => taken(),
+        TryLockError::Error(error) => error,
+    })?;
+    // Another process may have published or removed the file between our opening and our lock.
+    if fs::metadata(path).map_or(0, |named| named.ino()) != file.metadata()?.ino() {
+        return Err(taken());
+    }
+    Ok(file)
+}
+
+/// Makes a rename last.
+pub fn sync_folder_of(path: &Path) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(folder)?.sync_all()
+}
+
 /// A file that has no name, so that it is gone with the process, however that ends.
 struct Spill {
     file: BufWriter<File>,
@@ -152,23 +176,11 @@ pub struct PartFile {
 impl PartFile {
     /// Opens `path` + ".part"; what a killed process left there is overwritten.
     pub fn create(path: &Path) -> io::Result<PartFile> {
-        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            fs::create_dir_all(folder)?;
-        }
         if path.is_dir() {
             return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder"));
         }
         let part = beside(path, ".part");
-        let file = OpenOptions::new().write(true).create(true).truncate(false).open(&part)?;
-        let taken = || io::Error::new(io::ErrorKind::ResourceBusy, "another process is writing it");
-        file.try_lock().map_err(|error| match error {
-            TryLockError::WouldBlock => taken(),
-            TryLockError::Error(error) => error,
-        })?;
-        // Another process may have published or removed the file between our opening and our lock.
-        if fs::metadata(&part).map_or(0, |named| named.ino()) != file.metadata()?.ino() {
-            return Err(taken());
-        }
+        let file = locked(&part)?;
         file.set_len(0)?;
         Ok(PartFile { path: part, file, published: false })
     }
@@ -178,8 +190,7 @@ impl PartFile {
         self.file.sync_all()?;
         fs::rename(&self.path, path)?;
         self.published = true;
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        File::open(folder)?.sync_all()
+        sync_folder_of(path)
     }
 }
 

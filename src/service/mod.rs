@@ -28,6 +28,8 @@ mod torch;
 pub use folder::RunFolder;
 pub use keeper::SetLevel;
 pub use logs::Logs;
+#[cfg(feature = "torch")]
+pub(crate) use models::fingerprint;
 pub use schedule::Schedule;
 pub(crate) use settings::{Place, mill_settings};
 pub use steps::{StepLog, Window};

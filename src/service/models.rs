@@ -52,7 +52,7 @@ const CHUNKS: u64 = 64;
 const CHUNK: usize = 64 << 10;
 
 /// A fingerprint of a model folder: config.json whole, and of each weight file its length and evenly spaced parts.
-fn fingerprint(dir: &Path) -> io::Result<String> {
+pub fn fingerprint(dir: &Path) -> io::Result<String> {
     let mut files: Vec<_> = fs::read_dir(dir)?.collect::<Result<_, _>>()?;
     files.retain(|f| f.path().extension().is_some_and(|e| e == "safetensors"));
     files.sort_by_key(fs::DirEntry::file_name);

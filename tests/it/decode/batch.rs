@@ -14,7 +14,12 @@ fn prompts(world: &World, seed: u64, count: usize) -> Vec<Vec<u32>> {
 }
 
 /// Answers all prompts with so many places, and gives the answers in the prompts' order, and the rows of each step.
-fn answered(world: &World, prompts: &[(Vec<u32>, usize)], settings: &Settings, places: usize) -> (Vec<Answer>, Vec<usize>) {
+fn answered(
+    world: &World,
+    prompts: &[(Vec<u32>, usize)],
+    settings: &Settings,
+    places: usize,
+) -> (Vec<Answer>, Vec<usize>) {
     let mut batch = Batch::new(&world.target, settings, places);
     let (mut answers, mut rows, mut next) = (Vec::new(), Vec::new(), 0);
     loop {

@@ -1,0 +1,87 @@
+//! `draftmill answer`.
+
+use super::{
+    AnswerArgs, output,
+    watched::{Shown, stop_on_signal},
+};
+use crate::{
+    answer::{AnswerOptions, Progress},
+    config::{ByteSize, Log},
+    data::grouped,
+    exit::{Exit, Failure},
+};
+use std::ops::ControlFlow;
+
+/// Answers the prompts and tells what became of them.
+pub fn run(args: &AnswerArgs) -> Result<(), Failure> {
+    let options = AnswerOptions {
+        target: args.target.clone(),
+        prompts: args.prompts.clone(),
+        out: args.out.clone(),
+        limit: args.limit,
+        max_new_tokens: args.max_new_tokens as usize,
+        max_prompt_tokens: args.max_prompt_tokens.map(|most| most as usize),
+        turns: args.turns.map(|most| most as usize),
+        temperature: args.temperature,
+        seed: args.seed,
+        rows: args.rows as usize,
+        device: args.device.clone(),
+        dtype: args.dtype.clone(),
+        force: args.force,
+    };
+    let (_runtime, stop) = stop_on_signal().map_err(Failure::of(Exit::Internal))?;
+    let mut shown = Shown::new(Log::default().progress_every.0);
+    let result = answered(&options, &mut |progress: &Progress| {
+        let (done, total) = match progress.limit {
+            Some(limit) => (progress.conversations, limit),
+            None => (progress.bytes_read, progress.bytes_total),
+        };
+        let bytes = |bytes| ByteSize(bytes).rounded();
+        let so_far = || match progress.limit {
+            Some(limit) => format!("answered {} of {}", grouped(done), grouped(limit)),
+            None => format!("read {} of {}", bytes(done), bytes(total)),
+        };
+        shown.update(done, total, || text(progress), so_far);
+        if stop.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    shown.finish();
+    let report = result?;
+    if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }?;
+    if report.out.is_none() {
+        let why = if report.rows == 0 { "there are none".into() } else { report.reasons() };
+        return Err(Failure::new(
+            Exit::Data,
+            format!(
+                "none of {} rows is a prompt that can be answered ({why}); see `draftmill answer --help`",
+                report.rows
+            ),
+        ));
+    }
+    Ok(())
+}
+
+fn text(progress: &Progress) -> String {
+    format!(
+        "{} answers, {} tokens, {:.1} tokens/s, {} side by side, {} rows left out",
+        grouped(progress.answers),
+        grouped(progress.tokens),
+        progress.tokens_per_second,
+        progress.rows,
+        grouped(progress.left_out)
+    )
+}
+
+#[cfg(feature = "torch")]
+use crate::answer::answer as answered;
+
+/// What stands in for the answers in a build without libtorch: a sentence.
+#[cfg(not(feature = "torch"))]
+fn answered(
+    _: &AnswerOptions,
+    _: &mut dyn FnMut(&Progress) -> ControlFlow<()>,
+) -> Result<crate::answer::AnswerReport, Failure> {
+    Err(Failure::new(
+        Exit::Usage,
+        "this draftmill was built without libtorch, which the target needs; build with the default features",
+    ))
+}
