@@ -42,7 +42,7 @@ fn set(values: &[String]) -> config::Loaded {
 fn help_names_every_command_and_exit_code() {
     let (code, help, errors) = draftmill(&["--help"]);
     assert_eq!((code, errors.as_str()), (0, ""));
-    for command in ["import", "prepare", "check", "simulate", "train", "runs", "ledger", "export", "eval"] {
+    for command in ["import", "answer", "prepare", "check", "simulate", "train", "runs", "ledger", "export", "eval"] {
         assert!(help.contains(&format!("  {command} ")), "{help}");
         let (code, help, _) = draftmill(&[command, "--help"]);
         assert_eq!(code, 0);

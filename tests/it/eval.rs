@@ -10,10 +10,10 @@ use std::{
 };
 
 /// A target and a drafter that fit, with a tokenizer of words and a template that only joins them.
-struct Scene(tempfile::TempDir);
+pub struct Scene(pub tempfile::TempDir);
 
 impl Scene {
-    fn new() -> Scene {
+    pub fn new() -> Scene {
         let scene = Scene(tempfile::tempdir().unwrap());
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
         for (from, to) in [("target_qwen3", "target"), ("drafter", "draft")] {
@@ -41,17 +41,17 @@ impl Scene {
         scene
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    fn write(&self, name: &str, text: &str) {
+    pub fn write(&self, name: &str, text: &str) {
         fs::write(self.path(name), text).unwrap();
     }
 
     /// Changes one key of a config.json.
     #[cfg(feature = "torch")]
-    fn set(&self, folder: &str, key: &str, value: Value) {
+    pub fn set(&self, folder: &str, key: &str, value: Value) {
         let path = self.path(folder).join("config.json");
         let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         config[key] = value;
