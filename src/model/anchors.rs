@@ -1,7 +1,7 @@
 //! Where blocks start, and which of their slots are trained: pure functions of masks, lengths and a seed.
 
 use super::ModelError;
-use super::batch::Packed;
+use super::batch::{Packed, Teacher};
 use draftmill_actors::{plan::stream_seed, types::JobId};
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
@@ -17,8 +17,12 @@ pub struct Anchors {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Slots {
     pub places: Vec<i64>,
-    /// The label at the slot's own position: labels are not shifted.
+    /// Labels of each slot.
+    pub each: usize,
+    /// Those at the slot's own position, `[slots, each]`: labels are not shifted.
     pub labels: Vec<i64>,
+    /// How much each of them counts, `[slots, each]`; 1 in sum.
+    pub shares: Vec<f32>,
     /// Decay of the slot; 1 where there is none.
     pub weights: Vec<f32>,
 }
@@ -85,7 +89,7 @@ impl Anchors {
     /// its own slot only.
     pub fn slots(&self, batch: &Packed<'_>, block_size: usize, gamma: Option<f64>) -> Slots {
         let decay = decay(block_size, gamma);
-        let mut slots = Slots::default();
+        let mut slots = Slots { each: batch.teacher.map_or(1, |teacher| teacher.each), ..Slots::default() };
         let rows = self.rows.iter().zip(batch.offsets()).zip(batch.lengths);
         let blocks = rows.flat_map(|((anchors, start), &len)| anchors.iter().map(move |&a| (start, a as usize, len)));
         for (block, (start, anchor, len)) in blocks.enumerate() {
@@ -93,7 +97,17 @@ impl Anchors {
                 let position = anchor + slot;
                 if position < len as usize && batch.loss_mask[start + position] > 0 {
                     slots.places.push((block * block_size + slot) as i64);
-                    slots.labels.push(i64::from(batch.labels[start + position]));
+                    match batch.teacher {
+                        None => {
+                            slots.labels.push(batch.ids[start + position].into());
+                            slots.shares.push(1.0);
+                        }
+                        Some(Teacher { each, ids, shares }) => {
+                            let at = (start + position) * each..(start + position + 1) * each;
+                            slots.labels.extend(ids[at.clone()].iter().map(|&id| i64::from(id)));
+                            slots.shares.extend(&shares[at]);
+                        }
+                    }
                     slots.weights.push(weight as f32);
                 }
             }
@@ -166,7 +180,7 @@ mod tests {
     }
 
     fn packed<'a>(hidden: &'a Tensor, ids: &'a [i32], loss_mask: &'a [u8], lengths: &'a [u32]) -> Packed<'a> {
-        Packed { hidden, ids, labels: ids, loss_mask, lengths }
+        Packed::of_ids(hidden, ids, loss_mask, lengths)
     }
 
     /// SpecForge#455: labels shifted by one gave a good loss and an acceptance of 1.29.
