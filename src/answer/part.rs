@@ -242,6 +242,7 @@ mod tests {
             let (part, found) = open(&out, &id, false).unwrap();
             assert_eq!(found, [(4, 1), (2, 1), (2, 2), (1, 1), (1, 2)][..kept], "cut at {cut}");
             drop(part);
+            assert_eq!(fs::read(&path).unwrap(), &whole[..ends[kept - 1]], "the torn end is gone");
         }
         fs::write(&path, &whole[..ends[2]]).unwrap();
         let (mut part, _) = open(&out, &id, false).unwrap();

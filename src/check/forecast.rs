@@ -1,7 +1,7 @@
 //! What a run would do, computed from lengths, settings and shapes: counts, bytes, memory, disk. Runs nothing.
 
 use crate::{
-    config::{self, Config, Device, Labels, ROW_BYTES, feature_bytes_per_token, replay_window},
+    config::{self, Config, Device, ROW_BYTES, feature_bytes_per_token, replay_window},
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use draftmill_actors::{
@@ -170,8 +170,8 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
     let last_tap = drafter.target_layer_ids.iter().max().copied().unwrap_or(0);
     let frozen = count(&shapes, |name| name == EMBEDDING || name == HEAD);
     let forward = match config.drafter.labels {
-        Labels::Data => count(&shapes, |name| name == EMBEDDING || layer_of(name).is_some_and(|l| l <= last_tap)),
-        Labels::Target => count(&shapes, |_| true),
+        None => count(&shapes, |name| name == EMBEDDING || layer_of(name).is_some_and(|l| l <= last_tap)),
+        Some(_) => count(&shapes, |_| true),
     };
     let trained = count(&drafter.tensor_shapes(), |_| true);
 

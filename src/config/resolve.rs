@@ -100,7 +100,8 @@ pub struct Drafter {
     /// D-PACE's alpha where slots are weighed by it.
     pub d_pace: Option<f64>,
     pub recompute_layers: bool,
-    pub labels: Labels,
+    /// Labels of each place that the target gives; `None`: the data's tokens are the labels.
+    pub labels: Option<usize>,
     pub prefetch: u32,
 }
 
@@ -213,7 +214,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             loss_decay_gamma: (gamma > 0.0).then_some(gamma),
             d_pace: (drafter.slot_weights == SlotWeights::DPace).then_some(drafter.d_pace_alpha),
             recompute_layers: drafter.recompute_layers,
-            labels: drafter.labels,
+            labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k as usize),
             prefetch: drafter.prefetch,
         },
         dispatch: written.wire.dispatch.clone(),

@@ -3,7 +3,7 @@
 use super::{
     load::Written,
     problem::{Problem, Problems},
-    values::{Auto, ByteSize, Dtype, TimeSpan},
+    values::{Auto, ByteSize, Dtype, Labels, TimeSpan},
     wire::Wire,
 };
 use std::time::Duration;
@@ -223,6 +223,18 @@ impl Audit<'_> {
             "is out of range",
             "choose a number from 0 to 1",
         );
+        self.require(
+            (1..=1024).contains(&drafter.label_top_k),
+            "drafter.label_top_k",
+            "is out of range",
+            "choose a number from 1 to 1024; 16 is plenty",
+        );
+        self.require(
+            drafter.label_top_k <= 1 || drafter.labels == Labels::Target,
+            "drafter.label_top_k",
+            "the data's tokens come without shares",
+            "set drafter.labels = \"target\", or leave this at 1",
+        );
     }
 
     fn pauses(&mut self) {
@@ -419,6 +431,8 @@ mod tests {
             ("drafter", "loss_decay_gamma = inf"),
             ("drafter", "d_pace_alpha = 1.5"),
             ("drafter", "d_pace_alpha = nan"),
+            ("drafter", "label_top_k = 0"),
+            ("drafter", "label_top_k = 16"),
             ("optimizer", "learning_rate = 0.0"),
             ("optimizer", "min_learning_rate = 1e-3"),
             ("optimizer", "beta2 = 1.0"),

@@ -1,7 +1,7 @@
 //! What the configuration leaves to the target: the drafter's shape, the tapped layers, and bytes per token.
 
 use super::{
-    ByteSize, Config, Labels, Pool,
+    ByteSize, Config, Pool,
     load::Written,
     problem::{Problem, Problems},
 };
@@ -16,16 +16,15 @@ use draftmill_actors::{
 
 /// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
 const TOKEN_BYTES: u64 = 5;
-/// An i32 label, where they come from the target.
-const LABEL_BYTES: u64 = 4;
+/// An i32 label and its f32 share, where they come from the target.
+const LABEL_BYTES: u64 = 8;
 /// The length of a row.
 pub const ROW_BYTES: u64 = 4;
 
-/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id, its loss mask, and its label
-/// where the target gives one.
-pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype, labels: Labels) -> u64 {
-    let label = if labels == Labels::Target { LABEL_BYTES } else { 0 };
-    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES + label
+/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id, its loss mask, and its labels
+/// where the target gives so many.
+pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype, labels: Option<usize>) -> u64 {
+    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES + labels.unwrap_or(0) as u64 * LABEL_BYTES
 }
 
 /// The drafter with nothing left open, or everything that does not fit the target.
@@ -66,6 +65,13 @@ pub fn draft_config(
             "drafter.mask_token_id",
             format!("the target's embedding has {} rows, so row {mask} does not exist", target.vocab_size),
             "choose a row that exists and that text never uses, or \"auto\"",
+        ));
+    }
+    if config.drafter.labels.is_some_and(|each| each > target.vocab_size) {
+        problems.push(written.problem(
+            "drafter.label_top_k",
+            format!("the target's vocabulary has {} tokens only", target.vocab_size),
+            "choose a smaller number",
         ));
     }
     if problems.is_empty() {
@@ -208,8 +214,8 @@ mod tests {
         assert_eq!(shape.mask_token_id, 151_669);
         let parameters: usize = shape.tensor_shapes().values().map(|dims| dims.iter().product::<usize>()).sum();
         assert_eq!(parameters / 1_000_000, 1_048);
-        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Labels::Data), 40_960 + 5);
-        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Labels::Target), 40_960 + 9);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, None), 40_960 + 5);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Some(3)), 40_960 + 29);
     }
 
     #[test]

@@ -233,6 +233,9 @@ sections! {
         /// "data" = learn the tokens of the data; "target" = learn what the target would say at each place, for data that the target
         /// did not write, whose tokens are the wrong teacher. Targets are then computed whole, head included.
         Restart labels: Labels = Labels::Data;
+        /// For labels = "target": so many of its likeliest tokens are learned at each place, each with its share (their
+        /// Kullback-Leibler divergence is the loss); 1 = the likeliest alone. Each takes 8 bytes of the pool.
+        Restart label_top_k: u32 = 1;
         /// Batches that each drafter draws ahead while it computes.
         Live prefetch: u32 = 1;
     }

@@ -1,12 +1,13 @@
 //! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
 
+use super::pieces::{Most, add, in_pieces};
 use super::worker::{Worker, engine_error, panicked};
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
 use crate::model::ModelError;
 use crate::model::anchors::{Anchors, job_rng};
-use crate::model::batch::{Packed, Rows, all_finite};
+use crate::model::batch::{Packed, Rows, Teacher, all_finite};
 use crate::model::draft::{DraftOptions, Drafter, Shared};
 use crate::model::load::kind_of;
 use crate::model::params::{Gradient, Weights};
@@ -28,7 +29,7 @@ pub struct TorchFeatures {
     hidden: Tensor,
     ids: Vec<i32>,
     /// What the target says at each place; `None` where the ids are the labels.
-    labels: Option<Vec<i32>>,
+    teacher: Option<Teacher>,
     loss_mask: Vec<u8>,
     lengths: Vec<u32>,
     shape: FeatureShape,
@@ -47,8 +48,8 @@ pub struct TargetOptions {
     pub features_on: Device,
     /// Tapped layers, in the order of the drafter's `target_layer_ids`.
     pub taps: Vec<usize>,
-    /// Send what the target says at each place along, for which it is loaded and computed whole.
-    pub labels: bool,
+    /// So many of the tokens that the target says at each place are sent along. It is then loaded and computed whole.
+    pub labels: Option<usize>,
 }
 
 /// A frozen target on one device.
@@ -85,11 +86,12 @@ struct Replica {
     drafter: Drafter,
     options: DrafterOptions,
     sum: Option<Gradient>,
+    most: Most,
 }
 
 impl Features for TorchFeatures {
     fn bytes(&self) -> u64 {
-        bytes(&self.shape, self.lengths.len(), self.labels.is_some())
+        bytes(&self.shape, self.lengths.len(), self.teacher.as_ref().map(|teacher| teacher.each))
     }
 
     fn shape(&self) -> FeatureShape {
@@ -104,8 +106,8 @@ impl Features for TorchFeatures {
 impl TorchFeatures {
     /// The rows as the drafter takes them.
     pub fn packed(&self) -> Packed<'_> {
-        let labels = self.labels.as_deref().unwrap_or(&self.ids);
-        Packed { hidden: &self.hidden, ids: &self.ids, labels, loss_mask: &self.loss_mask, lengths: &self.lengths }
+        let TorchFeatures { hidden, ids, teacher, loss_mask, lengths, .. } = self;
+        Packed { hidden, ids, teacher: teacher.as_ref(), loss_mask, lengths }
     }
 }
 
@@ -131,7 +133,7 @@ impl Source {
         let Some(&last) = options.taps.iter().max() else {
             return Err(ModelError::Input("a target needs at least one tapped layer".into()));
         };
-        let depth = if options.labels { Depth::Whole } else { Depth::Layers(last + 1) };
+        let depth = if options.labels.is_some() { Depth::Whole } else { Depth::Layers(last + 1) };
         let kind = kind_of(options.compute);
         Target::load(self.config.clone(), &self.files, depth, kind, options.device)
     }
@@ -201,7 +203,10 @@ impl TorchDrafter {
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
         let drafter = Drafter::new(config, shared, options.model)?;
         let anchors = options.num_anchors;
-        Ok(TorchDrafter { anchors, worker: Worker::new(Replica { drafter, options, sum: None }) })
+        Ok(TorchDrafter {
+            anchors,
+            worker: Worker::new(Replica { drafter, options, sum: None, most: Most(usize::MAX) }),
+        })
     }
 }
 
@@ -256,17 +261,9 @@ impl Replica {
         let batch = Packed { hidden: &hidden, ..features.packed() };
         let mut rng = job_rng(options.seed, job);
         let anchors = Anchors::sample(batch.loss_mask, batch.lengths, options.num_anchors, &mut rng)?;
-        let (report, gradient) = self.drafter.loss_and_gradient(&batch, &anchors)?;
-        let Some(gradient) = gradient else { return Ok(report) };
-        match &mut self.sum {
-            None => self.sum = Some(gradient),
-            Some(sum) => {
-                let _no_grad = tch::no_grad_guard();
-                for (sum, part) in sum.tensors_mut().iter_mut().zip(gradient.tensors()) {
-                    let _ = sum.f_add_(part)?;
-                }
-            }
-        }
+        let compute = |piece: &Anchors| self.drafter.loss_and_gradient(&batch, piece);
+        let (report, gradient) = in_pieces(&anchors, &mut self.most, compute)?;
+        add(&mut self.sum, gradient)?;
         Ok(report)
     }
 }
@@ -278,13 +275,7 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
         let (mask, ids) = (batch.loss_mask.len(), batch.ids.len());
         return Err(ModelError::Input(format!("a loss mask of {mask} entries does not fit {ids} ids")));
     }
-    let (hidden, labels) = match options.labels {
-        false => (target.taps(&rows, &options.taps, kind_of(options.features))?, None),
-        true => {
-            let (hidden, labels) = target.taps_and_labels(&rows, &options.taps, kind_of(options.features))?;
-            (hidden, Some(labels))
-        }
-    };
+    let (hidden, teacher) = target.taught(&rows, &options.taps, kind_of(options.features), options.labels)?;
     // Read before the copy, where the values were made.
     let finite = all_finite(&hidden)?;
     let hidden = hidden.f_to_device(options.features_on)?;
@@ -305,7 +296,7 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     };
     Ok(TorchFeatures {
         hidden,
-        labels,
+        teacher,
         ids: cells.iter().map(|&cell| batch.ids[cell]).collect(),
         loss_mask: cells.iter().map(|&cell| batch.loss_mask[cell]).collect(),
         lengths: batch.lengths.clone(),
@@ -314,9 +305,9 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     })
 }
 
-/// Hidden states, then an id, a mask entry and perhaps a label for each token, then a length for each row.
-fn bytes(shape: &FeatureShape, rows: usize, labels: bool) -> u64 {
+/// Hidden states, then an id, a mask entry and perhaps labels with their shares for each token, then a length for each row.
+fn bytes(shape: &FeatureShape, rows: usize, labels: Option<usize>) -> u64 {
     let per_token = u64::from(shape.taps) * u64::from(shape.width) * shape.dtype.bytes();
-    let side = size_of::<i32>() + size_of::<u8>() + if labels { size_of::<i32>() } else { 0 };
+    let side = size_of::<i32>() + size_of::<u8>() + labels.unwrap_or(0) * (size_of::<i32>() + size_of::<f32>());
     shape.tokens * (per_token + side as u64) + (rows * size_of::<u32>()) as u64
 }

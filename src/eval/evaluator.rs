@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     checkpoint,
-    config::{Eval, Labels, Loaded},
+    config::{Eval, Loaded},
     data::{Split, Store},
     hf::{draft::DraftConfig, tensors::TensorFiles},
     model::{
@@ -90,7 +90,8 @@ pub struct Setup {
     pub draft: DraftConfig,
     pub gamma: Option<f64>,
     pub seed: u64,
-    pub labels: Labels,
+    /// Labels of each place that the target gives, where it does.
+    pub labels: Option<usize>,
     pub store: Arc<Store>,
 }
 
@@ -294,17 +295,10 @@ impl Worker {
             let lengths = [ids.len() as u32];
             let taps = &drafter.config().target_layer_ids;
             let rows = Rows::new(ids, &lengths, ids.len())?;
-            let (hidden, said) = match self.setup.labels {
-                Labels::Data => (bench.target.taps(&rows, taps, bench.target.kind())?, None),
-                Labels::Target => {
-                    let (hidden, said) = bench.target.taps_and_labels(&rows, taps, bench.target.kind())?;
-                    (hidden, Some(said))
-                }
-            };
-            let labels = said.as_deref().unwrap_or(ids);
+            let (hidden, teacher) = bench.target.taught(&rows, taps, bench.target.kind(), self.setup.labels)?;
             let seed = stream_seed(self.setup.seed, "held-out", &[sample as u64]);
             let anchors = Anchors::sample(mask, &lengths, ANCHORS, &mut ChaCha8Rng::from_seed(seed))?;
-            let batch = Packed { hidden: &hidden, ids, labels, loss_mask: mask, lengths: &lengths };
+            let batch = Packed { hidden: &hidden, ids, teacher: teacher.as_ref(), loss_mask: mask, lengths: &lengths };
             let (report, counts) = drafter.held_out(&batch, &anchors, self.setup.gamma)?;
             sum.add(&report);
             for (all, count) in slots.iter_mut().zip(counts) {

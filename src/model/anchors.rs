@@ -1,7 +1,7 @@
 //! Where blocks start, and which of their slots are trained: pure functions of masks, lengths and a seed.
 
 use super::ModelError;
-use super::batch::Packed;
+use super::batch::{Packed, Teacher};
 use draftmill_actors::{plan::stream_seed, types::JobId};
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
@@ -17,8 +17,12 @@ pub struct Anchors {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Slots {
     pub places: Vec<i64>,
-    /// The label at the slot's own position: labels are not shifted.
+    /// Labels of each slot.
+    pub each: usize,
+    /// Those at the slot's own position, `[slots, each]`: labels are not shifted.
     pub labels: Vec<i64>,
+    /// How much each of them counts, `[slots, each]`; 1 in sum.
+    pub shares: Vec<f32>,
     /// Decay of the slot; 1 where there is none.
     pub weights: Vec<f32>,
 }
@@ -60,6 +64,20 @@ impl Anchors {
         self.rows.iter().map(Vec::len).sum()
     }
 
+    /// Its blocks in two parts of about the same size, for the same rows; none of two blocks or more is empty.
+    pub fn halves(&self) -> [Anchors; 2] {
+        let half = self.count() / 2;
+        let mut seen = 0;
+        let mut parts = [Anchors::default(), Anchors::default()];
+        for row in &self.rows {
+            let cut = half.saturating_sub(seen).min(row.len());
+            parts[0].rows.push(row[..cut].to_vec());
+            parts[1].rows.push(row[cut..].to_vec());
+            seen += row.len();
+        }
+        parts
+    }
+
     /// Refuses anchors outside their rows, out of order, or for another number of rows.
     pub fn check(&self, lengths: &[u32]) -> Result<(), ModelError> {
         let fits = |(anchors, &len): (&Vec<u32>, &u32)| {
@@ -85,7 +103,7 @@ impl Anchors {
     /// its own slot only.
     pub fn slots(&self, batch: &Packed<'_>, block_size: usize, gamma: Option<f64>) -> Slots {
         let decay = decay(block_size, gamma);
-        let mut slots = Slots::default();
+        let mut slots = Slots { each: batch.teacher.map_or(1, |teacher| teacher.each), ..Slots::default() };
         let rows = self.rows.iter().zip(batch.offsets()).zip(batch.lengths);
         let blocks = rows.flat_map(|((anchors, start), &len)| anchors.iter().map(move |&a| (start, a as usize, len)));
         for (block, (start, anchor, len)) in blocks.enumerate() {
@@ -93,7 +111,17 @@ impl Anchors {
                 let position = anchor + slot;
                 if position < len as usize && batch.loss_mask[start + position] > 0 {
                     slots.places.push((block * block_size + slot) as i64);
-                    slots.labels.push(i64::from(batch.labels[start + position]));
+                    match batch.teacher {
+                        None => {
+                            slots.labels.push(batch.ids[start + position].into());
+                            slots.shares.push(1.0);
+                        }
+                        Some(Teacher { each, ids, shares }) => {
+                            let at = (start + position) * each..(start + position + 1) * each;
+                            slots.labels.extend(ids[at.clone()].iter().map(|&id| i64::from(id)));
+                            slots.shares.extend(&shares[at]);
+                        }
+                    }
                     slots.weights.push(weight as f32);
                 }
             }
@@ -122,8 +150,9 @@ mod tests {
     }
 
     proptest! {
+        /// Automodel#3673: how many blocks a batch had was known only once it had run out of memory.
         #[test]
-        fn anchors_are_sorted_different_supervised_and_as_many_as_there_are(
+        fn automodel_3673_anchors_are_sorted_different_supervised_and_as_many_as_a_row_has_up_to_the_limit(
             (mask, lengths) in rows(), most in 0usize..30, seed: u64,
         ) {
             let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -166,7 +195,7 @@ mod tests {
     }
 
     fn packed<'a>(hidden: &'a Tensor, ids: &'a [i32], loss_mask: &'a [u8], lengths: &'a [u32]) -> Packed<'a> {
-        Packed { hidden, ids, labels: ids, loss_mask, lengths }
+        Packed::of_ids(hidden, ids, loss_mask, lengths)
     }
 
     /// SpecForge#455: labels shifted by one gave a good loss and an acceptance of 1.29.

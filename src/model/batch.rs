@@ -51,6 +51,17 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// What the target says at each token of packed rows: the likeliest tokens behind those before it, the likeliest first.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Teacher {
+    /// Tokens at each place.
+    pub each: usize,
+    /// `[tokens, each]`.
+    pub ids: Vec<i32>,
+    /// Probabilities among the tokens of a place, which sum to 1, `[tokens, each]`.
+    pub shares: Vec<f32>,
+}
+
 /// Extracted rows, one after another without padding: what the drafter trains on.
 #[derive(Clone, Copy)]
 pub struct Packed<'a> {
@@ -58,8 +69,8 @@ pub struct Packed<'a> {
     pub hidden: &'a Tensor,
     /// Token ids, `[tokens]`.
     pub ids: &'a [i32],
-    /// What is to be predicted at each place, `[tokens]`: the ids themselves, or what the target says there.
-    pub labels: &'a [i32],
+    /// What is to be predicted at each token; without it the ids themselves.
+    pub teacher: Option<&'a Teacher>,
     /// 1 where a token is supervised, `[tokens]`.
     pub loss_mask: &'a [u8],
     /// Tokens of each row.
@@ -69,27 +80,30 @@ pub struct Packed<'a> {
 impl<'a> Packed<'a> {
     /// Rows whose labels are their own tokens.
     pub fn of_ids(hidden: &'a Tensor, ids: &'a [i32], loss_mask: &'a [u8], lengths: &'a [u32]) -> Packed<'a> {
-        Packed { hidden, ids, labels: ids, loss_mask, lengths }
+        Packed { hidden, ids, teacher: None, loss_mask, lengths }
     }
 
     /// Checks that all parts speak of the same tokens.
     pub fn check(&self, width: usize, vocab_size: usize) -> Result<(), ModelError> {
         let tokens: usize = self.lengths.iter().map(|&len| len as usize).sum();
         let shape = self.hidden.size();
-        if shape != [tokens as i64, width as i64]
-            || self.ids.len() != tokens
-            || self.loss_mask.len() != tokens
-            || self.labels.len() != tokens
-        {
+        if shape != [tokens as i64, width as i64] || self.ids.len() != tokens || self.loss_mask.len() != tokens {
             return Err(ModelError::Input(format!(
-                "features of shape {shape:?} with {} ids, {} labels and {} mask entries do not make {tokens} tokens of width {width}",
+                "features of shape {shape:?} with {} ids and {} mask entries do not make {tokens} tokens of width {width}",
                 self.ids.len(),
-                self.labels.len(),
                 self.loss_mask.len()
             )));
         }
         check_ids(self.ids, vocab_size)?;
-        check_ids(self.labels, vocab_size)
+        let Some(Teacher { each, ids, shares }) = self.teacher else { return Ok(()) };
+        if *each == 0 || ids.len() != tokens * each || shares.len() != ids.len() {
+            return Err(ModelError::Input(format!(
+                "{} labels with {} shares do not make {each} for each of {tokens} tokens",
+                ids.len(),
+                shares.len()
+            )));
+        }
+        check_ids(ids, vocab_size)
     }
 
     /// First token of each row.

@@ -5,7 +5,7 @@ use super::anchors::Anchors;
 use super::batch::Packed;
 use super::blocks::Blocks;
 use super::load::weight;
-use super::loss::{Tile, head_loss};
+use super::loss::{Labels, Tile, head_loss};
 use super::ops::wide;
 use super::params::{Gradient, ParamSet, Weights};
 use super::pass::Pass;
@@ -121,7 +121,7 @@ impl Drafter {
         Ok(())
     }
 
-    /// Weighted cross-entropy over the supervised slots of all blocks, and the gradient of its *numerator* with respect
+    /// Weighted loss over the supervised slots of all blocks, and the gradient of its *numerator* with respect
     /// to every weight. `None` where nothing is supervised.
     pub fn loss_and_gradient(
         &self,
@@ -137,16 +137,15 @@ impl Drafter {
         }
         let device = self.options.device;
         let places = Tensor::f_from_slice(&slots.places)?.f_to(device)?;
-        let labels = Tensor::f_from_slice(&slots.labels)?.f_to(device)?;
 
         let _no_grad = tch::no_grad_guard();
         let blocks = self.blocks(batch, anchors)?;
         let pass = Pass::new(&self.config, &self.params, &blocks, &self.options)?;
         let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &places)?;
-        let mut loss = head_loss(&hidden, &self.shared.head, &labels, self.options.tile)?;
+        let mut loss = head_loss(&hidden, &self.shared.head, &Labels::of(&slots, device)?, self.options.tile)?;
         let weights = match self.options.weighting {
             Weighting::Decay(_) => Tensor::f_from_slice(&slots.weights)?.f_to(device)?,
-            Weighting::DPace(alpha) => d_pace(&loss.losses, &places, size as i64, alpha)?,
+            Weighting::DPace(alpha) => d_pace(&loss.surprise, &places, size as i64, alpha)?,
         };
         let d_hidden = loss.gradient.f_mul_(&weights.f_unsqueeze(1)?)?;
         let gradient = pass.backward(tape, &d_hidden, &self.params)?;

@@ -5,6 +5,7 @@ use super::anchors::Anchors;
 use super::batch::Packed;
 use super::decode::SlotCount;
 use super::draft::Drafter;
+use super::loss::Labels;
 use super::ops::{HEAD_ROWS, largest, spans};
 use draftmill_actors::engine::MicroReport;
 use tch::{Kind, Tensor};
@@ -30,17 +31,17 @@ impl Drafter {
         let hidden =
             self.hidden(batch, anchors)?.f_index_select(0, &Tensor::f_from_slice(&slots.places)?.f_to(device)?)?;
         let head = self.shared().head.f_transpose(0, 1)?;
-        let labels = Tensor::f_from_slice(&slots.labels)?.f_to(device)?.f_unsqueeze(1)?;
+        let Labels { ids, shares } = Labels::of(&slots, device)?;
         for part in spans(hidden.size()[0], HEAD_ROWS) {
-            let (start, labels) = (part.start as usize, part.of(&labels, 0)?);
+            let (start, ids, shares) = (part.start as usize, part.of(&ids, 0)?, part.of(&shares, 0)?);
             let scores = part.of(&hidden, 0)?.f_mm(&head)?.f_log_softmax(-1, Kind::Float)?;
-            let losses =
-                Vec::<f64>::try_from(scores.f_gather(1, &labels, false)?.f_squeeze_dim(1)?.f_to_kind(Kind::Double)?)?;
+            let terms = shares.f_xlogy(&shares)?.f_sub(&shares.f_mul(&scores.f_gather(1, &ids, false)?)?)?;
+            let losses = Vec::<f64>::try_from(terms.f_sum_dim_intlist(&[1i64][..], false, Kind::Double)?)?;
             let best = Vec::<i64>::try_from(largest(&scores)?)?;
             for (row, (loss, best)) in losses.iter().zip(best).enumerate() {
                 let at = start + row;
-                let right = best == slots.labels[at];
-                report.loss_numerator -= f64::from(slots.weights[at]) * loss;
+                let right = best == slots.labels[at * slots.each];
+                report.loss_numerator += f64::from(slots.weights[at]) * loss;
                 report.loss_denominator += f64::from(slots.weights[at]);
                 report.correct += f64::from(u8::from(right));
                 report.supervised += 1.0;

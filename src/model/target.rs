@@ -5,13 +5,15 @@ mod cached;
 
 pub use cached::Extended;
 
+use super::ModelError;
+use super::batch::{Rows, Teacher};
 use super::draft::Shared;
 use super::load::weight;
 use super::ops::{HEAD_ROWS, attention, largest, linear, rms_norm, spans};
 use super::rope::{Rope, RopeTable};
-use super::{ModelError, batch::Rows};
 use crate::hf::config::TargetConfig;
 use crate::hf::tensors::TensorFiles;
+use std::iter::{once, repeat_n};
 use tch::{Device, Kind, Tensor};
 
 /// The part of a target that was loaded, on one device.
@@ -160,16 +162,21 @@ impl Target {
         Ok(self.tapped(rows, taps, out, false)?.0)
     }
 
-    /// The same, and what the target says at each real token: its most likely one behind the tokens before it in the row. The
-    /// first token of a row has none before it, and stands for itself. Needs [`Depth::Whole`].
-    pub fn taps_and_labels(
+    /// The same, and what the target says at each real token: its `each` most likely ones behind the tokens before it in the row,
+    /// with their shares among themselves. The first token of a row has none before it, and stands for itself. Needs [`Depth::Whole`].
+    pub fn taps_and_teacher(
         &self,
         rows: &Rows<'_>,
         taps: &[usize],
         out: Kind,
-    ) -> Result<(Tensor, Vec<i32>), ModelError> {
+        each: usize,
+    ) -> Result<(Tensor, Teacher), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let (packed, x) = self.tapped(rows, taps, out, true)?;
+        let vocab = self.config.vocab_size;
+        if !(1..=vocab).contains(&each) {
+            return Err(ModelError::Input(format!("{each} labels at each place do not fit a vocabulary of {vocab}")));
+        }
         let Some(top) = &self.top else {
             return Err(ModelError::Input("labels need the whole target, but only its lower layers are loaded".into()));
         };
@@ -177,21 +184,49 @@ impl Target {
             Some(real) => x.f_index_select(0, &real)?,
             None => x,
         };
-        let mut said = Vec::with_capacity(x.size()[0] as usize);
+        let (mut said, mut shares) = (Vec::new(), Vec::new());
         // Logits of all tokens at once would be larger than anything else here.
         for part in spans(x.size()[0], HEAD_ROWS) {
-            let best = largest(&self.head(top, &part.of(&x, 0)?)?)?;
-            said.extend(Vec::<i64>::try_from(best.f_to_device(Device::Cpu)?)?.into_iter().map(|id| id as i32));
+            let logits = self.head(top, &part.of(&x, 0)?)?;
+            let (values, ids) = match each {
+                1 => (Tensor::f_zeros([part.len, 1], (Kind::Float, self.device))?, largest(&logits)?),
+                _ => logits.f_topk(each as i64, -1, true, true)?,
+            };
+            let ids = Vec::<i64>::try_from(ids.f_flatten(0, -1)?.f_to_device(Device::Cpu)?)?;
+            said.extend(ids.into_iter().map(|id| id as i32));
+            shares.extend(Vec::<f32>::try_from(
+                values.f_softmax(-1, Kind::Float)?.f_flatten(0, -1)?.f_to_device(Device::Cpu)?,
+            )?);
         }
         let (_, width) = rows.padded();
-        let mut labels = Vec::with_capacity(said.len());
+        let mut teacher = Teacher { each, ids: Vec::with_capacity(said.len()), shares: Vec::with_capacity(said.len()) };
         let mut at = 0;
         for (row, &len) in rows.lengths.iter().enumerate().filter(|(_, len)| **len > 0) {
-            labels.push(rows.ids[row * width as usize]);
-            labels.extend_from_slice(&said[at..at + len as usize - 1]);
-            at += len as usize;
+            let before = at..at + (len as usize - 1) * each;
+            teacher.ids.extend(repeat_n(rows.ids[row * width as usize], each));
+            teacher.ids.extend_from_slice(&said[before.clone()]);
+            teacher.shares.extend(once(1.0).chain(repeat_n(0.0, each - 1)));
+            teacher.shares.extend_from_slice(&shares[before]);
+            at += len as usize * each;
         }
-        Ok((packed, labels))
+        Ok((packed, teacher))
+    }
+
+    /// The one or the other: with the teacher where `labels` says how many of its tokens.
+    pub fn taught(
+        &self,
+        rows: &Rows<'_>,
+        taps: &[usize],
+        out: Kind,
+        labels: Option<usize>,
+    ) -> Result<(Tensor, Option<Teacher>), ModelError> {
+        Ok(match labels {
+            None => (self.taps(rows, taps, out)?, None),
+            Some(each) => {
+                let (hidden, teacher) = self.taps_and_teacher(rows, taps, out, each)?;
+                (hidden, Some(teacher))
+            }
+        })
     }
 
     /// Taps, and the residual stream of the padded rows after the last layer that was computed.

@@ -22,7 +22,7 @@ impl Weighting {
     }
 }
 
-/// D-PACE's weight of every trained slot, `[slots]`, from their losses `[slots]` and places (slot `j` of block `n` has
+/// D-PACE's weight of every trained slot, `[slots]`, from the cross-entropy of their first labels `[slots]` and places (slot `j` of block `n` has
 /// the place `n * block_size + j`). With `q = exp(-loss)` and `s = (1 - alpha) q + alpha`, or 1 where a slot is not trained,
 /// the first `j` slots are accepted with about `C_j = s_1 ... s_j`, and a slot weighs the sum of `C_m` over the trained slots
 /// `m >= j`: what is lost with it.

@@ -27,8 +27,11 @@ pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&M
         identity.insert(name.into(), value);
     }
     // Only where it is not the default, so that older runs go on.
-    if config.drafter.labels != Labels::Data {
-        identity.insert("drafter.labels".into(), config.drafter.labels.to_string());
+    if let Some(each) = config.drafter.labels {
+        identity.insert("drafter.labels".into(), Labels::Target.to_string());
+        if each > 1 {
+            identity.insert("drafter.label_top_k".into(), each.to_string());
+        }
     }
     if let Some(models) = models {
         models.identity(&config.target.dir, config.drafter.init.as_deref(), &mut identity).failed(Exit::Model)?;

@@ -3,7 +3,7 @@
 use super::{Engines, Failed, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
-    config::{self, Config, Labels, Loaded},
+    config::{self, Config, Loaded},
     data::Store,
     engines::{
         optimizer::TorchOptimizer,
@@ -95,7 +95,7 @@ fn blocking(
             features: config.target.feature_dtype,
             features_on: Device::Cpu,
             taps: draft.target_layer_ids.clone(),
-            labels: config.drafter.labels == Labels::Target,
+            labels: config.drafter.labels,
         };
         targets.push(TorchTarget::new(target.clone(), files.clone(), options).failed(Exit::Model)?);
     }

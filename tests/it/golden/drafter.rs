@@ -10,7 +10,7 @@ use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
 use draftmill::model::draft::{DraftOptions, Drafter, Shared};
-use draftmill::model::loss::{Tile, head_loss};
+use draftmill::model::loss::{Labels, Tile, head_loss};
 use draftmill::model::oracle::{Dense, Trace};
 use draftmill::model::params::{Gradient, load_params};
 use draftmill::model::weighting::Weighting;
@@ -207,8 +207,9 @@ fn the_path_that_trains_gives_the_same_hidden_states_and_token_losses() {
     let hidden = got.index_select(0, &places);
     let _guard = tch::no_grad_guard();
     let labels = Tensor::from_slice(&slots.labels);
+    let taught = Labels::of(&slots, Device::Cpu).unwrap();
     for (slots, tokens) in [(1, 1), (3, 7), (1000, 1000)] {
-        let loss = head_loss(&hidden, &drafter.shared().head, &labels, Tile { slots, tokens }).unwrap();
+        let loss = head_loss(&hidden, &drafter.shared().head, &taught, Tile { slots, tokens }).unwrap();
         close("token loss", &loss.losses, &pick("token_loss"), OUTPUT);
         same("correct", &loss.correct, &pick("predicted_ids").eq_tensor(&labels));
     }

@@ -34,7 +34,7 @@ pub fn target(case: &Case, features: FeatureDtype) -> TorchTarget {
         features,
         features_on: Device::Cpu,
         taps: case.config().target_layer_ids,
-        labels: false,
+        labels: None,
     };
     TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap()
 }
@@ -178,7 +178,7 @@ async fn a_failed_micro_batch_leaves_no_trace() {
         features: FeatureDtype::F32,
         features_on: Device::Cpu,
         taps,
-        labels: false,
+        labels: None,
     };
     let mut other = TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap();
     let wrong = other.extract(batch(&case, &[12, 7])).await.unwrap();

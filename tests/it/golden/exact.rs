@@ -4,6 +4,8 @@
 use super::files::{close_to_largest, largest};
 use super::random::scene;
 use draftmill::model::adamw::{AdamW, Hyper};
+use draftmill::model::anchors::Anchors;
+use draftmill::model::batch::{Packed, Teacher};
 use draftmill::model::draft::Drafter;
 use draftmill::model::oracle::Dense;
 use draftmill::model::params::ParamSet;
@@ -48,23 +50,50 @@ proptest! {
         let mut drafter = scene.drafter_in(Kind::Double);
         let (_, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         let Some(gradient) = gradient else { return Ok(()) };
-        let weights = drafter.params().deep_copy(Device::Cpu, Kind::Double).unwrap();
-        tch::manual_seed(seed as i64);
-        for (place, (name, slope)) in gradient.iter().enumerate() {
-            let direction = Tensor::randn(slope.size(), (Kind::Double, Device::Cpu));
-            let step = 1e-5 / f64::try_from(direction.norm()).unwrap();
-            let mut loss_at = |distance: f64| {
-                let mut moved = weights.deep_copy(Device::Cpu, Kind::Double).unwrap();
-                let _ = moved.tensors_mut()[place].f_add_(&(&direction * distance)).unwrap();
-                drafter.load_weights(moved).unwrap();
-                drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap().0.loss_numerator
-            };
-            let measured = (loss_at(step) - loss_at(-step)) / (2.0 * step);
-            let expected = f64::try_from((slope * &direction).sum(Kind::Double)).unwrap();
-            let scale = f64::try_from(slope.norm() * direction.norm()).unwrap() / (slope.numel() as f64).sqrt();
-            prop_assert!((measured - expected).abs() <= 1e-4 * scale + 1e-6, "{}: {} and {}", name, measured, expected);
-        }
+        slopes_agree(&mut drafter, &scene.packed(), &scene.anchors, &gradient, seed as i64);
     }
+}
+
+fn slopes_agree(drafter: &mut Drafter, batch: &Packed<'_>, anchors: &Anchors, gradient: &ParamSet, seed: i64) {
+    let weights = drafter.params().deep_copy(Device::Cpu, Kind::Double).unwrap();
+    tch::manual_seed(seed);
+    for (place, (name, slope)) in gradient.iter().enumerate() {
+        let direction = Tensor::randn(slope.size(), (Kind::Double, Device::Cpu));
+        let step = 1e-5 / f64::try_from(direction.norm()).unwrap();
+        let mut loss_at = |distance: f64| {
+            let mut moved = weights.deep_copy(Device::Cpu, Kind::Double).unwrap();
+            let _ = moved.tensors_mut()[place].f_add_(&(&direction * distance)).unwrap();
+            drafter.load_weights(moved).unwrap();
+            drafter.loss_and_gradient(batch, anchors).unwrap().0.loss_numerator
+        };
+        let measured = (loss_at(step) - loss_at(-step)) / (2.0 * step);
+        let expected = f64::try_from((slope * &direction).sum(Kind::Double)).unwrap();
+        let scale = f64::try_from(slope.norm() * direction.norm()).unwrap() / (slope.numel() as f64).sqrt();
+        assert!((measured - expected).abs() <= 1e-4 * scale + 1e-6, "{name}: {measured} and {expected}");
+    }
+}
+
+/// The same of the divergence from several labels, some of them without a share; a teacher of the data's own tokens changes nothing.
+#[test]
+fn finite_differences_hold_with_a_teacher() {
+    let scene = scene(3);
+    let mut drafter = scene.drafter_in(Kind::Double);
+    let (tokens, vocab) = (scene.ids.len() as i32, drafter.config().vocab_size as i32);
+    let own = Teacher { each: 1, ids: scene.ids.clone(), shares: vec![1.0; scene.ids.len()] };
+    let several = Teacher {
+        each: 3,
+        ids: (0..3 * tokens).map(|i| i * 7 % vocab).collect(),
+        shares: [0.75, 0.25, 0.0].repeat(scene.ids.len()),
+    };
+    let (plain, _) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+    let taught = Packed { teacher: Some(&own), ..scene.packed() };
+    assert_eq!(drafter.loss_and_gradient(&taught, &scene.anchors).unwrap().0, plain);
+
+    let taught = Packed { teacher: Some(&several), ..scene.packed() };
+    let (report, gradient) = drafter.loss_and_gradient(&taught, &scene.anchors).unwrap();
+    let (held_out, _) = drafter.held_out(&taught, &scene.anchors, scene.gamma).unwrap();
+    assert!((held_out.loss() / report.loss() - 1.0).abs() < 1e-6 && held_out.correct == report.correct);
+    slopes_agree(&mut drafter, &taught, &scene.anchors, &gradient.unwrap(), 3);
 }
 
 /// Two hundred updates, each side by its own gradients: the curves stay together, and they fall.

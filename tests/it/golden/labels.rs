@@ -2,10 +2,12 @@
 
 use super::drafter::Case as DraftCase;
 use super::engine::{batch, target as engine};
-use super::files::{ints, path, tensor};
+use super::files::{close, ints, path, tensor};
 use draftmill::engines::torch::{TargetOptions, TorchTarget};
 use draftmill::hf::{config::TargetConfig, tensors::TensorFiles};
 use draftmill::model::batch::Rows;
+use draftmill::model::loss::{Labels, Tile, head_loss};
+use draftmill::model::ops::rms_norm;
 use draftmill::model::target::{Depth, Target};
 use draftmill_actors::engine::{FeatureDtype, Features, TargetEngine};
 use tch::{Device, Kind, Tensor};
@@ -26,7 +28,9 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         let (ids, lengths) = (ids(&io), [24, 17, 9]);
         let rows = Rows::new(&ids, &lengths, 24).unwrap();
         let target = load(folder, Depth::Whole);
-        let (taps, labels) = target.taps_and_labels(&rows, &[0, 2], Kind::Float).unwrap();
+        let (taps, teacher) = target.taps_and_teacher(&rows, &[0, 2], Kind::Float, 1).unwrap();
+        let labels = teacher.ids;
+        assert_eq!(teacher.shares, vec![1.0; labels.len()]);
         assert!(taps.equal(&target.taps(&rows, &[0, 2], Kind::Float).unwrap()), "{folder}");
         let said = tensor(&io, "logits").argmax(-1, false);
         let mut want = Vec::new();
@@ -36,7 +40,16 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         }
         assert_eq!(labels, want, "{folder}");
         assert!(labels.iter().zip(&ids).any(|(label, id)| label != id), "{folder}: they are not the data");
-        assert!(load(folder, Depth::Layers(3)).taps_and_labels(&rows, &[0], Kind::Float).is_err());
+        assert!(load(folder, Depth::Layers(3)).taps_and_teacher(&rows, &[0], Kind::Float, 1).is_err());
+        assert!(target.taps_and_teacher(&rows, &[0], Kind::Float, target.config().vocab_size + 1).is_err());
+
+        // Of several, the first is the same one, and their shares are those of a softmax over them.
+        let several = target.taps_and_teacher(&rows, &[0], Kind::Float, 5).unwrap().1;
+        assert_eq!(several.ids.iter().step_by(5).copied().collect::<Vec<_>>(), labels, "{folder}");
+        let (best, _) = tensor(&io, "logits").get(0).get(0).topk(5, -1, true, true);
+        let want = Vec::<f32>::try_from(best.softmax(-1, Kind::Float)).unwrap();
+        assert!(several.shares[5..10].iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-4), "{folder}");
+        assert_eq!(several.shares[..5], [1.0, 0.0, 0.0, 0.0, 0.0]);
     }
 }
 
@@ -57,7 +70,7 @@ fn speculators_477_labels_are_those_of_speculators() {
     for (_, range) in &rows {
         let lengths = [range.len() as u32];
         let row = Rows::new(&ids[range.clone()], &lengths, range.len()).unwrap();
-        labels[range.clone()].copy_from_slice(&target.taps_and_labels(&row, &[1], Kind::Float).unwrap().1);
+        labels[range.clone()].copy_from_slice(&target.taps_and_teacher(&row, &[1], Kind::Float, 1).unwrap().1.ids);
     }
     let (anchors, valid) = (ints(&io, "anchors"), ints(&io, "anchor_valid"));
     let wanted = ints(&io, "label_ids");
@@ -77,6 +90,37 @@ fn speculators_477_labels_are_those_of_speculators() {
     assert_eq!(compared, 40);
 }
 
+/// speculators' loss `kl_div` over the whole vocabulary, from its own hidden states of drafter and verifier.
+#[test]
+fn the_divergence_from_the_whole_distribution_is_that_of_speculators() {
+    let io = TensorFiles::open_file(&path("speculators_case.safetensors")).unwrap();
+    let target = TensorFiles::open(&path("target_qwen3")).unwrap();
+    let (norm, head) = (tensor(&target, "model.norm.weight"), tensor(&target, "lm_head.weight"));
+    let hidden = tensor(&io, "output_hidden").get(0);
+    close("logits", &hidden.linear(&head, None::<Tensor>), &tensor(&io, "logits").get(0), 2e-5);
+
+    let verifier = rms_norm(&tensor(&io, "verifier_last_hidden_pre_norm").get(0), &norm, 1e-6).unwrap();
+    let anchors = ints(&io, "anchors");
+    let (slots, tokens) = (hidden.size()[0], verifier.size()[0]);
+    let size = slots / anchors.len() as i64;
+    // What is said at the slot's place stands one place before it.
+    let before = (0..slots).map(|slot| (anchors[(slot / size) as usize] + slot % size - 1).clamp(0, tokens - 1));
+    let before = Tensor::from_slice(&before.collect::<Vec<_>>());
+    let (values, ids) =
+        verifier.linear(&head, None::<Tensor>).index_select(0, &before).topk(head.size()[0], -1, true, true);
+    let labels = Labels { ids, shares: values.softmax(-1, Kind::Float) };
+
+    let decay: Vec<f64> = (0..slots).map(|slot| (-((slot % size - 1).max(0) as f64) / 4.0).exp()).collect();
+    let mask = tensor(&io, "aligned_loss_mask").get(0).to_kind(Kind::Double);
+    let loss = head_loss(&hidden, &head, &labels, Tile { slots: 7, tokens: 100 }).unwrap().losses.to_kind(Kind::Double);
+    let loss = (loss * &mask * Tensor::from_slice(&decay)).sum(Kind::Double) / (mask.sum(Kind::Double) + 1e-5);
+    let case: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(path("speculators_case.json")).unwrap()).unwrap();
+    let want = case["cases"]["full_attention_kl_div_fixed-exp-decay_gamma4"]["loss"].as_f64().unwrap();
+    let got = f64::try_from(loss).unwrap();
+    assert!((got / want - 1.0).abs() < 2e-6, "{got} and {want}");
+}
+
 #[tokio::test]
 async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
     let case = DraftCase::load();
@@ -86,21 +130,23 @@ async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
         features: FeatureDtype::F32,
         features_on: Device::Cpu,
         taps: case.config().target_layer_ids,
-        labels: true,
+        labels: Some(2),
     };
     let mut with = TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap();
     let mut without = engine(&case, FeatureDtype::F32);
     let padded = batch(&case, &[12, 7]);
     let (features, plain) =
         (with.extract(padded.clone()).await.unwrap(), without.extract(padded.clone()).await.unwrap());
-    assert_eq!(features.bytes(), plain.bytes() + 4 * 19);
+    assert_eq!(features.bytes(), plain.bytes() + 2 * 8 * 19);
     assert_eq!(with.feature_bytes(&padded), features.bytes());
     assert_eq!(features.shape(), plain.shape());
     let (one, two): (&Tensor, &Tensor) = (features.packed().hidden, plain.packed().hidden);
     assert!(one.equal(two));
-    assert_eq!(plain.packed().labels, plain.packed().ids);
-    assert_ne!(features.packed().labels, features.packed().ids);
+    assert!(plain.packed().teacher.is_none());
+    let said = features.packed().teacher.unwrap();
+    assert_eq!((said.ids.len(), said.shares.len()), (2 * 19, 2 * 19));
+    assert_ne!(said.ids.iter().step_by(2).collect::<Vec<_>>(), features.packed().ids.iter().collect::<Vec<_>>());
     // A restarted target gives them too.
     with.restart().await.unwrap();
-    assert_eq!(with.extract(padded).await.unwrap().packed().labels, features.packed().labels);
+    assert_eq!(with.extract(padded).await.unwrap().packed().teacher, features.packed().teacher);
 }
