@@ -91,7 +91,7 @@ impl Questions {
     }
 
     /// What the next row asks, or why it asks nothing; `None` behind the last one.
-    pub fn next(&mut self) -> Result<Option<Result<Asked, LeftOut>>, ReadError> {
+    pub fn row(&mut self) -> Result<Option<Result<Asked, LeftOut>>, ReadError> {
         if self.chunk.is_empty() {
             self.chunk = self.inputs.read_chunk()?.into();
         }

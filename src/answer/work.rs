@@ -164,7 +164,7 @@ impl Work<'_> {
             if self.options.limit.is_some_and(|limit| taken >= limit) {
                 return Ok(None);
             }
-            let next = self.questions.next().map_err(|error| {
+            let next = self.questions.row().map_err(|error| {
                 Failure::new(Exit::Data, format!("{} cannot be read ({})", error.path.display(), error.source))
             })?;
             let Some(row) = next else { return Ok(None) };
