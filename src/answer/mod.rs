@@ -4,6 +4,8 @@
 //! files ──questions──▶ conversations ──chat template──▶ prompts ──decode::Batch──▶ answers ──part──▶ rows of token ids
 //! ```
 
+#[cfg(feature = "torch")]
+mod crew;
 mod part;
 mod questions;
 mod report;
@@ -41,6 +43,8 @@ pub struct AnswerOptions {
     pub seed: u64,
     /// Answers that grow side by side.
     pub rows: usize,
+    /// Forwards at a time, each of its share of the rows; none: one for each core on CPU, else one.
+    pub workers: Option<usize>,
     /// cpu, cuda or cuda:N.
     pub device: String,
     pub dtype: Auto<Dtype>,

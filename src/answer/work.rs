@@ -2,6 +2,7 @@
 
 use super::{
     AnswerOptions,
+    crew::Crew,
     part::{Line, Part},
     questions::{Asked, LeftOut, Questions},
     report::{AnswerReport, Progress},
@@ -15,11 +16,7 @@ use crate::{
     },
     eval::Bench,
     exit::{Exit, Failure},
-    model::{
-        decode::{Answer, Batch},
-        libtorch::parse_device,
-        load::kind_of,
-    },
+    model::{decode::Answer, libtorch::parse_device, load::kind_of},
     service::fingerprint,
 };
 use serde_json::{Value, json};
@@ -60,20 +57,29 @@ pub fn answer(
         count(&mut report, line);
     });
     report.conversations_before = before.len() as u64;
-    let mut work = Work {
-        options,
-        bench: &bench,
-        chat,
-        batch: Batch::new(&bench.target, &settings, options.rows),
-        questions: Questions::new(options.prompts.clone()),
-        before,
-        flights: HashMap::new(),
-        ready: VecDeque::new(),
-        part: part.map_err(Failure::of(Exit::Data))?,
-        report,
-    };
-    work.run(progress, tell)?;
-    let Work { part, mut report, .. } = work;
+    let part = part.map_err(Failure::of(Exit::Data))?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let workers = options.workers.unwrap_or(if device == Device::Cpu { cores } else { 1 });
+    let work = std::thread::scope(|scope| {
+        let threads = (cores / workers).max(1);
+        let mut work = Work {
+            options,
+            bench: &bench,
+            chat,
+            crew: Crew::start(scope, &bench.target, &settings, options.rows, workers, threads),
+            questions: Questions::new(options.prompts.clone()),
+            before,
+            flights: HashMap::new(),
+            ready: VecDeque::new(),
+            part,
+            report,
+        };
+        work.run(progress, tell)?;
+        // The crew ends here, or this scope would not.
+        let Work { part, report, .. } = work;
+        Ok::<_, Failure>((part, report))
+    });
+    let (part, mut report) = work?;
     if part.finish().map_err(Failure::of(Exit::Data))? {
         report.out = Some(options.out.clone());
     }
@@ -93,7 +99,7 @@ struct Work<'a> {
     options: &'a AnswerOptions,
     bench: &'a Bench,
     chat: &'a Chat,
-    batch: Batch<'a>,
+    crew: Crew,
     questions: Questions,
     /// Answers of each conversation that an earlier start finished, by its place.
     before: HashMap<u64, u64>,
@@ -114,7 +120,7 @@ impl Work<'_> {
         let begun = Instant::now();
         let (mut rows, mut tokens) = (0, 0);
         loop {
-            while self.batch.free() > 0 {
+            while self.crew.free() {
                 let next = match self.ready.pop_front() {
                     Some(flight) => Some(flight),
                     None => self.next()?,
@@ -122,10 +128,10 @@ impl Work<'_> {
                 let Some(flight) = next else { break };
                 self.enter(flight)?;
             }
-            if self.batch.is_empty() {
+            if self.crew.busy() == 0 {
                 return Ok(());
             }
-            let (answers, count) = self.batch.step().map_err(Failure::of(Exit::Internal))?;
+            let (answers, count) = self.crew.step().map_err(Failure::of(Exit::Internal))?;
             rows += count as u64;
             tokens += count as u64;
             for answer in answers {
@@ -144,7 +150,7 @@ impl Work<'_> {
                 tokens,
                 tokens_per_second: report.tokens_per_second,
                 left_out: report.rows_left_out(),
-                rows: count as u64,
+                rows: self.crew.busy() as u64,
                 ..progress
             };
             if tell(&progress).is_break() {
@@ -212,7 +218,7 @@ impl Work<'_> {
         };
         let room = self.positions() - ids.len();
         let stream = flight.asked.place << TURN_BITS | flight.lines.len() as u64;
-        self.batch.push(&ids, room, stream).map_err(Failure::of(Exit::Internal))?;
+        self.crew.ask(&ids, room, stream).map_err(Failure::of(Exit::Internal))?;
         flight.ids = ids;
         self.flights.insert(stream, flight);
         Ok(())

@@ -25,6 +25,7 @@ pub fn run(args: &AnswerArgs) -> Result<(), Failure> {
         temperature: args.temperature,
         seed: args.seed,
         rows: args.rows as usize,
+        workers: args.workers.map(|count| count as usize),
         device: args.device.clone(),
         dtype: args.dtype.clone(),
         force: args.force,

@@ -107,8 +107,8 @@ in the target's chat template with thinking off. A row that asks nothing, or mor
 Each answer becomes a row of `input_ids` and `loss_mask`, the very tokens that were said: `prepare` takes the file as it is, and an \
 answer that --max-new-tokens cut (`cut`) teaches no end.
 
-The file grows as FILE.jsonl.part; the same command goes on where it was interrupted or killed. Answers do not depend on --rows, \
-rounding aside.
+The file grows as FILE.jsonl.part; the same command goes on where it was interrupted or killed. Answers do not depend on --rows \
+and --workers, rounding aside.
 
 Examples:
   draftmill answer --target models/target --prompts sharegpt.json --limit 5000 --out answers.jsonl
@@ -142,9 +142,12 @@ pub struct AnswerArgs {
     /// Seed of the samples
     #[arg(long, value_name = "SEED", default_value = "0")]
     pub seed: u64,
-    /// Answers that grow side by side in one forward
+    /// Answers that grow side by side
     #[arg(long, value_name = "COUNT", default_value = "32", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub rows: u32,
+    /// Forwards at a time, each of its share of the rows [default: on CPU one for each core, else one]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub workers: Option<u32>,
     /// Where the target computes: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: String,

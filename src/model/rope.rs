@@ -30,6 +30,11 @@ impl Rope {
         Ok(Rope { inverse })
     }
 
+    /// The same frequencies, at no cost.
+    pub fn share(&self) -> Rope {
+        Rope { inverse: self.inverse.shallow_clone() }
+    }
+
     /// The table for these absolute positions.
     pub fn table(&self, positions: &[i64], kind: Kind) -> Result<RopeTable, ModelError> {
         let _no_grad = tch::no_grad_guard();

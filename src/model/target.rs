@@ -75,6 +75,27 @@ impl Projection {
     }
 }
 
+impl Layer {
+    fn share(&self) -> Layer {
+        let projection = |from: &Projection| Projection {
+            weight: from.weight.shallow_clone(),
+            bias: from.bias.as_ref().map(Tensor::shallow_clone),
+        };
+        Layer {
+            input_norm: self.input_norm.shallow_clone(),
+            post_norm: self.post_norm.shallow_clone(),
+            q: projection(&self.q),
+            k: projection(&self.k),
+            v: projection(&self.v),
+            o: projection(&self.o),
+            qk_norm: self.qk_norm.as_ref().map(|(q, k)| (q.shallow_clone(), k.shallow_clone())),
+            gate: projection(&self.gate),
+            up: projection(&self.up),
+            down: projection(&self.down),
+        }
+    }
+}
+
 impl Target {
     /// Loads weights as `kind`, whatever they were stored as. Nothing above `depth` is read.
     pub fn load(
@@ -133,6 +154,19 @@ impl Target {
         };
         let rope = Rope::new(config.head_dim, config.rope_theta, config.rope_scaling, device)?;
         Ok(Target { config, kind, device, embedding, layers, rope, top })
+    }
+
+    /// The same weights once more, at no cost: for another thread.
+    pub fn share(&self) -> Target {
+        Target {
+            config: self.config.clone(),
+            kind: self.kind,
+            device: self.device,
+            embedding: self.embedding.shallow_clone(),
+            layers: self.layers.iter().map(Layer::share).collect(),
+            rope: self.rope.share(),
+            top: self.top.as_ref().map(|top| Top { norm: top.norm.shallow_clone(), head: top.head.shallow_clone() }),
+        }
     }
 
     pub fn config(&self) -> &TargetConfig {

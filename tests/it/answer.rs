@@ -90,7 +90,7 @@ mod torch {
                 "{\"from\": \"gpt\", \"value\": \"t1\"}, {\"from\": \"human\", \"value\": \"t51\"}]}\n",
             ),
         );
-        let report = answered(&scene, &["--max-new-tokens", "9", "--rows", "3"]);
+        let report = answered(&scene, &["--max-new-tokens", "9", "--rows", "3", "--workers", "1"]);
         let lines = lines(&scene.path("out.jsonl"));
         let places: Vec<_> = lines.iter().map(|line| [&line["line"], &line["turn"], &line["last"]]).collect();
         let (yes, no) = (json!(true), json!(false));
