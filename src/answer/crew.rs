@@ -11,7 +11,7 @@ use crate::model::{
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel},
+    sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
     thread::Scope,
 };
 
@@ -52,8 +52,8 @@ impl Crew {
         threads: usize,
     ) -> Crew {
         let count = workers.clamp(1, rows.max(1));
-        // At most one message for each place and forward in hand is on its way: this cannot grow.
-        let (sender, steps) = channel();
+        // A forward's end for each worker. Whoever asks never waits: no worker is asked for more than it has places.
+        let (sender, steps) = sync_channel(count);
         let workers = (0..count).map(|worker| {
             let places = (rows / count + usize::from(worker < rows % count)).max(1);
             let (asks, asked) = sync_channel(places);
@@ -112,7 +112,7 @@ fn serve(
     places: usize,
     worker: usize,
     asked: &Receiver<Ask>,
-    steps: &Sender<Result<Stepped, String>>,
+    steps: &SyncSender<Result<Stepped, String>>,
 ) -> Result<(), ModelError> {
     let mut batch = Batch::new(target, settings, places);
     loop {
