@@ -34,6 +34,13 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
     Ok(if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 })
 }
 
+impl From<draftmill_shim::Error> for ModelError {
+    /// The text tells an error of memory from others, as that of tch's does.
+    fn from(error: draftmill_shim::Error) -> ModelError {
+        ModelError::Torch(error.to_string())
+    }
+}
+
 /// Bounds the threads of each CPU operation.
 pub fn set_threads(threads_per_operation: usize) {
     tch::set_num_threads(i32::try_from(threads_per_operation.max(1)).unwrap_or(i32::MAX));
