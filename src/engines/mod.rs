@@ -2,6 +2,8 @@
 
 #[cfg(feature = "torch")]
 pub mod optimizer;
+#[cfg(feature = "torch")]
+mod pieces;
 pub mod saving;
 pub mod simulated;
 #[cfg(feature = "torch")]

@@ -1,5 +1,6 @@
 //! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
 
+use super::pieces::{Most, add, in_pieces};
 use super::worker::{Worker, engine_error, panicked};
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
@@ -85,6 +86,7 @@ struct Replica {
     drafter: Drafter,
     options: DrafterOptions,
     sum: Option<Gradient>,
+    most: Most,
 }
 
 impl Features for TorchFeatures {
@@ -201,7 +203,10 @@ impl TorchDrafter {
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
         let drafter = Drafter::new(config, shared, options.model)?;
         let anchors = options.num_anchors;
-        Ok(TorchDrafter { anchors, worker: Worker::new(Replica { drafter, options, sum: None }) })
+        Ok(TorchDrafter {
+            anchors,
+            worker: Worker::new(Replica { drafter, options, sum: None, most: Most(usize::MAX) }),
+        })
     }
 }
 
@@ -256,17 +261,9 @@ impl Replica {
         let batch = Packed { hidden: &hidden, ..features.packed() };
         let mut rng = job_rng(options.seed, job);
         let anchors = Anchors::sample(batch.loss_mask, batch.lengths, options.num_anchors, &mut rng)?;
-        let (report, gradient) = self.drafter.loss_and_gradient(&batch, &anchors)?;
-        let Some(gradient) = gradient else { return Ok(report) };
-        match &mut self.sum {
-            None => self.sum = Some(gradient),
-            Some(sum) => {
-                let _no_grad = tch::no_grad_guard();
-                for (sum, part) in sum.tensors_mut().iter_mut().zip(gradient.tensors()) {
-                    let _ = sum.f_add_(part)?;
-                }
-            }
-        }
+        let compute = |piece: &Anchors| self.drafter.loss_and_gradient(&batch, piece);
+        let (report, gradient) = in_pieces(&anchors, &mut self.most, compute)?;
+        add(&mut self.sum, gradient)?;
         Ok(report)
     }
 }

@@ -49,13 +49,11 @@ impl<S: Send + 'static> Worker<S> {
     }
 }
 
-/// libtorch tells its errors apart by text alone.
 pub(super) fn engine_error(error: ModelError) -> EngineError {
     let text = error.to_string();
-    let lower = text.to_lowercase();
-    if lower.contains("out of memory") || lower.contains("can't allocate memory") {
+    if error.is_out_of_memory() {
         EngineError::OutOfMemory(text)
-    } else if lower.contains("cuda error") {
+    } else if text.to_lowercase().contains("cuda error") {
         // The context is poisoned: every later call on this device would fail too.
         EngineError::Lost(text)
     } else {

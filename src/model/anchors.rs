@@ -64,6 +64,20 @@ impl Anchors {
         self.rows.iter().map(Vec::len).sum()
     }
 
+    /// Its blocks in two parts of about the same size, for the same rows; none of two blocks or more is empty.
+    pub fn halves(&self) -> [Anchors; 2] {
+        let half = self.count() / 2;
+        let mut seen = 0;
+        let mut parts = [Anchors::default(), Anchors::default()];
+        for row in &self.rows {
+            let cut = half.saturating_sub(seen).min(row.len());
+            parts[0].rows.push(row[..cut].to_vec());
+            parts[1].rows.push(row[cut..].to_vec());
+            seen += row.len();
+        }
+        parts
+    }
+
     /// Refuses anchors outside their rows, out of order, or for another number of rows.
     pub fn check(&self, lengths: &[u32]) -> Result<(), ModelError> {
         let fits = |(anchors, &len): (&Vec<u32>, &u32)| {
@@ -136,8 +150,9 @@ mod tests {
     }
 
     proptest! {
+        /// Automodel#3673: how many blocks a batch had was known only once it had run out of memory.
         #[test]
-        fn anchors_are_sorted_different_supervised_and_as_many_as_there_are(
+        fn automodel_3673_anchors_are_sorted_different_supervised_and_as_many_as_a_row_has_up_to_the_limit(
             (mask, lengths) in rows(), most in 0usize..30, seed: u64,
         ) {
             let mut rng = ChaCha8Rng::seed_from_u64(seed);

@@ -36,6 +36,15 @@ pub enum ModelError {
     Input(String),
 }
 
+impl ModelError {
+    /// Whether memory did not suffice. libtorch tells its errors apart by text alone.
+    pub fn is_out_of_memory(&self) -> bool {
+        let ModelError::Torch(text) = self else { return false };
+        let text = text.to_lowercase();
+        text.contains("out of memory") || text.contains("can't allocate memory")
+    }
+}
+
 impl From<tch::TchError> for ModelError {
     fn from(error: tch::TchError) -> ModelError {
         // libtorch appends its C++ stack to every message: some 3 kB after the first line.
