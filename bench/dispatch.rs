@@ -9,6 +9,8 @@ mod extract;
 mod free;
 mod ledger;
 mod machine;
+#[cfg(feature = "torch")]
+mod optimizer;
 mod pipeline;
 #[cfg(feature = "torch")]
 mod products;
@@ -65,6 +67,8 @@ fn main() -> ExitCode {
         }
         #[cfg(feature = "torch")]
         ["--step", ref options @ ..] => step::run(options),
+        #[cfg(feature = "torch")]
+        ["--optimizer", ref options @ ..] => optimizer::run(options),
         #[cfg(feature = "torch")]
         ["--products", ref options @ ..] => products::run(options),
         #[cfg(feature = "torch")]

@@ -152,7 +152,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         sampled.step(|| {
             let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
             let gradient = gradient.ok_or("nothing was supervised")?;
-            adamw.step(&gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
+            adamw.step(gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
             let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
             drafter.load_weights(weights).failed("load weights")
         })?;

@@ -109,7 +109,7 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
     }
 }
 
-/// Before any other thread starts: see `init_libtorch`.
+/// Before libtorch computes anything.
 fn open_libtorch() -> Result<(), Failure> {
     #[cfg(feature = "torch")]
     crate::model::libtorch::init_libtorch().map_err(Failure::of(Exit::Internal))?;

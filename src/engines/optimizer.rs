@@ -140,7 +140,7 @@ impl Inner {
             return Ok(StepReport::default());
         }
         self.adamw.set_weight_decay(request.weight_decay);
-        let grad_norm = self.adamw.step(&sum, request.denominator, request.learning_rate, request.max_grad_norm)?;
+        let grad_norm = self.adamw.step(sum, request.denominator, request.learning_rate, request.max_grad_norm)?;
         Ok(StepReport { grad_norm })
     }
 

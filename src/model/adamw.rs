@@ -1,7 +1,10 @@
 //! AdamW on fp32 masters: decoupled weight decay, bias correction, and a clip by the global norm.
 
-use super::{ModelError, params::ParamSet};
-use tch::Tensor;
+use super::{
+    ModelError,
+    params::{Gradient, ParamSet},
+};
+use draftmill_shim::Update;
 
 /// What shapes an update, the learning rate aside.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,18 +26,20 @@ pub struct AdamW {
     /// Updates so far.
     pub steps: u64,
     hyper: Hyper,
+    /// Never takes the fused kernel.
+    plain: bool,
 }
 
 impl AdamW {
     /// Starts with zero moments.
     pub fn new(masters: ParamSet, hyper: Hyper) -> Result<AdamW, ModelError> {
         let (exp_avg, exp_avg_sq) = (masters.zeros_like()?, masters.zeros_like()?);
-        Ok(AdamW { masters, exp_avg, exp_avg_sq, steps: 0, hyper })
+        Ok(AdamW { masters, exp_avg, exp_avg_sq, steps: 0, hyper, plain: false })
     }
 
     /// Goes on where a checkpoint ended.
     pub fn resume(masters: ParamSet, exp_avg: ParamSet, exp_avg_sq: ParamSet, steps: u64, hyper: Hyper) -> AdamW {
-        AdamW { masters, exp_avg, exp_avg_sq, steps, hyper }
+        AdamW { masters, exp_avg, exp_avg_sq, steps, hyper, plain: false }
     }
 
     /// From the next step on.
@@ -43,25 +48,59 @@ impl AdamW {
     }
 
     /// Divides the gradient by `denominator`, scales it to a global L2 norm of at most `max_norm` (by
-    /// `min(1, max_norm / (norm + 1e-6))`, as torch does), and updates. Returns the norm before clipping.
+    /// `min(1, max_norm / (norm + 1e-6))`, as torch does), and updates. Returns the norm before clipping. The gradient
+    /// is used up: its storage serves as scratch.
     ///
     /// A norm that is not finite changes nothing and is an error.
-    pub fn step(&mut self, gradient: &ParamSet, denominator: f64, lr: f64, max_norm: f64) -> Result<f64, ModelError> {
+    pub fn step(
+        &mut self,
+        mut gradient: Gradient,
+        denominator: f64,
+        lr: f64,
+        max_norm: f64,
+    ) -> Result<f64, ModelError> {
         let _no_grad = tch::no_grad_guard();
         if gradient.names() != self.masters.names() {
             return Err(ModelError::Input("the gradient has other parameters than the optimizer".into()));
         }
-        let norms = gradient.tensors().iter().map(Tensor::f_norm).collect::<Result<Vec<_>, _>>()?;
-        let norm = Tensor::f_stack(&norms, 0)?.f_norm()?.f_double_value(&[])? / denominator;
+        let norm = draftmill_shim::norm(gradient.tensors())? / denominator;
         if !norm.is_finite() {
             return Err(ModelError::Input(format!(
                 "the gradient's norm is {norm}; the weights were left as they are. Lower optimizer.learning_rate, or train in f32"
             )));
         }
-        let scale = (max_norm / (norm + 1e-6)).min(1.0) / denominator;
-        self.steps += 1;
+        // One factor for mean and clip, so that the update reads the gradient once more and no pass is made for either.
+        let clip = (max_norm / (norm + 1e-6)).min(1.0);
+        let next = self.steps + 1;
+        if self.plain || !self.fused(&mut gradient, denominator / clip, lr, next)? {
+            self.by_definition(&gradient, clip / denominator, lr, next)?;
+        }
+        self.steps = next;
+        Ok(norm)
+    }
+
+    /// From now on every update is made of plain operations: what the fused kernel is held to.
+    pub fn by_plain_operations(mut self) -> AdamW {
+        self.plain = true;
+        self
+    }
+
+    /// The update in libtorch's fused kernel; false where it takes no such tensors, and nothing was changed.
+    fn fused(&mut self, gradient: &mut Gradient, divisor: f64, lr: f64, step: u64) -> Result<bool, ModelError> {
         let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
-        let exponent = i32::try_from(self.steps).unwrap_or(i32::MAX);
+        let update = Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, divisor };
+        let (m, v) = (self.exp_avg.tensors_mut(), self.exp_avg_sq.tensors_mut());
+        match draftmill_shim::fused_adamw(self.masters.tensors_mut(), gradient.tensors_mut(), m, v, &update) {
+            Ok(()) => Ok(true),
+            Err(draftmill_shim::Error::Unsuitable(_)) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The same, operation by operation, on any device and kind.
+    fn by_definition(&mut self, gradient: &Gradient, scale: f64, lr: f64, step: u64) -> Result<(), ModelError> {
+        let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
+        let exponent = i32::try_from(step).unwrap_or(i32::MAX);
         let (correction1, correction2) = (1.0 - beta1.powi(exponent), 1.0 - beta2.powi(exponent));
         let moments = self.exp_avg.tensors_mut().iter_mut().zip(self.exp_avg_sq.tensors_mut());
         for ((master, gradient), (m, v)) in self.masters.tensors_mut().iter_mut().zip(gradient.tensors()).zip(moments) {
@@ -75,6 +114,118 @@ impl AdamW {
             let root = v.f_sqrt()?.f_div_scalar(correction2.sqrt())?.f_add_scalar(eps)?;
             let _ = master.f_addcdiv_(&m.f_mul_scalar(-lr / correction1)?, &root)?;
         }
-        Ok(norm)
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+    use tch::{Kind, Tensor};
+
+    const HYPER: Hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
+
+    /// Values between -1 and 1.
+    fn set(rng: &mut ChaCha8Rng, shapes: &[Vec<i64>], kind: Kind) -> ParamSet {
+        let tensors = shapes.iter().map(|shape| {
+            let values: Vec<f32> = (0..shape.iter().product()).map(|_| rng.random_range(-1.0..1.0)).collect();
+            Tensor::from_slice(&values).reshape(shape).to_kind(kind)
+        });
+        ParamSet::new(tensors.enumerate().map(|(i, t)| (format!("p{i:02}"), t)).collect())
+    }
+
+    fn copy(set: &ParamSet) -> ParamSet {
+        ParamSet::new(set.iter().map(|(name, t)| (name.to_owned(), t.copy())).collect())
+    }
+
+    /// Absolute differences of all values, in order of size.
+    fn gaps(a: &ParamSet, b: &ParamSet) -> Vec<f64> {
+        let gaps = a
+            .tensors()
+            .iter()
+            .zip(b.tensors())
+            .flat_map(|(a, b)| Vec::<f64>::try_from((a - b).abs().to_kind(Kind::Double).flatten(0, -1)).unwrap());
+        let mut gaps: Vec<f64> = gaps.collect();
+        gaps.sort_by(f64::total_cmp);
+        gaps
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// The limits are those of the golden README.
+        #[test]
+        fn fused_and_plain_stay_together_over_twenty_steps(
+            shapes in prop::collection::vec(prop::collection::vec(0i64..20, 0..4), 1..6),
+            seed: u64,
+            weight_decay in prop_oneof![Just(0.0), 0.001..0.5],
+            max_norm in 0.05..50.0,
+            denominator in 1.0..5000.0,
+        ) {
+            let rng = &mut ChaCha8Rng::seed_from_u64(seed);
+            let hyper = Hyper { weight_decay, ..HYPER };
+            let masters = set(rng, &shapes, Kind::Float);
+            let mut fused = AdamW::new(copy(&masters), hyper).unwrap();
+            let mut plain = AdamW::new(masters, hyper).unwrap().by_plain_operations();
+            for step in 1..=20 {
+                let gradient = set(rng, &shapes, Kind::Float);
+                let norms = [
+                    fused.step(copy(&gradient), denominator, 1e-3, max_norm).unwrap(),
+                    plain.step(gradient, denominator, 1e-3, max_norm).unwrap(),
+                ];
+                prop_assert_eq!(norms[0], norms[1]);
+                prop_assert_eq!((fused.steps, plain.steps), (step, step));
+            }
+            let apart = gaps(&fused.masters, &plain.masters);
+            let p999 = apart.get(apart.len() * 999 / 1000).copied().unwrap_or(0.0);
+            let max = apart.last().copied().unwrap_or(0.0);
+            prop_assert!(p999 <= 1e-6 && max <= 5e-4, "masters: p99.9 {:e}, max {:e}", p999, max);
+            for (what, a, b) in [
+                ("first moments", &fused.exp_avg, &plain.exp_avg),
+                ("second moments", &fused.exp_avg_sq, &plain.exp_avg_sq),
+            ] {
+                let largest = gaps(b, &b.zeros_like().unwrap()).last().copied().unwrap_or(0.0);
+                let max = gaps(a, b).last().copied().unwrap_or(0.0);
+                prop_assert!(max <= 1e-5 * largest, "{}: {:e} of {:e}", what, max, largest);
+            }
+        }
+    }
+
+    /// One scene for each answer, so that neither path can stand in for the other unseen.
+    #[test]
+    fn f32_is_updated_by_the_fused_kernel_and_anything_else_by_plain_operations() {
+        let (rng, shapes) = (&mut ChaCha8Rng::seed_from_u64(1), [vec![4, 3], vec![5]]);
+        for (kind, expected) in [(Kind::Float, true), (Kind::Double, false), (Kind::BFloat16, false)] {
+            let masters = set(rng, &shapes, kind);
+            let zeros = || ParamSet::new(masters.iter().map(|(name, t)| (name.to_owned(), t.zeros_like())).collect());
+            let (m, v) = (zeros(), zeros());
+            let mut adamw = AdamW::resume(masters, m, v, 0, HYPER);
+            let before = copy(&adamw.masters);
+            let mut gradient = set(rng, &shapes, kind);
+            assert_eq!(adamw.fused(&mut gradient, 2.0, 0.1, 1).unwrap(), expected, "{kind:?}");
+            assert_eq!(gaps(&before, &adamw.masters).last().is_some_and(|&gap| gap > 1e-3), expected, "{kind:?}");
+            // What the kernel refuses takes a step nevertheless.
+            adamw.step(set(rng, &shapes, kind), 1.0, 0.1, 1.0).unwrap();
+            assert!(gaps(&before, &adamw.masters).iter().all(|&gap| gap > 1e-3), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_norm_that_is_not_finite_changes_nothing() {
+        let (rng, shapes) = (&mut ChaCha8Rng::seed_from_u64(2), [vec![3, 3], vec![2]]);
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut adamw = AdamW::new(set(rng, &shapes, Kind::Float), HYPER).unwrap();
+            let before = copy(&adamw.masters);
+            let mut gradient = set(rng, &shapes, Kind::Float);
+            let _ = gradient.tensors_mut()[1].get(0).fill_(f64::from(bad));
+            let error = adamw.step(gradient, 1.0, 0.1, 1.0).unwrap_err();
+            assert!(error.to_string().contains("optimizer.learning_rate"), "{error}");
+            let moved = [gaps(&before, &adamw.masters), gaps(&adamw.exp_avg, &adamw.masters.zeros_like().unwrap())];
+            assert!(moved.iter().flatten().all(|&gap| gap == 0.0));
+            assert_eq!(adamw.steps, 0);
+        }
     }
 }

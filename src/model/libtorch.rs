@@ -1,25 +1,22 @@
 //! Start-up of libtorch: CUDA where it lies beside the libraries, thread counts, and device names.
 
 use super::ModelError;
+use draftmill_shim::Attention;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use std::path::PathBuf;
 use tch::{Cuda, Device};
 
 const CPU_LIBRARY: &str = "libtorch_cpu.so";
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";
-/// With an explicit mask, cuDNN's attention can give NaN gradients on Hopper (pytorch#196678), and it plans anew for
-/// every shape. This puts it behind the other kernels.
+/// libtorch's own way to choose when cuDNN's attention is taken; who sets it decides.
 const AVOID_CUDNN_ATTENTION: &str = "TORCH_CUDNN_SDPA_DEPRIORITIZED";
+/// libtorch's own way to ask for TF32.
+const ALLOW_TF32: &str = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE";
 
-/// Call once, first thing in `main`, before any other thread starts: sets an environment variable that libtorch reads.
-/// Opens the CUDA half of libtorch when it lies beside the CPU half, so that one binary serves both. Gives the number
-/// of CUDA devices.
+/// Call before the first operation. Opens the CUDA half of libtorch when it lies beside the CPU half, so that one
+/// binary serves both, and sets what holds for the whole process. Gives the number of CUDA devices.
 pub fn init_libtorch() -> Result<usize, ModelError> {
     if let Some(library) = beside_cpu_library().filter(|path| path.exists()) {
-        if std::env::var_os(AVOID_CUDNN_ATTENTION).is_none() {
-            // SAFETY: by this function's contract no other thread runs yet that could read the environment.
-            unsafe { std::env::set_var(AVOID_CUDNN_ATTENTION, "1") };
-        }
         // SAFETY: libtorch's own library; its initialisers register CUDA with the half that is loaded already.
         let opened = unsafe { Library::open(Some(&library), RTLD_NOW | RTLD_GLOBAL) };
         let opened = opened.map_err(|error| {
@@ -31,7 +28,21 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
         // It must stay open as long as the process lives.
         std::mem::forget(opened);
     }
+    if std::env::var_os(AVOID_CUDNN_ATTENTION).is_none() {
+        // With an explicit mask it can give NaN gradients on Hopper (pytorch#196678), and it plans anew for every shape.
+        draftmill_shim::set_attention(Attention { cudnn: false, ..draftmill_shim::attention()? })?;
+    }
+    // Who writes f32 gets f32: TF32 keeps 10 bits of a factor, three digits, which neither the golden data nor a loss
+    // that is compared between devices survives. libtorch's default differs by operation (cuDNN's convolutions round).
+    draftmill_shim::allow_tf32(std::env::var_os(ALLOW_TF32).is_some_and(|asked| asked == "1"))?;
     Ok(if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 })
+}
+
+impl From<draftmill_shim::Error> for ModelError {
+    /// The text tells an error of memory from others, as that of tch's does.
+    fn from(error: draftmill_shim::Error) -> ModelError {
+        ModelError::Torch(error.to_string())
+    }
 }
 
 /// Bounds the threads of each CPU operation.
@@ -78,6 +89,17 @@ mod tests {
     fn the_cuda_half_is_looked_for_beside_the_cpu_half() {
         let path = beside_cpu_library().unwrap();
         assert!(path.with_file_name(CPU_LIBRARY).exists(), "{path:?}");
+    }
+
+    /// libtorch's defaults are TF32 for convolutions, and cuDNN's attention where there is one.
+    #[test]
+    fn f32_is_f32_and_cudnn_attention_is_off_unless_asked_otherwise() {
+        draftmill_shim::allow_tf32(true).unwrap();
+        init_libtorch().unwrap();
+        assert_eq!(draftmill_shim::tf32_allowed(), Ok(std::env::var_os(ALLOW_TF32).is_some_and(|asked| asked == "1")));
+        let kernels = draftmill_shim::attention().unwrap();
+        assert_eq!(kernels.cudnn, std::env::var_os(AVOID_CUDNN_ATTENTION).is_some());
+        assert!(kernels.flash && kernels.efficient && kernels.math);
     }
 
     #[test]

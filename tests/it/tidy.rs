@@ -12,8 +12,9 @@ fn root() -> &'static Path {
 }
 
 fn sources() -> Vec<PathBuf> {
-    let mut files = vec![root().join("build.rs")];
-    let mut folders = ["src", "tests", "bench", "actors/src", "actors/tests"].map(|f| root().join(f)).to_vec();
+    let mut files = ["build.rs", "shim/build.rs"].map(|f| root().join(f)).to_vec();
+    let folders = ["src", "tests", "bench", "actors/src", "actors/tests", "shim/src"];
+    let mut folders = folders.map(|f| root().join(f)).to_vec();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -56,13 +57,14 @@ fn actors_use_no_wall_clock_no_thread_rng_and_no_unbounded_channel() {
 #[test]
 fn the_architecture_names_every_part_and_every_invariant() {
     let text = read("ARCHITECTURE.md");
-    for (folder, inside) in [("src", "src/"), ("actors/src", "actors/src/")] {
+    for (folder, inside) in [("src", "src/"), ("actors/src", "actors/src/"), ("shim/src", "shim/src/")] {
         for entry in fs::read_dir(root().join(folder)).unwrap() {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_str().unwrap().to_owned();
             let name = if path.is_dir() { format!("{name}/") } else { name };
             let plain = name.trim_end_matches(".rs").trim_end_matches('/').to_owned();
-            let named = text.contains(&format!("`{plain}.rs`")) || text.contains(&format!("`{plain}/`"));
+            let named = [format!("`{plain}.rs`"), format!("`{plain}/`"), format!("`{name}`")];
+            let named = named.iter().any(|name| text.contains(name));
             assert!(named || name == "lib.rs", "{inside}{name} is not in the code map of ARCHITECTURE.md");
         }
     }
@@ -108,6 +110,17 @@ fn metrics_are_named_in_one_place() {
             for call in ["counter!(\"", "gauge!(\"", "histogram!(\""] {
                 assert!(!code.contains(call), "{}:{}: {code}", path.display(), line + 1);
             }
+        }
+    }
+}
+
+/// `cargo test --workspace --no-default-features` builds this package too, where neither libtorch nor time for it is.
+#[test]
+fn without_its_feature_the_shim_needs_nothing() {
+    let manifest: toml::Table = read("shim/Cargo.toml").parse().unwrap();
+    for kind in ["dependencies", "build-dependencies"] {
+        for (name, dependency) in manifest[kind].as_table().unwrap() {
+            assert_eq!(dependency.get("optional"), Some(&true.into()), "{kind} of the shim: {name}");
         }
     }
 }

@@ -35,21 +35,20 @@ fn hyper(json: &serde_json::Value) -> Hyper {
 }
 
 /// The update is compared as torch makes it: Adam's first step is a sign, so few entries may differ more than most.
-#[test]
-fn five_steps_match() {
+fn five_steps_match(prepare: impl FnOnce(AdamW) -> AdamW) {
     let case = Case::load();
     let json = case.json["adamw"].clone();
     let (lr, max_norm) = (number(&json["hyperparameters"]["lr"]), number(&json["hyperparameters"]["max_grad_norm"]));
     let golden = open("adamw_steps.safetensors");
     let mut drafter = case.drafter(case.config(), case.gamma());
     let masters = drafter.params().deep_copy(Device::Cpu, Kind::Float).unwrap();
-    let mut adamw = AdamW::new(masters, hyper(&json["hyperparameters"])).unwrap();
+    let mut adamw = prepare(AdamW::new(masters, hyper(&json["hyperparameters"])).unwrap());
     for want in json["steps"].as_array().unwrap() {
         let step = want["step"].as_u64().unwrap();
         let (report, gradient) = case.step(&drafter);
         near(&format!("loss before step {step}"), report.loss(), number(&want["loss_before"]), 1e-5);
         near(&format!("accuracy before step {step}"), report.accuracy(), number(&want["accuracy_before"]), LOSS);
-        let norm = adamw.step(&gradient, report.loss_denominator, lr, max_norm).unwrap();
+        let norm = adamw.step(gradient, report.loss_denominator, lr, max_norm).unwrap();
         near(&format!("norm of step {step}"), norm / number(&want["grad_l2_norm_before_clip"]), 1.0, 2e-5);
         let clip = (max_norm / (norm + 1e-6)).min(1.0);
         near(&format!("clip of step {step}"), clip, number(&want["clip_coefficient"]), 2e-5);
@@ -65,6 +64,16 @@ fn five_steps_match() {
     }
     let (report, _) = case.step(&drafter);
     near("loss after the last step", report.loss(), number(&json["loss_after_step5"]), 1e-5);
+}
+
+#[test]
+fn five_steps_of_the_fused_kernel_match() {
+    five_steps_match(|adamw| adamw);
+}
+
+#[test]
+fn five_steps_of_plain_operations_match() {
+    five_steps_match(AdamW::by_plain_operations);
 }
 
 fn saving(folder: &Path) -> Saving {

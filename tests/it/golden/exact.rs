@@ -123,7 +123,7 @@ fn curve(mut drafter: Drafter, compute: impl Fn(&Drafter) -> (f64, ParamSet)) ->
     let mut adamw = AdamW::new(drafter.params().deep_copy(Device::Cpu, Kind::Float).unwrap(), hyper).unwrap();
     let step = |_| {
         let (loss, gradient) = compute(&drafter);
-        adamw.step(&gradient, 1.0, 3e-3, 1.0).unwrap();
+        adamw.step(gradient, 1.0, 3e-3, 1.0).unwrap();
         drafter.load_weights(adamw.masters.deep_copy(Device::Cpu, Kind::Float).unwrap()).unwrap();
         loss
     };

@@ -1,0 +1,35 @@
+//! Compiles shim.cpp against the libtorch that torch-sys links.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "torch")]
+    compile();
+}
+
+#[cfg(feature = "torch")]
+fn compile() {
+    use std::{env, path::PathBuf};
+
+    let read = |name: &str| {
+        println!("cargo:rerun-if-env-changed={name}");
+        env::var(name).ok()
+    };
+    println!("cargo:rerun-if-changed=src/shim.cpp");
+    let Some(lib) = read("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from) else {
+        println!("cargo:warning=torch-sys did not say where libtorch lies: set LIBTORCH to a libtorch 2.11.0");
+        return;
+    };
+    // torch-sys says where the libraries are and not where the headers are; it takes these from the same variables.
+    let root = read("LIBTORCH_INCLUDE").map_or_else(|| lib.join(".."), PathBuf::from);
+    let abi = read("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".into());
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").debug(false).extra_warnings(true).file("src/shim.cpp");
+    for include in ["include", "include/torch/csrc/api/include"] {
+        // As a system folder, so that only our own lines are warned about.
+        build.flag("-isystem").flag(root.join(include));
+    }
+    build.flag(format!("-D_GLIBCXX_USE_CXX11_ABI={abi}")).compile("draftmill_shim");
+    // For the tests of this package: link arguments do not travel to those that depend on it.
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
+    println!("cargo:rustc-link-arg=-Wl,--allow-shlib-undefined");
+}

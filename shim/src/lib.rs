@@ -1,0 +1,187 @@
+//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, a GPU's memory, and switches.
+//!
+//! `shim.cpp` beside this file does the work, against the libtorch that tch links and without any CUDA header: what
+//! only a GPU has answers with a sentence where there is none. Errors have a slot of their own, so nothing is left
+//! in tch's, and no exception leaves C++. Without the feature `torch` this package is empty.
+
+#![cfg(feature = "torch")]
+
+mod ffi;
+#[cfg(test)]
+mod tests;
+
+use std::ffi::{CStr, c_int};
+use tch::{Device, Tensor};
+use torch_sys::C_tensor;
+
+/// Why a call did not do what was asked, told apart by kind and not by text. Each carries the first line of the message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A device or the host has no room; what the call had begun is freed again.
+    #[error("out of memory: {0}")]
+    OutOfMemory(String),
+    /// This shim or this process cannot do that, and nothing was changed.
+    #[error("{0}")]
+    Unsuitable(String),
+    /// Any other failure of libtorch.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// One update by AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Update {
+    pub learning_rate: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    /// Added to the corrected root of the second moment.
+    pub eps: f64,
+    /// Decoupled: a master shrinks by `learning_rate * weight_decay` of itself.
+    pub weight_decay: f64,
+    /// Number of this update, from 1: it corrects the moments' bias.
+    pub step: u64,
+    /// Each gradient is divided by this first: a mean's denominator over a clip's factor.
+    pub divisor: f64,
+}
+
+/// A GPU's memory as its caching allocator and its driver tell it, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Held by tensors.
+    pub allocated: u64,
+    /// Held by the allocator, tensors included; [`empty_cache`] gives back what no tensor touches.
+    pub reserved: u64,
+    /// Most that tensors ever held.
+    pub peak: u64,
+    /// What the driver has left for anyone.
+    pub free: u64,
+    pub total: u64,
+}
+
+/// The kernels that attention may choose from; process-wide.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attention {
+    pub flash: bool,
+    pub efficient: bool,
+    pub math: bool,
+    pub cudnn: bool,
+}
+
+/// Updates masters and both moments in place, in one kernel per device (a few for long lists), and never waits for it.
+///
+/// Item `i` of the four lists belongs together; all are f32, contiguous, of one size per item and on one device, the
+/// CPU or a GPU. A gradient may lie in any order, and holds the divided gradient or the given one afterwards: it is used up.
+///
+/// Whatever the kernel would refuse, or would take silently and get wrong, is [`Error::Unsuitable`]; nothing is changed then.
+pub fn fused_adamw(
+    masters: &mut [Tensor],
+    gradients: &mut [Tensor],
+    exp_avg: &mut [Tensor],
+    exp_avg_sq: &mut [Tensor],
+    update: &Update,
+) -> Result<(), Error> {
+    let count = masters.len();
+    if [gradients.len(), exp_avg.len(), exp_avg_sq.len()] != [count; 3] {
+        return Err(Error::Unsuitable("fused AdamW takes a gradient and two moments for each master".into()));
+    }
+    let Update { learning_rate, beta1, beta2, eps, weight_decay, step, divisor } = *update;
+    // Inexact past 2^53, and f32 in the kernel: by then no bias is left to correct.
+    let update = ffi::Update { learning_rate, beta1, beta2, eps, weight_decay, step: step as f64, divisor };
+    let [masters, gradients] = [pointers(masters), pointers(gradients)];
+    let [exp_avg, exp_avg_sq] = [pointers(exp_avg), pointers(exp_avg_sq)];
+    // SAFETY: four lists of `count` live tensors, borrowed for the call; sizes, kinds and devices are checked inside.
+    done(unsafe {
+        ffi::draftmill_fused_adamw(
+            masters.as_ptr(),
+            gradients.as_ptr(),
+            exp_avg.as_ptr(),
+            exp_avg_sq.as_ptr(),
+            count,
+            &update,
+        )
+    })
+}
+
+/// The L2 norm of all values of all tensors, 0 of none. The host waits for the device once.
+pub fn norm(tensors: &[Tensor]) -> Result<f64, Error> {
+    let mut norm = 0.0;
+    let tensors = pointers(tensors);
+    // SAFETY: a list of live tensors, borrowed for the call.
+    done(unsafe { ffi::draftmill_norm(tensors.as_ptr(), tensors.len(), &mut norm) })?;
+    Ok(norm)
+}
+
+/// Gives memory back that the allocator keeps and no tensor touches: that of all GPUs, as libtorch knows no finer
+/// call. Where `device` is no GPU nothing is kept and nothing happens.
+pub fn empty_cache(device: Device) -> Result<(), Error> {
+    match device {
+        // SAFETY: takes a number; one that names no GPU is an error.
+        Device::Cuda(index) => done(unsafe { ffi::draftmill_empty_cache(number(index)) }),
+        _ => Ok(()),
+    }
+}
+
+/// The memory of a GPU; `None` for any other device.
+pub fn memory(device: Device) -> Result<Option<Memory>, Error> {
+    let Device::Cuda(index) = device else { return Ok(None) };
+    let mut memory = ffi::Memory::default();
+    // SAFETY: takes a number and fills a struct of the same layout; a number that names no GPU is an error.
+    done(unsafe { ffi::draftmill_memory(number(index), &mut memory) })?;
+    let ffi::Memory { allocated, reserved, peak, free, total } = memory;
+    Ok(Some(Memory { allocated, reserved, peak, free, total }))
+}
+
+/// Whether products and convolutions of f32 on a GPU may round their operands to TF32 (10 bits of mantissa);
+/// process-wide, from the next operation on.
+pub fn allow_tf32(allow: bool) -> Result<(), Error> {
+    // SAFETY: sets flags.
+    done(unsafe { ffi::draftmill_allow_tf32(allow) })
+}
+
+/// Whether any of them may.
+pub fn tf32_allowed() -> Result<bool, Error> {
+    let mut allowed = false;
+    // SAFETY: fills a bool.
+    done(unsafe { ffi::draftmill_tf32_allowed(&mut allowed) })?;
+    Ok(allowed)
+}
+
+/// Sets the kernels that attention may choose from, from the next call of it on.
+pub fn set_attention(kernels: Attention) -> Result<(), Error> {
+    let Attention { flash, efficient, math, cudnn } = kernels;
+    // SAFETY: reads a struct of the same layout.
+    done(unsafe { ffi::draftmill_set_attention(&ffi::Attention { flash, efficient, math, cudnn }) })
+}
+
+/// Those in force.
+pub fn attention() -> Result<Attention, Error> {
+    let mut used = ffi::Attention::default();
+    // SAFETY: fills a struct of the same layout.
+    done(unsafe { ffi::draftmill_attention(&mut used) })?;
+    let ffi::Attention { flash, efficient, math, cudnn } = used;
+    Ok(Attention { flash, efficient, math, cudnn })
+}
+
+/// As libtorch's C++ takes them: tch's tensor is a pointer to libtorch's.
+fn pointers(tensors: &[Tensor]) -> Vec<*const C_tensor> {
+    tensors.iter().map(Tensor::as_ptr).collect()
+}
+
+/// One that is too large for libtorch is none of its devices, and refused as such.
+fn number(index: usize) -> c_int {
+    c_int::try_from(index).unwrap_or(c_int::MAX)
+}
+
+fn done(code: c_int) -> Result<(), Error> {
+    if code == ffi::DONE {
+        return Ok(());
+    }
+    // SAFETY: the slot is this thread's, ends with a zero, and is not written again before the text is copied.
+    let text = unsafe { CStr::from_ptr(ffi::draftmill_last_error()) }.to_string_lossy();
+    let line = text.lines().next().unwrap_or_default().to_owned();
+    Err(match code {
+        ffi::OUT_OF_MEMORY => Error::OutOfMemory(line),
+        ffi::UNSUITABLE => Error::Unsuitable(line),
+        _ => Error::Failed(line),
+    })
+}

@@ -1,0 +1,270 @@
+// What tch lacks of libtorch, as C functions. Only device-neutral headers are included: no CUDA header, so that this
+// compiles wherever libtorch does, and the CUDA half answers when it was loaded.
+//
+// Each function returns a code; the message of one that failed waits in the slot of its thread. Nothing is thrown out.
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+namespace {
+
+// The same numbers as in lib.rs.
+enum Code : int { kDone = 0, kFailed = 1, kOutOfMemory = 2, kUnsuitable = 3 };
+
+// Asked for something that this shim or this process cannot do; nothing was changed.
+struct Unsuitable : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Not a std::string: to keep a message must not need memory when memory is what lacks.
+thread_local char slot[1024];
+
+int keep(Code code, const char* text) noexcept {
+  std::snprintf(slot, sizeof slot, "%s", text);
+  return code;
+}
+
+bool tells_of_memory(const c10::Error& error, const char* text) noexcept {
+  // The allocator of the CPU throws a plain Error.
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+      std::strstr(text, "DefaultCPUAllocator") != nullptr;
+}
+
+template <typename Work>
+int guarded(Work&& work) noexcept {
+  slot[0] = '\0';
+  try {
+    work();
+    return kDone;
+  } catch (const Unsuitable& error) {
+    return keep(kUnsuitable, error.what());
+  } catch (const c10::Error& error) {
+    const char* text = error.what_without_backtrace();
+    return keep(tells_of_memory(error, text) ? kOutOfMemory : kFailed, text);
+  } catch (const std::bad_alloc& error) {
+    return keep(kOutOfMemory, error.what());
+  } catch (const std::exception& error) {
+    return keep(kFailed, error.what());
+  } catch (...) {
+    return keep(kFailed, "libtorch threw something that is no std::exception");
+  }
+}
+
+using Tensors = std::vector<at::Tensor>;
+
+// What the fused kernels take for granted and do not check everywhere: on the CPU they walk over `numel` values from
+// each tensor's first, whatever its size, stride and kind.
+void check(const at::Tensor& tensor, const at::Tensor& like, const char* what) {
+  const auto refuse = [&](const char* why) {
+    throw Unsuitable(std::string("fused AdamW takes no ") + what + " that " + why);
+  };
+  if (!tensor.defined()) refuse("is undefined");
+  if (tensor.layout() != at::kStrided) refuse("is sparse");
+  if (tensor.scalar_type() != at::kFloat) refuse("is not f32");
+  if (!tensor.is_cpu() && !tensor.is_cuda()) refuse("lies on another device than the CPU or a GPU");
+  if (tensor.device() != like.device()) refuse("lies on another device than the first master");
+  if (!tensor.is_contiguous()) refuse("is not contiguous");
+}
+
+void same_size(const at::Tensor& tensor, const at::Tensor& master, const char* what) {
+  if (tensor.sizes() != master.sizes()) {
+    throw Unsuitable(std::string("fused AdamW takes no ") + what + " of another size than its master");
+  }
+}
+
+// The allocator of GPU `index`, ready to be asked.
+c10::DeviceAllocator& allocator(int index) {
+  auto& context = at::globalContext();
+  if (!context.hasCUDA()) {
+    throw Unsuitable("this process has no CUDA device to ask about memory");
+  }
+  if (index < 0 || index >= at::accelerator::deviceCount()) {
+    throw Unsuitable("there is no CUDA device " + std::to_string(index) + " in this process");
+  }
+  // Until a first use of CUDA its allocator knows no device.
+  context.lazyInitDevice(c10::kCUDA);
+  return *c10::getDeviceAllocator(c10::kCUDA);
+}
+
+} // namespace
+
+extern "C" {
+
+struct DraftmillUpdate {
+  double learning_rate;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double step;
+  double divisor;
+};
+
+struct DraftmillMemory {
+  uint64_t allocated;
+  uint64_t reserved;
+  uint64_t peak;
+  uint64_t free;
+  uint64_t total;
+};
+
+struct DraftmillAttention {
+  bool flash;
+  bool efficient;
+  bool math;
+  bool cudnn;
+};
+
+// Of the last call of this thread; empty where it succeeded.
+const char* draftmill_last_error() noexcept {
+  return slot;
+}
+
+int draftmill_fused_adamw(
+    at::Tensor* const* masters,
+    at::Tensor* const* gradients,
+    at::Tensor* const* exp_avg,
+    at::Tensor* const* exp_avg_sq,
+    size_t count,
+    const DraftmillUpdate* update) noexcept {
+  return guarded([&] {
+    const c10::AutoGradMode no_grad(false);
+    const float divisor = static_cast<float>(update->divisor);
+    if (!std::isfinite(divisor) || divisor <= 0) {
+      throw Unsuitable("fused AdamW divides gradients by a finite f32 above zero alone");
+    }
+    Tensors m, g, a, s;
+    for (size_t i = 0; i < count; ++i) {
+      const at::Tensor &master = *masters[i], &gradient = *gradients[i];
+      check(master, *masters[0], "master");
+      check(*exp_avg[i], *masters[0], "first moment");
+      check(*exp_avg_sq[i], *masters[0], "second moment");
+      // A gradient is consumed, so a copy of it serves as well.
+      const at::Tensor dense = gradient.defined() && gradient.layout() == at::kStrided ? gradient.contiguous() : gradient;
+      check(dense, *masters[0], "gradient");
+      same_size(*exp_avg[i], master, "first moment");
+      same_size(*exp_avg_sq[i], master, "second moment");
+      same_size(dense, master, "gradient");
+      // The CUDA kernel refuses lists that end with an empty tensor.
+      if (master.numel() == 0) continue;
+      m.push_back(master);
+      g.push_back(dense);
+      a.push_back(*exp_avg[i]);
+      s.push_back(*exp_avg_sq[i]);
+    }
+    if (m.empty()) return;
+    // The kernels read the step and the divisor from their device, and write neither: one of each serves all tensors.
+    // Filled there, not copied there, so the host need not wait.
+    const auto options = m[0].options().requires_grad(false);
+    const Tensors steps(m.size(), at::full({}, update->step, options));
+    const at::Tensor scale = at::full({}, divisor, options);
+    at::_fused_adamw_(
+        m, g, a, s, {}, steps, update->learning_rate, update->beta1, update->beta2, update->weight_decay, update->eps,
+        /*amsgrad=*/false, /*maximize=*/false, scale, std::nullopt);
+  });
+}
+
+int draftmill_norm(at::Tensor* const* tensors, size_t count, double* norm) noexcept {
+  return guarded([&] {
+    const c10::AutoGradMode no_grad(false);
+    Tensors list;
+    for (size_t i = 0; i < count; ++i) list.push_back(*tensors[i]);
+    *norm = 0;
+    if (list.empty()) return;
+    const Tensors each = at::_foreach_norm(list, 2);
+    // The one moment at which the host waits for the device.
+    *norm = at::linalg_vector_norm(at::stack(each), 2).item<double>();
+  });
+}
+
+int draftmill_empty_cache(int index) noexcept {
+  return guarded([&] { allocator(index).emptyCache(); });
+}
+
+int draftmill_memory(int index, DraftmillMemory* memory) noexcept {
+  return guarded([&] {
+    auto& device = allocator(index);
+    const auto at = static_cast<c10::DeviceIndex>(index);
+    const auto stats = device.getDeviceStats(at);
+    const auto [free, total] = device.getMemoryInfo(at);
+    const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    const auto &allocated = stats.allocated_bytes[all], &reserved = stats.reserved_bytes[all];
+    *memory = {
+        static_cast<uint64_t>(allocated.current),
+        static_cast<uint64_t>(reserved.current),
+        static_cast<uint64_t>(allocated.peak),
+        free,
+        total,
+    };
+  });
+}
+
+int draftmill_allow_tf32(bool allow) noexcept {
+  return guarded([&] {
+    auto& context = at::globalContext();
+    context.setAllowTF32CuBLAS(allow);
+    context.setAllowTF32CuDNN(allow);
+  });
+}
+
+int draftmill_tf32_allowed(bool* allowed) noexcept {
+  return guarded([&] {
+    const auto& context = at::globalContext();
+    *allowed = context.allowTF32CuBLAS() || context.allowTF32CuDNN();
+  });
+}
+
+int draftmill_set_attention(const DraftmillAttention* use) noexcept {
+  return guarded([&] {
+    auto& context = at::globalContext();
+    context.setSDPUseFlash(use->flash);
+    context.setSDPUseMemEfficient(use->efficient);
+    context.setSDPUseMath(use->math);
+    context.setSDPUseCuDNN(use->cudnn);
+  });
+}
+
+int draftmill_attention(DraftmillAttention* used) noexcept {
+  return guarded([&] {
+    const auto& context = at::globalContext();
+    *used = {
+        context.userEnabledFlashSDP(),
+        context.userEnabledMemEfficientSDP(),
+        context.userEnabledMathSDP(),
+        context.userEnabledCuDNNSDP(),
+    };
+  });
+}
+
+// For the tests of what crosses over: throws what its number says.
+int draftmill_throw(int what) noexcept {
+  return guarded([&] {
+    switch (what) {
+      case 0: throw 0;
+      case 1: throw std::bad_alloc();
+      case 2: throw std::logic_error("a mistake\nin two lines");
+      case 3: TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate 1 TiB");
+      case 4: TORCH_CHECK(false, "a shape");
+      default: at::full({int64_t{1} << 50}, 0, at::TensorOptions(at::kFloat));
+    }
+  });
+}
+
+} // extern "C"

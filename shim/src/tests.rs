@@ -1,0 +1,154 @@
+//! What can be seen on a CPU: the kernels against their formulas, what they refuse, and how failures come across.
+
+use super::*;
+use tch::Kind;
+
+const CPU: Device = Device::Cpu;
+const UPDATE: Update =
+    Update { learning_rate: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step: 3, divisor: 4.0 };
+
+fn values(seed: i64, size: &[i64]) -> Tensor {
+    let count: i64 = size.iter().product();
+    let ramp = Tensor::arange(count, (Kind::Double, CPU)) * 0.7310 + seed as f64;
+    ramp.sin().to_kind(Kind::Float).reshape(size)
+}
+
+/// Masters, gradients, first and second moments of two parameters and an empty one.
+fn lists() -> [Vec<Tensor>; 4] {
+    let list = |seed: i64| vec![values(seed, &[33, 5]), values(seed + 1, &[7]), values(0, &[0, 4])];
+    [list(1), list(11), list(21), list(31).into_iter().map(|t| t.abs()).collect()]
+}
+
+fn copies(lists: &[Vec<Tensor>; 4]) -> [Vec<Tensor>; 4] {
+    [0, 1, 2, 3].map(|i| lists[i].iter().map(Tensor::copy).collect())
+}
+
+fn run(lists: &mut [Vec<Tensor>; 4], update: &Update) -> Result<(), Error> {
+    let [masters, gradients, exp_avg, exp_avg_sq] = lists;
+    fused_adamw(masters, gradients, exp_avg, exp_avg_sq, update)
+}
+
+fn gap(a: &Tensor, b: &Tensor) -> f64 {
+    if a.numel() == 0 { 0.0 } else { (a - b).abs().max().double_value(&[]) }
+}
+
+#[test]
+fn fused_adamw_is_the_formula() {
+    let mut lists = lists();
+    // A gradient in another order serves as well as one in order.
+    lists[1][0] = values(11, &[5, 33]).transpose(0, 1);
+    let before = copies(&lists).map(|list| list.into_iter().map(|t| t.to_kind(Kind::Double)).collect::<Vec<_>>());
+    run(&mut lists, &UPDATE).unwrap();
+    let Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, divisor } = UPDATE;
+    for i in 0..before[0].len() {
+        let g = &before[1][i] / divisor;
+        let m = &before[2][i] * beta1 + &g * (1.0 - beta1);
+        let v = &before[3][i] * beta2 + &g * &g * (1.0 - beta2);
+        let root = (&v / (1.0 - beta2.powi(step as i32))).sqrt() + eps;
+        let want = &before[0][i] * (1.0 - lr * weight_decay) - &m / (1.0 - beta1.powi(step as i32)) / root * lr;
+        for (got, want) in [(&lists[0][i], &want), (&lists[2][i], &m), (&lists[3][i], &v)] {
+            assert!(gap(got, want) < 1e-6, "parameter {i}: {:e}", gap(got, want));
+        }
+        assert!(i == 2 || gap(&lists[0][i], &before[0][i]) > 1e-3, "parameter {i} did not move");
+    }
+}
+
+/// The CPU kernel looks at neither size nor stride: what it would read or write astray is refused before it runs.
+#[test]
+fn what_the_kernel_would_get_wrong_is_refused_and_nothing_is_changed() {
+    type Spoil = fn(&mut [Vec<Tensor>; 4]);
+    let spoilt: [(&str, Spoil); 7] = [
+        ("master that is not f32", |lists| lists[0][1] = lists[0][1].to_kind(Kind::Double)),
+        ("gradient that is not f32", |lists| lists[1][1] = lists[1][1].to_kind(Kind::BFloat16)),
+        ("first moment that is not contiguous", |lists| lists[2][0] = values(2, &[5, 33]).transpose(0, 1)),
+        ("second moment of another size", |lists| lists[3][1] = values(3, &[6])),
+        ("gradient of another size", |lists| lists[1][1] = values(3, &[6])),
+        ("gradient that is undefined", |lists| lists[1][1] = Tensor::new()),
+        ("gradient and two moments for each master", |lists| drop(lists[1].pop())),
+    ];
+    let refused = |lists: &mut [Vec<Tensor>; 4], update: &Update, what: &str| {
+        let before = copies(&[0, 1, 2, 3].map(|i| lists[i].iter().filter(|t| t.defined()).map(Tensor::copy).collect()));
+        let Err(Error::Unsuitable(text)) = run(lists, update) else { panic!("{what} was taken") };
+        assert!(text.contains(what), "{text}");
+        for (list, before) in lists.iter().zip(&before) {
+            let same = list.iter().filter(|t| t.defined()).zip(before).all(|(now, before)| now.equal(before));
+            assert!(same, "{what}: something was changed");
+        }
+    };
+    for (what, spoil) in spoilt {
+        let mut lists = lists();
+        spoil(&mut lists);
+        refused(&mut lists, &UPDATE, what);
+    }
+    for divisor in [0.0, -1.0, 1e300, f64::NAN] {
+        refused(&mut lists(), &Update { divisor, ..UPDATE }, "a finite f32 above zero");
+    }
+    run(&mut lists(), &UPDATE).unwrap();
+    run(&mut [vec![], vec![], vec![], vec![]], &UPDATE).unwrap();
+}
+
+#[test]
+fn the_norm_is_that_of_all_values() {
+    let [list, ..] = lists();
+    let want = list.iter().map(|t| t.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])).sum::<f64>();
+    let got = norm(&list).unwrap();
+    assert!((got / want.sqrt() - 1.0).abs() < 1e-6, "{got} {want}");
+    assert_eq!(norm(&[]), Ok(0.0));
+    assert!(norm(&[list[0].shallow_clone(), Tensor::from(f32::NAN)]).unwrap().is_nan());
+    assert_eq!(norm(&[Tensor::from(f32::INFINITY)]), Ok(f64::INFINITY));
+}
+
+#[test]
+fn only_a_gpu_has_memory_to_tell_of() {
+    assert_eq!((memory(CPU), empty_cache(CPU)), (Ok(None), Ok(())));
+    let none = Device::Cuda(4096);
+    for answer in [memory(none).map(drop), empty_cache(none)] {
+        let Err(Error::Unsuitable(text)) = answer else { panic!("there is no such GPU") };
+        assert!(text.contains("CUDA device"), "{text}");
+    }
+}
+
+#[test]
+fn switches_are_read_back() {
+    let before = (tf32_allowed().unwrap(), attention().unwrap());
+    for allow in [true, false] {
+        allow_tf32(allow).unwrap();
+        assert_eq!(tf32_allowed(), Ok(allow));
+    }
+    for kernel in 0..4 {
+        let kernels = Attention { flash: kernel == 0, efficient: kernel == 1, math: kernel == 2, cudnn: kernel == 3 };
+        set_attention(kernels).unwrap();
+        assert_eq!(attention(), Ok(kernels));
+    }
+    allow_tf32(before.0).unwrap();
+    set_attention(before.1).unwrap();
+}
+
+#[test]
+fn whatever_is_thrown_comes_back_as_an_error() {
+    // SAFETY: takes a number and throws inside.
+    let thrown = |what| done(unsafe { ffi::draftmill_throw(what) }).unwrap_err();
+    for what in [1, 3, 5] {
+        assert!(matches!(thrown(what), Error::OutOfMemory(_)), "{what}: {:?}", thrown(what));
+        assert!(thrown(what).to_string().starts_with("out of memory: "), "{}", thrown(what));
+    }
+    assert_eq!(thrown(2), Error::Failed("a mistake".into()));
+    assert_eq!(thrown(4), Error::Failed("a shape".into()));
+    assert!(thrown(0).to_string().contains("no std::exception"), "{}", thrown(0));
+    // What went wrong before does not stick.
+    assert_eq!(norm(&[]), Ok(0.0));
+}
+
+#[test]
+fn the_thread_tracks_gradients_as_before() {
+    let leaf = Tensor::ones([2], (Kind::Float, CPU)).set_requires_grad(true);
+    let tracked = || (&leaf * 2.0).requires_grad();
+    norm(&[leaf.shallow_clone()]).unwrap();
+    let mut broken = lists();
+    broken[0][0] = broken[0][0].to_kind(Kind::Double);
+    run(&mut broken, &UPDATE).unwrap_err();
+    assert!(tracked());
+    let _no_grad = tch::no_grad_guard();
+    norm(&[leaf.shallow_clone()]).unwrap();
+    assert!(!tracked());
+}
