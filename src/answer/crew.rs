@@ -91,10 +91,8 @@ impl Crew {
         let Some(worker) = idlest else { return Err("there is no worker".into()) };
         worker.busy += 1;
         let sent = worker.asks.send(Ask { ids: ids.to_vec(), most, stream });
-        sent.or_else(|_| match self.steps.try_iter().find_map(Result::err) {
-            Some(why) => Err(why),
-            None => Err("a worker is gone".into()),
-        })
+        let why = |_| self.steps.try_iter().find_map(Result::err).unwrap_or_else(|| "a worker is gone".into());
+        sent.map_err(why)
     }
 
     /// Waits for a forward to end: its answers, and the rows that had a part in it.
