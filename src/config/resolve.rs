@@ -4,7 +4,7 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Device, Dtype, Engine, Labels, Overlong, SlotWeights, UnknownRole},
+    values::{Device, Dtype, Engine, Labels, Overlong, SlotWeights, Start, UnknownRole},
     wire::{self, Wire},
 };
 use crate::{admin::Token, retention::Keep};
@@ -84,6 +84,8 @@ pub struct Drafter {
     pub devices: Vec<Device>,
     /// Folder of a drafter to start from.
     pub init: Option<PathBuf>,
+    /// What new weights are.
+    pub start: Start,
     /// Those that draw nothing for now.
     pub paused: Vec<usize>,
     pub layers: u32,
@@ -202,6 +204,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             dtype: drafter.dtype.or(|| natural_dtype(&drafter.devices)),
             devices: drafter.devices,
             init: drafter.init.given().cloned(),
+            start: drafter.start,
             paused: places(&drafter.paused),
             layers: drafter.layers,
             block_size: drafter.block_size,

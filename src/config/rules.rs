@@ -3,7 +3,7 @@
 use super::{
     load::Written,
     problem::{Problem, Problems},
-    values::{Auto, ByteSize, Dtype, Labels, TimeSpan},
+    values::{Auto, ByteSize, Dtype, Labels, Start, TimeSpan},
     wire::Wire,
 };
 use std::time::Duration;
@@ -224,6 +224,18 @@ impl Audit<'_> {
             "choose a number from 0 to 1",
         );
         self.require(
+            drafter.start == Start::Random || drafter.layers >= 2,
+            "drafter.start",
+            "the first layer brings the anchor, the second one the context",
+            "choose \"random\", or two layers or more",
+        );
+        self.require(
+            drafter.start == Start::Random || drafter.init == Auto::Auto,
+            "drafter.start",
+            "drafter.init brings weights already",
+            "choose \"random\", or leave drafter.init at \"auto\"",
+        );
+        self.require(
             (1..=1024).contains(&drafter.label_top_k),
             "drafter.label_top_k",
             "is out of range",
@@ -431,6 +443,8 @@ mod tests {
             ("drafter", "loss_decay_gamma = inf"),
             ("drafter", "d_pace_alpha = 1.5"),
             ("drafter", "d_pace_alpha = nan"),
+            ("drafter", "start = \"fitted\"\nlayers = 1"),
+            ("drafter", "start = \"fitted\"\ninit = \"x\""),
             ("drafter", "label_top_k = 0"),
             ("drafter", "label_top_k = 16"),
             ("optimizer", "learning_rate = 0.0"),

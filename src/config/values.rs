@@ -107,6 +107,15 @@ words! {
     }
 }
 words! {
+    /// What new weights are.
+    Start {
+        /// Random.
+        Random = "random",
+        /// Fitted to what is linear in the target.
+        Fitted = "fitted",
+    }
+}
+words! {
     /// How much each slot of a block counts in the loss.
     SlotWeights {
         /// Less with its distance from the anchor.

@@ -5,7 +5,7 @@
 
 use super::values::{
     Auto, ByteSize, Device, Dtype, Ending, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, SlotWeights,
-    TimeSpan, UnknownRole,
+    Start, TimeSpan, UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
@@ -197,6 +197,9 @@ sections! {
         /// Folder of a drafter to start from, as `draftmill import --draft` or an export writes it, in either layout; its sizes
         /// and taps must be those of this section. "auto" = new weights, which follow from run.seed.
         Restart init: Auto<PathBuf> = Auto::Auto;
+        /// New weights are "random", or "fitted" by least squares to what the target says in 32 768 tokens of the data: a whole target
+        /// is loaded for it, and the first thousand steps are saved. Needs two layers or more.
+        Restart start: Start = Start::Random;
         /// Drafters that draw nothing for now, by their place in devices from 0: [1]. Each trains what it has in hand; one has to
         /// stay.
         Live paused: Vec<u32> = vec![];

@@ -7,6 +7,7 @@ pub mod blocks;
 pub mod cache;
 pub mod decode;
 pub mod draft;
+pub mod fit;
 pub mod heldout;
 pub mod infer;
 pub mod layers;

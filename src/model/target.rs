@@ -263,6 +263,25 @@ impl Target {
         })
     }
 
+    /// Taps in the target's own number type, and what its head reads, `[tokens, hidden]`. Needs [`Depth::Whole`].
+    pub fn taps_and_last(&self, rows: &Rows<'_>, taps: &[usize]) -> Result<(Tensor, Tensor), ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let (packed, x) = self.tapped(rows, taps, self.kind, true)?;
+        let x = match rows.real_positions(self.device)? {
+            Some(real) => x.f_index_select(0, &real)?,
+            None => x,
+        };
+        Ok((packed, rms_norm(&x, self.final_norm()?, self.config.rms_norm_eps)?))
+    }
+
+    /// Weight of the norm before the head, `[hidden]`. Needs [`Depth::Whole`].
+    pub fn final_norm(&self) -> Result<&Tensor, ModelError> {
+        match &self.top {
+            Some(top) => Ok(&top.norm),
+            None => Err(ModelError::Input("the final norm is not loaded, only the target's lower layers are".into())),
+        }
+    }
+
     /// Taps, and the residual stream of the padded rows after the last layer that was computed.
     fn tapped(&self, rows: &Rows<'_>, taps: &[usize], out: Kind, whole: bool) -> Result<(Tensor, Tensor), ModelError> {
         let _no_grad = tch::no_grad_guard();

@@ -6,6 +6,8 @@
 
 mod closing;
 pub mod facts;
+#[cfg(feature = "torch")]
+mod fitting;
 mod folder;
 mod identity;
 mod keeper;

@@ -1,9 +1,9 @@
 //! The engines of a real run: targets, drafters and the optimizer on libtorch.
 
-use super::{Engines, Failed, folder::RunFolder, models::Models};
+use super::{Engines, Failed, fitting::fitted, folder::RunFolder, models::Models};
 use crate::{
     checkpoint::Verified,
-    config::{self, Config, Loaded},
+    config::{self, Config, Loaded, Start},
     data::Store,
     engines::{
         optimizer::TorchOptimizer,
@@ -44,6 +44,7 @@ pub async fn load(
 ) -> Result<TorchEngines, Failure> {
     let config = in_force.borrow().config.clone();
     let start_step = from.as_ref().map_or(0, |from| from.state.step);
+    let samples = store.clone();
     let setup = Setup {
         eval: config.eval.clone(),
         in_force,
@@ -58,7 +59,7 @@ pub async fn load(
     let (log, history) =
         EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
     let run = folder.clone();
-    let load = move || blocking(&config, models, &run, kept, from.as_ref());
+    let load = move || blocking(&config, models, &run, kept, from.as_ref(), &samples);
     let (mut engines, weights) =
         tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
     for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
@@ -78,6 +79,7 @@ fn blocking(
     folder: &RunFolder,
     kept: watch::Receiver<Kept>,
     from: Option<&Verified>,
+    store: &Store,
 ) -> Result<(TorchEngines, Vec<Weights>), Failure> {
     set_threads(config.run.threads);
     let Models { target, draft } = models;
@@ -126,7 +128,13 @@ fn blocking(
                     let folder = DraftFolder::open(folder, Some(draft.num_target_layers)).failed(Exit::Model)?;
                     folder_params(&folder).failed(Exit::Model)?
                 }
-                None => init_params(&draft, config.run.seed).failed(Exit::Model)?,
+                None => {
+                    let random = init_params(&draft, config.run.seed).failed(Exit::Model)?;
+                    match config.drafter.start {
+                        Start::Random => random,
+                        Start::Fitted => fitted(config, &target, &files, &draft, store, random)?,
+                    }
+                }
             };
             TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
         }
