@@ -168,7 +168,10 @@ impl<'a> Fit<'a> {
         for layer in 0..config.num_hidden_layers {
             let shrunk = if layer < 2 { &["mlp.down_proj"][..] } else { &["mlp.down_proj", "self_attn.o_proj"][..] };
             for name in shrunk {
-                change(&mut self.start, &layer_weight(layer, name), |x| Ok(drop(x.f_mul_scalar_(0.1)?)))?;
+                change(&mut self.start, &layer_weight(layer, name), |x| {
+                    let _ = x.f_mul_scalar_(0.1)?;
+                    Ok(())
+                })?;
             }
         }
         // A regression is shorter than what it stands for by as much as it does not know; the norm would hide that.

@@ -116,3 +116,24 @@ fn speculators_477_a_run_learns_what_the_target_says() {
     let loss = |measured: &Value| measured["held_out"]["loss"].as_f64().unwrap();
     assert!(loss(measures.last().unwrap()) < loss(&measures[0]), "{measures:#?}");
 }
+
+/// Fitted weights begin nearer to the target than random ones, learn from several labels at each place, and are fitted once.
+#[test]
+fn fitted_weights_begin_nearer_to_the_target_and_a_start_that_goes_on_fits_nothing() {
+    let taught = ["drafter.layers=2", "drafter.labels=target", "drafter.label_top_k=4", "run.epochs=8"];
+    let random = Run::new(&[MEASURED, &taught, &["run.max_steps=1"]].concat());
+    let fitted = Run::new(&[MEASURED, &taught, &["drafter.start=fitted"]].concat());
+    let (first, second) = (random.train(&[]), fitted.train(&["--set", "run.max_steps=6"]));
+    for trained in [&first, &second] {
+        assert_eq!(trained.status.code(), Some(0), "{}", text(trained));
+    }
+    const SAID: &str = "fitted the first weights to";
+    assert!(!text(&first).contains(SAID) && text(&second).contains(SAID), "{}", text(&second));
+    let loss = |run: &Run| measures(run)[0]["held_out"]["loss"].as_f64().unwrap();
+    assert!(loss(&fitted) < 0.9 * loss(&random), "fitted: {}, random: {}", loss(&fitted), loss(&random));
+
+    let on = fitted.train(&[]);
+    assert_eq!(on.status.code(), Some(0), "{}", text(&on));
+    assert!(!text(&on).contains(SAID), "{}", text(&on));
+    assert!(fitted.summary()["steps"].as_u64().unwrap() > 6);
+}
