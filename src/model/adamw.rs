@@ -183,13 +183,15 @@ mod tests {
             let p999 = apart.get(apart.len() * 999 / 1000).copied().unwrap_or(0.0);
             let max = apart.last().copied().unwrap_or(0.0);
             prop_assert!(p999 <= 1e-6 && max <= 5e-4, "masters: p99.9 {:e}, max {:e}", p999, max);
-            for (what, a, b) in [
-                ("first moments", &fused.exp_avg, &plain.exp_avg),
-                ("second moments", &fused.exp_avg_sq, &plain.exp_avg_sq),
+            // Where gradients cancel, a moment is smaller than what it was rounded at.
+            let unit: f64 = 1e-6 / denominator;
+            for (what, a, b, unit) in [
+                ("first moments", &fused.exp_avg, &plain.exp_avg, unit),
+                ("second moments", &fused.exp_avg_sq, &plain.exp_avg_sq, unit / denominator),
             ] {
                 let largest = gaps(b, &b.zeros_like().unwrap()).last().copied().unwrap_or(0.0);
                 let max = gaps(a, b).last().copied().unwrap_or(0.0);
-                prop_assert!(max <= 1e-5 * largest, "{}: {:e} of {:e}", what, max, largest);
+                prop_assert!(max <= 1e-5 * largest + unit, "{}: {:e} of {:e}", what, max, largest);
             }
         }
     }

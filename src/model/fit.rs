@@ -331,6 +331,8 @@ mod tests {
     use crate::model::draft::{DraftOptions, Drafter};
     use crate::model::ops::largest;
     use crate::model::params::init_params;
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
 
     const WIDTH: i64 = 48;
     const VOCAB: i64 = 200;
@@ -344,8 +346,11 @@ mod tests {
         DraftConfig::for_target(&TargetConfig::from_json(&target).unwrap(), 2, vec![1, 7], 4, 199)
     }
 
-    fn normal(size: &[i64]) -> Tensor {
-        Tensor::randn(size, (Kind::Double, Device::Cpu))
+    /// Values of mean 0 and variance 1. (libtorch's own generator is shared with whatever test runs beside this one.)
+    fn noise(rng: &mut ChaCha8Rng, size: &[i64]) -> Tensor {
+        let count: i64 = size.iter().product();
+        let values: Vec<f64> = (0..count).map(|_| rng.random_range(-1.0..1.0) * 3f64.sqrt()).collect();
+        Tensor::from_slice(&values).reshape(size)
     }
 
     fn unit(x: &Tensor) -> Tensor {
@@ -363,7 +368,8 @@ mod tests {
     }
 
     impl Linear {
-        fn new() -> Linear {
+        fn new(rng: &mut ChaCha8Rng) -> Linear {
+            let mut normal = |size: &[i64]| noise(rng, size);
             let embedding = (normal(&[VOCAB, WIDTH]) + normal(&[1, WIDTH])) * 0.1;
             Linear {
                 embedding,
@@ -375,9 +381,10 @@ mod tests {
         }
 
         /// Ids, taps and last hidden states of one row.
-        fn row(&self, tokens: i64) -> (Vec<i32>, Tensor, Tensor) {
-            let ids = Tensor::randint(VOCAB - 1, [tokens], (Kind::Int64, Device::Cpu));
-            let [first, second] = [0, 1].map(|tap| normal(&[tokens, WIDTH]) + &self.shared[tap]);
+        fn row(&self, rng: &mut ChaCha8Rng, tokens: i64) -> (Vec<i32>, Tensor, Tensor) {
+            let ids: Vec<i64> = (0..tokens).map(|_| rng.random_range(0..VOCAB - 1)).collect();
+            let ids = Tensor::from_slice(&ids);
+            let [first, second] = [0, 1].map(|tap| noise(rng, &[tokens, WIDTH]) + &self.shared[tap]);
             let anchor = unit(&self.embedding.index_select(0, &ids)).mm(&self.of_anchor.transpose(0, 1));
             let context = unit(&second).mm(&self.of_context.transpose(0, 1)).roll([1], [0]);
             let last = unit(&(anchor + context + self.embedding.get(199))) * &self.norm;
@@ -387,12 +394,12 @@ mod tests {
     }
 
     /// How often the first slot behind an anchor says what the target says there.
-    fn right(config: &DraftConfig, target: &Linear, params: ParamSet) -> f64 {
+    fn right(config: &DraftConfig, target: &Linear, rng: &mut ChaCha8Rng, params: ParamSet) -> f64 {
         let head = target.embedding.to_kind(Kind::Float);
         let shared = Shared { embedding: head.copy(), head: head.copy() };
         let mut drafter = Drafter::new(config.clone(), shared, DraftOptions::new(Device::Cpu)).unwrap();
         drafter.load_weights(params).unwrap();
-        let (ids, taps, last) = target.row(120);
+        let (ids, taps, last) = target.row(rng, 120);
         let places: Vec<u32> = (1..119).collect();
         let (mask, lengths) = ([1; 120], [120]);
         let batch = Packed::of_ids(&taps, &ids, &mask, &lengths);
@@ -405,34 +412,35 @@ mod tests {
 
     #[test]
     fn what_is_linear_in_the_target_is_known_before_the_first_step() {
-        tch::manual_seed(5);
-        let (config, target) = (config(), Linear::new());
+        let rng = &mut ChaCha8Rng::seed_from_u64(5);
+        let (config, target) = (config(), Linear::new(rng));
         let start = || init_params(&config, 3).unwrap();
         let embedding = target.embedding.to_kind(Kind::Float);
         let shared = Shared { head: embedding.copy(), embedding };
         let mut fit = Fit::new(&config, &shared, start(), &target.norm).unwrap();
         for _ in 0..20 {
-            let (ids, taps, last) = target.row(120);
+            let (ids, taps, last) = target.row(rng, 120);
             fit.add(&ids, &[1; 120], &taps, &last).unwrap();
         }
         // The first token has no context before it, and behind the last one nothing is supervised.
         assert_eq!(fit.anchors(), 20 * 118);
         let fitted = fit.finish().unwrap();
         assert_eq!(fitted.names(), start().names());
-        let (random, fitted) = (right(&config, &target, start()), right(&config, &target, fitted));
-        assert!(random < 0.2 && fitted > 0.8, "right of random weights: {random}, of fitted ones: {fitted}");
+        let (random, fitted) = (right(&config, &target, rng, start()), right(&config, &target, rng, fitted));
+        assert!(random < 0.1 && fitted > 0.7, "right of random weights: {random}, of fitted ones: {fitted}");
     }
 
     #[test]
     fn one_layer_and_no_place_are_sentences() {
-        let (one, target) = (DraftConfig { num_hidden_layers: 1, ..config() }, Linear::new());
+        let rng = &mut ChaCha8Rng::seed_from_u64(6);
+        let (one, target) = (DraftConfig { num_hidden_layers: 1, ..config() }, Linear::new(rng));
         let shared = Shared { head: target.embedding.copy(), embedding: target.embedding.copy() };
         let start = || init_params(&config(), 3).unwrap();
         let error = Fit::new(&one, &shared, start(), &target.norm).err().unwrap().to_string();
         assert!(error.contains("two layers"), "{error}");
         let config = config();
         let mut fit = Fit::new(&config, &shared, start(), &target.norm).unwrap();
-        let (ids, taps, last) = target.row(3);
+        let (ids, taps, last) = target.row(rng, 3);
         fit.add(&ids, &[0, 1, 0], &taps, &last).unwrap();
         assert!(fit.finish().err().unwrap().to_string().contains("nothing to fit"));
     }
