@@ -14,11 +14,13 @@ LONG_STORE := runs/demo-long-data.safetensors
 FETCH := python3 scripts/fetch.py
 MILL := cargo run --quiet --release --locked --
 DEVICES :=
+ANSWER_ON := cpu
 
 # CUDA=1 takes the full set of libraries and puts target and drafter on the first GPU.
 ifneq ($(filter-out 0,$(CUDA)),)
 CUDA_SET := --cuda
 DEVICES := --set target.devices=cuda:0 --set drafter.devices=cuda:0
+ANSWER_ON := cuda:0
 endif
 
 # Recipes that build begin with this: the same LIBTORCH every time, or cargo would build torch-sys anew.
@@ -31,11 +33,12 @@ help: ## list the commands
 demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train --config configs/demo.toml $(DEVICES) --set "eval.prompt_file=$$prompts"
 
-demo-long: $(LONG_STORE) ## a drafter that learns from the target's own answers, in an hour, then measured on MT-Bench
+demo-long: $(LONG_STORE) ## a drafter that learns from the answers of its target, in an hour; measured on MT-Bench
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; \
 	$(MILL) train --config configs/demo-long.toml $(DEVICES) --set "eval.prompt_file=$$prompts"; \
 	python3 scripts/curve.py runs/demo-long runs/demo-long/curve.svg; \
-	$(MILL) eval --target $(TARGET) --draft runs/demo-long/export --prompts "$$prompts" --max-new-tokens 64 --plot runs/demo-long/acceptance.svg
+	awk 'NR % 10 == 1' "$$prompts" >runs/demo-long/prompts.jsonl; \
+	$(MILL) eval --target $(TARGET) --draft runs/demo-long/export --prompts runs/demo-long/prompts.jsonl --plot runs/demo-long/acceptance.svg
 
 test: tools ## run every test, first without libtorch, then with it
 	@$(TORCH) DRAFTMILL_SMOLLM2_GGUF="$$($(FETCH) smollm2)"; export DRAFTMILL_SMOLLM2_GGUF; \
@@ -83,7 +86,7 @@ $(STORE): configs/demo.toml $(TARGET)/config.json | build
 
 $(ANSWERS): $(TARGET)/config.json | build
 	@$(TORCH) chats="$$($(FETCH) sharegpt)"; \
-	$(MILL) answer --target $(TARGET) --prompts "$$chats" --limit 1200 --turns 1 --max-prompt-tokens 128 --rows 128 --out $@
+	$(MILL) answer --target $(TARGET) --prompts "$$chats" --limit 1200 --turns 1 --max-prompt-tokens 128 --rows 128 --device $(ANSWER_ON) --out $@
 
 $(LONG_STORE): configs/demo-long.toml $(ANSWERS) | build
 	@$(TORCH) $(MILL) prepare --config $< $(DEVICES) --set data.inputs=$(ANSWERS)

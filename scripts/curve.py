@@ -59,9 +59,14 @@ def main():
     predicted = [(step, row["predicted_acceptance"]) for step, row in held_out]
     first = [(step, row["accuracy_by_position"][0] or 0.0) for step, row in held_out]
     highest = max([y for _, y in decoded + predicted] + [1.2])
+    losses, accuracies = smoothed(steps, "loss"), smoothed(steps, "accuracy")
+    measured = [(step, row["loss"]) for step, row in held_out]
+    # The first steps of random weights would press all others together.
+    worst = min(max(y for _, y in losses + measured), 10.0)
+    best = max(y for _, y in accuracies + first) or 0.1
     panels = [
-        ("loss in nats", [("#3b6ea5", "training", smoothed(steps, "loss")), ("#a5643b", "held out", [(s, r["loss"]) for s, r in held_out])], 4.0, 10.0),
-        ("accuracy", [("#3b6ea5", "training, all slots", smoothed(steps, "accuracy")), ("#a5643b", "held out, first slot", first)], 0.0, 0.4),
+        ("loss in nats", [("#3b6ea5", "training", losses), ("#a5643b", "held out", measured)], 0.0, worst),
+        ("accuracy", [("#3b6ea5", "training, all slots", accuracies), ("#a5643b", "held out, first slot", first)], 0.0, best),
         ("tokens per verification", [("#3b6ea5", "decoded, MT-Bench", decoded), ("#a5643b", "predicted by accuracy", predicted)], 1.0, highest),
     ]
     width, height = LEFT + len(panels) * (WIDTH + GAP) - GAP + 24, TOP + HEIGHT + 48
