@@ -1,5 +1,6 @@
 //! The C functions of `shim.cpp`, as they are declared there.
 
+use crate::{Attention, Memory};
 use std::ffi::{c_char, c_int};
 use torch_sys::C_tensor;
 
@@ -16,25 +17,6 @@ pub struct Update {
     pub weight_decay: f64,
     pub step: f64,
     pub divisor: f64,
-}
-
-#[repr(C)]
-#[derive(Default)]
-pub struct Memory {
-    pub allocated: u64,
-    pub reserved: u64,
-    pub peak: u64,
-    pub free: u64,
-    pub total: u64,
-}
-
-#[repr(C)]
-#[derive(Default)]
-pub struct Attention {
-    pub flash: bool,
-    pub efficient: bool,
-    pub math: bool,
-    pub cudnn: bool,
 }
 
 unsafe extern "C" {

@@ -45,7 +45,8 @@ pub struct Update {
 }
 
 /// A GPU's memory as its caching allocator and its driver tell it, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
     /// Held by tensors.
     pub allocated: u64,
@@ -59,7 +60,8 @@ pub struct Memory {
 }
 
 /// The kernels that attention may choose from; process-wide.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Attention {
     pub flash: bool,
     pub efficient: bool,
@@ -124,11 +126,10 @@ pub fn empty_cache(device: Device) -> Result<(), Error> {
 /// The memory of a GPU; `None` for any other device.
 pub fn memory(device: Device) -> Result<Option<Memory>, Error> {
     let Device::Cuda(index) = device else { return Ok(None) };
-    let mut memory = ffi::Memory::default();
+    let mut memory = Memory::default();
     // SAFETY: takes a number and fills a struct of the same layout; a number that names no GPU is an error.
     done(unsafe { ffi::draftmill_memory(number(index), &mut memory) })?;
-    let ffi::Memory { allocated, reserved, peak, free, total } = memory;
-    Ok(Some(Memory { allocated, reserved, peak, free, total }))
+    Ok(Some(memory))
 }
 
 /// Whether products and convolutions of f32 on a GPU may round their operands to TF32 (10 bits of mantissa);
@@ -148,18 +149,16 @@ pub fn tf32_allowed() -> Result<bool, Error> {
 
 /// Sets the kernels that attention may choose from, from the next call of it on.
 pub fn set_attention(kernels: Attention) -> Result<(), Error> {
-    let Attention { flash, efficient, math, cudnn } = kernels;
     // SAFETY: reads a struct of the same layout.
-    done(unsafe { ffi::draftmill_set_attention(&ffi::Attention { flash, efficient, math, cudnn }) })
+    done(unsafe { ffi::draftmill_set_attention(&kernels) })
 }
 
 /// Those in force.
 pub fn attention() -> Result<Attention, Error> {
-    let mut used = ffi::Attention::default();
+    let mut used = Attention::default();
     // SAFETY: fills a struct of the same layout.
     done(unsafe { ffi::draftmill_attention(&mut used) })?;
-    let ffi::Attention { flash, efficient, math, cudnn } = used;
-    Ok(Attention { flash, efficient, math, cudnn })
+    Ok(used)
 }
 
 /// As libtorch's C++ takes them: tch's tensor is a pointer to libtorch's.

@@ -14,9 +14,6 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::{collections::VecDeque, fmt, path::PathBuf};
 
-/// Rows that are longer than this are no prompts.
-const MAX_ROW_BYTES: u64 = 64 << 20;
-
 /// A conversation that is to be answered.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Asked {
@@ -82,7 +79,7 @@ pub struct Questions {
 
 impl Questions {
     pub fn new(paths: Vec<PathBuf>) -> Questions {
-        Questions { inputs: Inputs::new(paths, MAX_ROW_BYTES), chunk: VecDeque::new(), rows: 0 }
+        Questions { inputs: Inputs::new(paths, eval::MAX_ROW_BYTES), chunk: VecDeque::new(), rows: 0 }
     }
 
     /// Bytes of the files that were read so far.

@@ -192,21 +192,22 @@ impl Chat {
     /// Token ids of a conversation that the assistant is about to answer.
     #[cfg(feature = "torch")]
     pub fn prompt(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, String> {
-        let text = self.template.prompt(conversation).map_err(|error| error.to_string())?;
-        // The template has written the special tokens already.
-        let encoding = self.tokenizer.encode(text, false).map_err(|error| error.to_string())?;
-        Ok(encoding.get_ids().to_vec())
+        self.asked(conversation).map_err(|reject| reject.detail)
     }
 
     /// The same, where a row of data is to blame for whatever goes wrong with it.
     #[cfg(feature = "torch")]
     pub fn question(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
-        let made = guarded(|| {
-            let text = self.template.prompt(conversation).map_err(|e| Reason::Template.because(e))?;
-            let encoding = self.tokenizer.encode(text, false).map_err(|e| Reason::Tokenizer.because(e))?;
-            Ok(encoding.get_ids().to_vec())
-        });
+        let made = guarded(|| Ok(self.asked(conversation)?));
         made.unwrap_or_else(|why| Err(Reason::Fault.because(why)))
+    }
+
+    #[cfg(feature = "torch")]
+    fn asked(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
+        let text = self.template.prompt(conversation).map_err(|error| Reason::Template.because(error))?;
+        // The template has written the special tokens already.
+        let encoding = self.tokenizer.encode(text, false).map_err(|error| Reason::Tokenizer.because(error))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// The text of an answer, without special tokens.

@@ -21,7 +21,7 @@ pub use self::{
     figures::{Category, Figures, Record, Report, Step},
     history::{Decoded, EvalLog, HeldOut, History, Measured, best, read as read_history, scores},
     plot::svg,
-    prompts::{Prompt, PromptError, parse, read},
+    prompts::{MAX_ROW_BYTES, Prompt, PromptError, parse, read},
 };
 
 use std::path::PathBuf;

@@ -17,7 +17,7 @@ use std::{
 use thiserror::Error;
 
 /// Rows that are longer than this are no prompts.
-const MAX_ROW_BYTES: u64 = 64 << 20;
+pub const MAX_ROW_BYTES: u64 = 64 << 20;
 
 /// One prompt, of one turn or more.
 #[derive(Clone, Debug, PartialEq)]

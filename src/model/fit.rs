@@ -59,12 +59,9 @@ impl<'a> Fit<'a> {
         let mut start = start;
         // The last tap passes through unchanged, the others and the random part are a fifth of it.
         let newest = (0..config.target_layer_ids.len()).max_by_key(|&tap| config.target_layer_ids[tap]).unwrap_or(0);
-        change(&mut start, "fc.weight", |fc| {
-            let _ = fc.f_mul_scalar_(0.2)?;
-            let mut part = fc.f_narrow(1, newest as i64 * width, width)?;
-            part += Tensor::f_eye(width, (Kind::Float, Device::Cpu))?;
-            Ok(())
-        })?;
+        let fc = start.need_mut("fc.weight")?.f_mul_scalar_(0.2)?;
+        let eye = Tensor::f_eye(width, (Kind::Float, Device::Cpu))?;
+        let _ = fc.f_narrow(1, newest as i64 * width, width)?.f_add_(&eye)?;
         let zeros = |size: &[i64]| Tensor::f_zeros(size, (Kind::Double, Device::Cpu));
         let mask = exact(&shared.embedding.f_get(config.mask_token_id.into())?)?;
         Ok(Fit {
@@ -155,29 +152,22 @@ impl<'a> Fit<'a> {
         )?;
         let factor = (SHARPNESS / (config.head_dim as f64).sqrt()).sqrt();
         for name in ["self_attn.q_norm", "self_attn.k_norm"] {
-            change(&mut self.start, &layer_weight(1, name), |norm| {
-                for &pair in &near {
-                    for dim in [pair, pair + half] {
-                        let _ = norm.f_get(dim as i64)?.f_fill_(factor)?;
-                    }
-                }
-                Ok(())
-            })?;
+            let norm = self.start.need_mut(&layer_weight(1, name))?;
+            for dim in near.iter().flat_map(|&pair| [pair, pair + half]) {
+                let _ = norm.f_get(dim as i64)?.f_fill_(factor)?;
+            }
         }
         self.carry(1, &of_context, &context.square)?;
         for layer in 0..config.num_hidden_layers {
             let shrunk = if layer < 2 { &["mlp.down_proj"][..] } else { &["mlp.down_proj", "self_attn.o_proj"][..] };
             for name in shrunk {
-                change(&mut self.start, &layer_weight(layer, name), |x| {
-                    let _ = x.f_mul_scalar_(0.1)?;
-                    Ok(())
-                })?;
+                let _ = self.start.need_mut(&layer_weight(layer, name))?.f_mul_scalar_(0.1)?;
             }
         }
         // A regression is shorter than what it stands for by as much as it does not know; the norm would hide that.
         let length = self.length(&map, &inputs, &mean)?;
         let scale = self.scale()?.f_mul_scalar(length)?;
-        change(&mut self.start, "norm.weight", |norm| Ok(norm.f_copy_(&scale)?))?;
+        self.start.need_mut("norm.weight")?.f_copy_(&scale)?;
         Ok(self.start)
     }
 
@@ -204,11 +194,8 @@ impl<'a> Fit<'a> {
         let group = config.num_attention_heads / config.num_key_value_heads;
         for (name, heads, of) in [("self_attn.q_proj", kv * group, query), ("self_attn.k_proj", kv, key)] {
             let fitted = place.f_mm(&of.f_unsqueeze(0)?)?.f_repeat([heads as i64, 1])?;
-            change(&mut self.start, &layer_weight(layer, name), |x| {
-                let mut part = x.f_mul_scalar_(REST)?.f_narrow(0, 0, (heads * dim) as i64)?;
-                part += fitted.f_to_kind(Kind::Float)?;
-                Ok(())
-            })?;
+            let rest = self.start.need_mut(&layer_weight(layer, name))?.f_mul_scalar_(REST)?;
+            let _ = rest.f_narrow(0, 0, (heads * dim) as i64)?.f_add_(&fitted.f_to_kind(Kind::Float)?)?;
         }
         Ok(())
     }
@@ -224,19 +211,18 @@ impl<'a> Fit<'a> {
         let (_, axes) = spread.f_linalg_eigh("L")?;
         let axes = axes.f_narrow(1, width - room, room)?;
         let values = axes.f_transpose(0, 1)?.f_mm(map)?.f_to_kind(Kind::Float)?;
-        change(&mut self.start, &layer_weight(layer, "self_attn.v_proj"), |x| {
-            x.f_narrow(0, 0, room)?.f_copy_(&values)?;
-            Ok(x.f_narrow(0, room, kv * dim - room)?.f_zero_().map(drop)?)
-        })?;
+        let into = self.start.need_mut(&layer_weight(layer, "self_attn.v_proj"))?;
+        into.f_narrow(0, 0, room)?.f_copy_(&values)?;
+        let _ = into.f_narrow(0, room, kv * dim - room)?.f_zero_()?;
         // Every query head of a group brings its share of the same values.
         let pad = Tensor::f_zeros([width, kv * dim - room], (Kind::Double, Device::Cpu))?;
         let outputs =
             Tensor::f_cat(&[axes, pad], 1)?.f_view([width, kv, 1, dim])?.f_expand([width, kv, group, dim], false)?;
         let outputs =
             outputs.f_reshape([width, kv * group * dim])?.f_div_scalar(group as f64)?.f_to_kind(Kind::Float)?;
-        change(&mut self.start, &layer_weight(layer, "self_attn.o_proj"), |x| {
-            Ok(x.f_narrow(1, 0, kv * group * dim)?.f_copy_(&outputs)?)
-        })
+        let into = self.start.need_mut(&layer_weight(layer, "self_attn.o_proj"))?;
+        into.f_narrow(1, 0, kv * group * dim)?.f_copy_(&outputs)?;
+        Ok(())
     }
 
     fn rows(&self, tokens: &[i64]) -> Result<Tensor, ModelError> {
@@ -310,16 +296,6 @@ fn ridge(square: &Tensor, target: &Tensor, ridge: f64) -> Result<Tensor, ModelEr
 
 fn exact(x: &Tensor) -> Result<Tensor, ModelError> {
     Ok(x.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)
-}
-
-fn change(
-    params: &mut ParamSet,
-    name: &str,
-    by: impl FnOnce(&mut Tensor) -> Result<(), ModelError>,
-) -> Result<(), ModelError> {
-    let place = params.names().iter().position(|known| known == name);
-    let place = place.ok_or_else(|| ModelError::Input(format!("the drafter's weights lack `{name}`")))?;
-    by(&mut params.tensors_mut()[place])
 }
 
 #[cfg(test)]

@@ -66,6 +66,13 @@ impl ParamSet {
         self.get(name).ok_or_else(|| ModelError::Input(format!("the drafter's weights lack `{name}`")))
     }
 
+    pub fn need_mut(&mut self, name: &str) -> Result<&mut Tensor, ModelError> {
+        match self.names.binary_search_by(|known| known.as_str().cmp(name)) {
+            Ok(index) => Ok(&mut self.tensors[index]),
+            Err(_) => Err(ModelError::Input(format!("the drafter's weights lack `{name}`"))),
+        }
+    }
+
     pub fn into_pairs(self) -> Vec<(String, Tensor)> {
         self.names.into_iter().zip(self.tensors).collect()
     }

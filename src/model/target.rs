@@ -184,10 +184,8 @@ impl Target {
 
     /// What a drafter on the same device shares with this target, at no cost. Needs [`Depth::Whole`].
     pub fn shared(&self) -> Result<Shared, ModelError> {
-        match &self.top {
-            Some(top) => Ok(Shared { embedding: self.embedding.shallow_clone(), head: top.head.shallow_clone() }),
-            None => Err(ModelError::Input("the head is not loaded, only the target's lower layers are".into())),
-        }
+        let top = self.top("a shared head needs")?;
+        Ok(Shared { embedding: self.embedding.shallow_clone(), head: top.head.shallow_clone() })
     }
 
     /// Residual streams after the layers `taps`, side by side, of the real tokens alone: `[tokens, taps * hidden]` of
@@ -206,18 +204,12 @@ impl Target {
         each: usize,
     ) -> Result<(Tensor, Teacher), ModelError> {
         let _no_grad = tch::no_grad_guard();
-        let (packed, x) = self.tapped(rows, taps, out, true)?;
         let vocab = self.config.vocab_size;
         if !(1..=vocab).contains(&each) {
             return Err(ModelError::Input(format!("{each} labels at each place do not fit a vocabulary of {vocab}")));
         }
-        let Some(top) = &self.top else {
-            return Err(ModelError::Input("labels need the whole target, but only its lower layers are loaded".into()));
-        };
-        let x = match rows.real_positions(self.device)? {
-            Some(real) => x.f_index_select(0, &real)?,
-            None => x,
-        };
+        let top = self.top("labels need")?;
+        let (packed, x) = self.tapped(rows, taps, out, true)?;
         let (mut said, mut shares) = (Vec::new(), Vec::new());
         // Logits of all tokens at once would be larger than anything else here.
         for part in spans(x.size()[0], HEAD_ROWS) {
@@ -266,23 +258,18 @@ impl Target {
     /// Taps in the target's own number type, and what its head reads, `[tokens, hidden]`. Needs [`Depth::Whole`].
     pub fn taps_and_last(&self, rows: &Rows<'_>, taps: &[usize]) -> Result<(Tensor, Tensor), ModelError> {
         let _no_grad = tch::no_grad_guard();
+        let norm = self.final_norm()?;
         let (packed, x) = self.tapped(rows, taps, self.kind, true)?;
-        let x = match rows.real_positions(self.device)? {
-            Some(real) => x.f_index_select(0, &real)?,
-            None => x,
-        };
-        Ok((packed, rms_norm(&x, self.final_norm()?, self.config.rms_norm_eps)?))
+        Ok((packed, rms_norm(&x, norm, self.config.rms_norm_eps)?))
     }
 
     /// Weight of the norm before the head, `[hidden]`. Needs [`Depth::Whole`].
     pub fn final_norm(&self) -> Result<&Tensor, ModelError> {
-        match &self.top {
-            Some(top) => Ok(&top.norm),
-            None => Err(ModelError::Input("the final norm is not loaded, only the target's lower layers are".into())),
-        }
+        Ok(&self.top("the final norm needs")?.norm)
     }
 
-    /// Taps, and the residual stream of the padded rows after the last layer that was computed.
+    /// Taps of the real tokens, and the residual stream after the last layer that was computed: of the real tokens too where
+    /// that is the target's last, of the padded rows where nobody reads it.
     fn tapped(&self, rows: &Rows<'_>, taps: &[usize], out: Kind, whole: bool) -> Result<(Tensor, Tensor), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let last = taps.iter().copied().max().unwrap_or(0);
@@ -293,19 +280,26 @@ impl Target {
         let width = self.config.hidden_size as i64;
         let packed = Tensor::f_empty([rows.tokens(), taps.len() as i64 * width], (out, self.device))?;
         let real = rows.real_positions(self.device)?;
+        let kept = |x: &Tensor| match &real {
+            Some(real) => x.f_index_select(0, real),
+            None => Ok(x.shallow_clone()),
+        };
         let (mut x, table) = self.start(rows)?;
         let depth = if whole { self.layers.len() } else { last + 1 };
         for (index, layer) in self.layers.iter().enumerate().take(depth) {
             x = self.layer(layer, &x, &table, rows)?;
             for place in (0..taps.len()).filter(|&place| taps[place] == index) {
-                let kept = match &real {
-                    Some(real) => x.f_index_select(0, real)?,
-                    None => x.shallow_clone(),
-                };
-                packed.f_narrow(1, place as i64 * width, width)?.f_copy_(&kept)?;
+                packed.f_narrow(1, place as i64 * width, width)?.f_copy_(&kept(&x)?)?;
             }
         }
+        let x = if whole { kept(&x)? } else { x };
         Ok((packed, x))
+    }
+
+    /// What lies above the layers, for whatever `needs` it.
+    fn top(&self, needs: &str) -> Result<&Top, ModelError> {
+        let missing = || ModelError::Input(format!("{needs} the whole target, but only its lower layers are loaded"));
+        self.top.as_ref().ok_or_else(missing)
     }
 
     /// Logits of rows of the residual stream after the last layer.
@@ -316,9 +310,7 @@ impl Target {
     /// A whole forward with every intermediate result. Needs [`Depth::Whole`]. What stands on padding is arbitrary.
     pub fn trace(&self, rows: &Rows<'_>) -> Result<Trace, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        let Some(top) = &self.top else {
-            return Err(ModelError::Input("logits need the whole target, but only its lower layers are loaded".into()));
-        };
+        let top = self.top("logits need")?;
         let (count, width) = rows.padded();
         let (mut x, table) = self.start(rows)?;
         let wide = |x: &Tensor| x.f_reshape([count, width, -1]);

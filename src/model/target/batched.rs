@@ -28,11 +28,7 @@ impl Target {
     /// Gives what [`Target::logits`] takes of the last token of each, `[sequences, hidden]`. Needs [`super::Depth::Whole`].
     pub fn advance(&self, cache: &mut Shelves, next: &[i32], prompts: &[&[i32]]) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        let Some(top) = &self.top else {
-            return Err(ModelError::Input(
-                "decoding needs the whole target, but only its lower layers are loaded".into(),
-            ));
-        };
+        let top = self.top("decoding needs")?;
         if next.len() != cache.len() || prompts.iter().any(|prompt| prompt.is_empty()) {
             let (tokens, held) = (next.len(), cache.len());
             return Err(ModelError::Input(format!(

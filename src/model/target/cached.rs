@@ -24,11 +24,7 @@ impl Target {
     /// those and keeps none: [`KvCache::keep`] says how many count. Needs [`super::Depth::Whole`].
     pub fn extend(&self, cache: &mut KvCache, ids: &[i32], taps: &[usize]) -> Result<Extended, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        let Some(top) = &self.top else {
-            return Err(ModelError::Input(
-                "decoding needs the whole target, but only its lower layers are loaded".into(),
-            ));
-        };
+        let top = self.top("decoding needs")?;
         if let Some(tap) = taps.iter().find(|&&tap| tap >= self.layers.len()) {
             let have = self.layers.len();
             return Err(ModelError::Input(format!("layer {tap} is tapped, but the target has {have} layers")));
@@ -70,9 +66,6 @@ impl Target {
     /// Logits `[rows, vocab]` of rows after the final norm. Needs [`super::Depth::Whole`].
     pub fn logits(&self, normed: &Tensor) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        match &self.top {
-            Some(top) => linear(normed, &top.head, None),
-            None => Err(ModelError::Input("logits need the whole target, but only its lower layers are loaded".into())),
-        }
+        linear(normed, &self.top("logits need")?.head, None)
     }
 }
