@@ -421,10 +421,11 @@ proptest! {
         stops in prop::collection::vec(0_u32..1000, 0..3), killed: bool, close: bool,
     ) {
         let broken = |&(slowness, every): &(f64, u64)| Breakage {
-            slowness: Some(slowness), every: Some((every, Wrong::Fail)), poison, indigestible, ..Breakage::default()
+            slowness: Some(slowness), every: Some((every, Wrong::Fail)), mercy: Some(3), poison, indigestible, ..Breakage::default()
         };
         let healthy = Breakage { poison, indigestible, ..Breakage::default() };
         let mut plain = replaying(vec![healthy.clone()], vec![healthy]);
+        // More than all engines together take from a job that can be trained.
         plain.max_attempts = 30;
         plain.epoch_barrier = barrier;
         plain.pool.replay_window = window;

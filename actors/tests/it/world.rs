@@ -18,6 +18,7 @@ use draftmill_actors::{
 };
 use std::{
     collections::BTreeMap,
+    collections::HashMap,
     future::Future,
     pin::Pin,
     sync::{
@@ -85,6 +86,9 @@ pub struct Breakage {
     pub poison: Option<u32>,
     /// A target cannot extract the jobs whose real tokens are 3 modulo this, however often it tries.
     pub indigestible: Option<u64>,
+    /// No job is struck more often than this by one engine. Chance would spare it sooner or later; turns can fall on one job
+    /// for ever.
+    pub mercy: Option<u32>,
     /// Only up to this unit of work.
     pub until: Option<u64>,
     /// Restarts that fail before one helps.
@@ -308,15 +312,25 @@ impl World {
 struct Trouble {
     breakage: Breakage,
     count: u64,
+    struck: HashMap<JobId, u32>,
 }
 
 impl Trouble {
-    async fn strike(&mut self) -> Option<Wrong> {
+    fn new(breakage: Breakage) -> Self {
+        Self { breakage, count: 0, struck: HashMap::new() }
+    }
+
+    async fn strike(&mut self, job: JobId) -> Option<Wrong> {
         self.count += 1;
         let (n, wrong) = self.breakage.every?;
         if !self.count.is_multiple_of(n) || self.breakage.until.is_some_and(|last| self.count > last) {
             return None;
         }
+        let struck = self.struck.entry(job).or_default();
+        if self.breakage.mercy.is_some_and(|most| *struck >= most) {
+            return None;
+        }
+        *struck += 1;
         match wrong {
             Wrong::Panic => panic!("the engine panicked on purpose"),
             Wrong::QuietPanic => std::panic::resume_unwind(Box::new("the engine panicked on purpose")),
@@ -337,7 +351,7 @@ pub struct BreakableTarget {
 
 impl BreakableTarget {
     fn new(costs: CostModel, slowness: f64, breakage: Breakage, count: Option<Arc<AtomicU64>>) -> Self {
-        Self { inner: SimTarget::new(costs, slowness), trouble: Trouble { breakage, count: 0 }, lost: false, count }
+        Self { inner: SimTarget::new(costs, slowness), trouble: Trouble::new(breakage), lost: false, count }
     }
 }
 
@@ -357,7 +371,7 @@ impl TargetEngine for BreakableTarget {
             return Err(EngineError::Lost("the device is still off the bus".into()));
         }
         self.lost = true; // should it panic
-        let wrong = self.trouble.strike().await;
+        let wrong = self.trouble.strike(batch.job).await;
         self.lost = wrong == Some(Wrong::Lose);
         let indigestible = self.trouble.breakage.indigestible.is_some_and(|n| batch.tokens() % n == 3);
         let mut features = self.inner.extract(batch).await?;
@@ -395,7 +409,7 @@ pub struct BreakableDrafter {
 
 impl BreakableDrafter {
     fn new(costs: CostModel, slowness: f64, breakage: Breakage) -> Self {
-        Self { inner: SimDrafter::new(costs, slowness), trouble: Trouble { breakage, count: 0 } }
+        Self { inner: SimDrafter::new(costs, slowness), trouble: Trouble::new(breakage) }
     }
 }
 
@@ -413,7 +427,7 @@ impl DraftEngine for BreakableDrafter {
         if self.trouble.breakage.poison.is_some_and(|n| job.index % n == 3) {
             return failed(EngineError::Failed("poison".into()));
         }
-        let struck = self.trouble.strike().await;
+        let struck = self.trouble.strike(job).await;
         match struck {
             Some(Wrong::Fail) => {
                 // In the middle of the work: by then the next batch has been drawn.
