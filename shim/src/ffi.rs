@@ -1,7 +1,7 @@
 //! The C functions of `shim.cpp`, as they are declared there.
 
 use crate::{Attention, Memory};
-use std::ffi::{c_char, c_int};
+use std::ffi::{c_char, c_int, c_void};
 use torch_sys::C_tensor;
 
 pub const DONE: c_int = 0;
@@ -30,6 +30,7 @@ unsafe extern "C" {
         update: *const Update,
     ) -> c_int;
     pub fn draftmill_norm(tensors: *const *const C_tensor, count: usize, norm: *mut f64) -> c_int;
+    pub fn draftmill_each(count: i64, work: extern "C" fn(*mut c_void, i64), context: *mut c_void) -> c_int;
     pub fn draftmill_empty_cache(index: c_int) -> c_int;
     pub fn draftmill_memory(index: c_int, memory: *mut Memory) -> c_int;
     pub fn draftmill_allow_tf32(allow: bool) -> c_int;

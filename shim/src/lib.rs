@@ -1,4 +1,5 @@
-//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, a GPU's memory, and switches.
+//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, work shared out over an operation's
+//! threads, a GPU's memory, and switches.
 //!
 //! `shim.cpp` beside this file does the work, against the libtorch that tch links and without any CUDA header: what
 //! only a GPU has answers with a sentence where there is none. Errors have a slot of their own, so nothing is left
@@ -10,7 +11,10 @@ mod ffi;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Mutex;
+use std::thread;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
@@ -111,6 +115,38 @@ pub fn norm(tensors: &[Tensor]) -> Result<f64, Error> {
     // SAFETY: a list of live tensors, borrowed for the call.
     done(unsafe { ffi::draftmill_norm(tensors.as_ptr(), tensors.len(), &mut norm) })?;
     Ok(norm)
+}
+
+/// What `work` gives of each of `0..count`, shared out over the threads that an operation of the CPU may use. Operations inside stay
+/// on the thread that calls them. Threads have grad mode as its last user left it. A panic goes on in the caller.
+pub fn each<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Result<Vec<T>, Error> {
+    let call = Call { work, results: (0..count).map(|_| Mutex::new(None)).collect() };
+    // SAFETY: the call lives until all numbers are done, `run_one` is made for its type, and threads only share it.
+    done(unsafe { ffi::draftmill_each(count as i64, run_one(&call), (&raw const call).cast_mut().cast()) })?;
+    let results = call.results.into_iter().map(|slot| match slot.into_inner() {
+        Ok(Some(Ok(result))) => Ok(result),
+        Ok(Some(Err(panic))) => resume_unwind(panic),
+        _ => Err(Error::Failed("libtorch left a share of the work out".into())),
+    });
+    results.collect()
+}
+
+struct Call<T, W> {
+    work: W,
+    results: Vec<Mutex<Option<thread::Result<T>>>>,
+}
+
+/// The function that runs one number of such a call. No panic leaves it.
+fn run_one<T: Send, W: Fn(usize) -> T + Sync>(_: &Call<T, W>) -> extern "C" fn(*mut c_void, i64) {
+    extern "C" fn run<T: Send, W: Fn(usize) -> T + Sync>(context: *mut c_void, number: i64) {
+        // SAFETY: what `each` passes.
+        let call = unsafe { &*context.cast_const().cast::<Call<T, W>>() };
+        let result = catch_unwind(AssertUnwindSafe(|| (call.work)(number as usize)));
+        if let Some(Ok(mut slot)) = call.results.get(number as usize).map(Mutex::lock) {
+            *slot = Some(result);
+        }
+    }
+    run::<T, W>
 }
 
 /// Gives memory back that the allocator keeps and no tensor touches: that of all GPUs, as libtorch knows no finer

@@ -5,9 +5,11 @@
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
@@ -191,6 +193,22 @@ int draftmill_norm(at::Tensor* const* tensors, size_t count, double* norm) noexc
     const Tensors each = at::_foreach_norm(list, 2);
     // The one moment at which the host waits for the device.
     *norm = at::linalg_vector_norm(at::stack(each), 2).item<double>();
+  });
+}
+
+// Hands each number from 0 to one thread of those that an operation may use. An iterator over the numbers does that without
+// OpenMP here, whose runtime has to be libtorch's own; what is called inside finds itself in parallel and stays on its thread.
+int draftmill_each(int64_t count, void (*work)(void*, int64_t), void* context) {
+  return guarded([&] {
+    const at::Tensor numbers = at::arange(count, at::kLong);
+    auto iterator = at::TensorIterator::borrowing_nullary_op(numbers);
+    iterator.for_each(
+        [&](char** data, const int64_t* strides, int64_t size) {
+          for (int64_t i = 0; i < size; ++i) {
+            work(context, *reinterpret_cast<const int64_t*>(data[0] + i * strides[0]));
+          }
+        },
+        1);
   });
 }
 

@@ -1,6 +1,7 @@
 //! What can be seen on a CPU: the kernels against their formulas, what they refuse, and how failures come across.
 
 use super::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::Kind;
 
 const CPU: Device = Device::Cpu;
@@ -151,4 +152,48 @@ fn the_thread_tracks_gradients_as_before() {
     let _no_grad = tch::no_grad_guard();
     norm(&[leaf.shallow_clone()]).unwrap();
     assert!(!tracked());
+}
+
+/// Each number once, on as many threads as an operation has; operations inside stay on theirs.
+#[test]
+fn work_is_shared_out_once_and_stays_on_its_threads() {
+    tch::set_num_threads(2);
+    // Each waits for the other: a thread alone would never see the second begin.
+    let begun = AtomicUsize::new(0);
+    let met = each(2, |_| {
+        begun.fetch_add(1, Ordering::SeqCst);
+        (0..10_000).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            begun.load(Ordering::SeqCst) == 2
+        })
+    });
+    assert_eq!(met, Ok(vec![true, true]));
+    let x = values(3, &[300, 300]);
+    let x = Alone(x);
+    let sums = each(40, |number| {
+        let Alone(x) = &x;
+        (x.matmul(x) * number as f64).sum(Kind::Double).double_value(&[])
+    });
+    let sums = sums.unwrap();
+    let once = x.0.matmul(&x.0).sum(Kind::Double).double_value(&[]);
+    assert!(sums.iter().enumerate().all(|(i, sum)| (sum - once * i as f64).abs() < 1e-3 * once.abs() * (1 + i) as f64));
+    assert_eq!(each(0, |number| number), Ok(Vec::new()));
+}
+
+struct Alone(Tensor);
+// SAFETY: the test only reads it.
+unsafe impl Sync for Alone {}
+
+#[test]
+fn a_panic_of_shared_work_goes_on_in_the_caller_and_the_rest_is_done() {
+    let done = AtomicUsize::new(0);
+    let panicked = std::panic::catch_unwind(|| {
+        each(5, |number| {
+            assert_ne!(number, 3, "three");
+            done.fetch_add(1, Ordering::Relaxed);
+        })
+    });
+    assert!(panicked.is_err());
+    assert_eq!(done.load(Ordering::Relaxed), 4);
+    assert_eq!(each(3, |number| number).unwrap(), [0, 1, 2]);
 }

@@ -22,7 +22,7 @@ pub fn in_pieces(
     while let Some(piece) = left.pop() {
         let count = piece.count();
         if count > most.0 {
-            left.extend(piece.halves());
+            left.extend(piece.parts(2));
             continue;
         }
         match compute(&piece) {

@@ -64,18 +64,26 @@ impl Anchors {
         self.rows.iter().map(Vec::len).sum()
     }
 
-    /// Its blocks in two parts of about the same size, for the same rows; none of two blocks or more is empty.
-    pub fn halves(&self) -> [Anchors; 2] {
-        let half = self.count() / 2;
-        let mut seen = 0;
-        let mut parts = [Anchors::default(), Anchors::default()];
-        for row in &self.rows {
-            let cut = half.saturating_sub(seen).min(row.len());
-            parts[0].rows.push(row[..cut].to_vec());
-            parts[1].rows.push(row[cut..].to_vec());
-            seen += row.len();
-        }
-        parts
+    /// Of each row: the largest anchor, before which lies all that its blocks see; 0 without anchors.
+    pub fn cuts(&self) -> Vec<i64> {
+        self.rows.iter().map(|row| row.last().copied().unwrap_or(0).into()).collect()
+    }
+
+    /// Its blocks in `count` parts of about the same size, for the same rows; none is empty where there are as many blocks.
+    pub fn parts(&self, count: usize) -> Vec<Anchors> {
+        let all = self.count();
+        let part = |number: usize| {
+            let (from, to) = (all * number / count, all * (number + 1) / count);
+            let mut seen = 0;
+            let rows = self.rows.iter().map(|row| {
+                let place = |at: usize| at.saturating_sub(seen).min(row.len());
+                let mine = row[place(from)..place(to)].to_vec();
+                seen += row.len();
+                mine
+            });
+            Anchors { rows: rows.collect() }
+        };
+        (0..count).map(part).collect()
     }
 
     /// Refuses anchors outside their rows, out of order, or for another number of rows.

@@ -7,10 +7,9 @@ use super::rope::{Rope, RopeTable};
 use crate::hf::draft::{DraftConfig, LayerType};
 use tch::{Device, Kind, Tensor};
 
-/// All blocks of a micro-batch as one flat list in row order, with the context that they can see.
+/// Blocks of a micro-batch as one flat list in row order, and what of its context they see.
 pub struct Blocks {
-    /// Hidden states before the largest anchor of each row, `[context, taps * hidden]`; `None` when no block sees any.
-    pub context: Option<Tensor>,
+    /// Positions of the context: of each row the tokens before its largest anchor.
     pub context_table: RopeTable,
     pub slot_table: RopeTable,
     /// `[blocks + 1]`: the anchors' tokens, and the mask token, which all other slots hold.
@@ -22,7 +21,7 @@ pub struct Blocks {
 
 /// Neighbouring blocks of one row, and the part of the row's context that they see together.
 pub struct View {
-    /// Place of the first visible token in [`Blocks::context`], and the number of tokens.
+    /// Place of the first visible token in the context, and the number of tokens.
     pub start: i64,
     pub len: i64,
     /// Place of the first slot, and the number of slots.
@@ -65,9 +64,9 @@ impl Blocks {
         let size = config.block_size as i64;
         let has = |layer_type| config.layer_types.contains(&layer_type);
         let window = config.sliding_window.map(|window| window as i64);
-        let (mut full, mut sliding, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut full, mut sliding) = (Vec::new(), Vec::new());
         let (mut context_positions, mut slot_positions) = (Vec::new(), Vec::new());
-        for (row, offset) in anchors.rows.iter().zip(batch.offsets()) {
+        for (row, cut) in anchors.rows.iter().zip(anchors.cuts()) {
             let row: Vec<i64> = row.iter().map(|&anchor| i64::from(anchor)).collect();
             let row_start = context_positions.len() as i64;
             for group in row.chunks((group_slots / config.block_size).max(1)) {
@@ -80,16 +79,11 @@ impl Blocks {
                 }
                 slot_positions.extend(group.iter().flat_map(|&anchor| anchor..anchor + size));
             }
-            // Nothing at or after a row's largest anchor is visible to any of its blocks.
-            if let Some(&cut) = row.last().filter(|&&cut| cut > 0) {
-                parts.push(batch.hidden.f_narrow(0, offset as i64, cut)?);
-                context_positions.extend(0..cut);
-            }
+            context_positions.extend(0..cut);
         }
         let mut ids = anchors.ids(batch);
         ids.push(config.mask_token_id.into());
         Ok(Blocks {
-            context: if parts.is_empty() { None } else { Some(Tensor::f_cat(&parts, 0)?) },
             context_table: rope.table(&context_positions, kind)?,
             slot_table: rope.table(&slot_positions, kind)?,
             ids: Tensor::f_from_slice(&ids)?.f_to_device(device)?,

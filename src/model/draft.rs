@@ -8,8 +8,9 @@ use super::load::weight;
 use super::loss::{Labels, Tile, head_loss};
 use super::ops::wide;
 use super::params::{Gradient, ParamSet, Weights};
-use super::pass::Pass;
+use super::pass::{self, Context, Gradients, Pass, WeightGradients};
 use super::rope::Rope;
+use super::shares::side_by_side;
 use super::weighting::{Weighting, d_pace};
 use crate::hf::config::{RopeScaling, TargetConfig};
 use crate::hf::draft::DraftConfig;
@@ -129,18 +130,66 @@ impl Drafter {
         anchors: &Anchors,
     ) -> Result<(MicroReport, Option<Gradient>), ModelError> {
         self.check(batch, anchors)?;
-        let (tokens, count) = (batch.ids.len() as u64, anchors.count() as u64);
+        let _no_grad = tch::no_grad_guard();
+        let weights = pass::Weights::new(&self.config, &self.params, self.options.kind)?;
+        let context = Context::new(batch, anchors, &weights, self.config.rms_norm_eps)?;
+        let shares = anchors.parts(self.shares(anchors));
+        // SAFETY: a share makes tensors of its own from weights, context and features, and writes to none of these.
+        let trained = unsafe { side_by_side(&shares, |share| self.share(batch, share, &weights, context.as_ref())) }?;
+
+        let mut total = MicroReport { tokens: batch.ids.len() as u64, ..MicroReport::default() };
+        let (mut sum, mut d_context) = (None::<WeightGradients>, None);
+        for (share, (report, gradients)) in shares.iter().zip(trained) {
+            total.add(&report);
+            let Some(Gradients { weights, context: of_context }) = gradients else { continue };
+            match &mut sum {
+                None => sum = Some(weights),
+                Some(sum) => sum.add(weights)?,
+            }
+            if let (Some(context), Some(part)) = (&context, of_context) {
+                context.add(&mut d_context, share, part)?;
+            }
+        }
+        let Some(sum) = sum else { return Ok((total, None)) };
+        let of_context = match (&context, &d_context) {
+            (Some(context), Some(gradient)) => Some(context.backward(gradient, &weights)?),
+            _ => None,
+        };
+        Ok((total, Some(sum.into_gradient(of_context, &self.config, &self.params)?)))
+    }
+
+    /// What the head sees of every slot, `[blocks * block_size, hidden]`, block after block. Without gradients.
+    pub fn hidden(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Tensor, ModelError> {
+        self.check(batch, anchors)?;
+        let _no_grad = tch::no_grad_guard();
+        let weights = pass::Weights::new(&self.config, &self.params, self.options.kind)?;
+        let context = Context::new(batch, anchors, &weights, self.config.rms_norm_eps)?;
+        let blocks = self.blocks(batch, anchors)?;
+        let pass = self.pass(&blocks, anchors, &weights, context.as_ref())?;
+        pass.hidden(self.shared.embedding.f_index_select(0, &blocks.ids)?)
+    }
+
+    /// Loss and gradients of some of the blocks, and nothing where none of their slots is supervised. Tokens are left to whoever
+    /// knows all blocks.
+    fn share(
+        &self,
+        batch: &Packed<'_>,
+        anchors: &Anchors,
+        weights: &pass::Weights,
+        context: Option<&Context>,
+    ) -> Result<(MicroReport, Option<Gradients>), ModelError> {
+        // On each thread anew: grad mode is the thread's.
+        let _no_grad = tch::no_grad_guard();
+        let mut report = MicroReport { anchors: anchors.count() as u64, ..MicroReport::default() };
         let size = self.config.block_size;
         let slots = anchors.slots(batch, size, self.options.weighting.gamma());
         if slots.places.is_empty() {
-            return Ok((MicroReport { anchors: count, tokens, ..MicroReport::default() }, None));
+            return Ok((report, None));
         }
         let device = self.options.device;
         let places = Tensor::f_from_slice(&slots.places)?.f_to(device)?;
-
-        let _no_grad = tch::no_grad_guard();
         let blocks = self.blocks(batch, anchors)?;
-        let pass = Pass::new(&self.config, &self.params, &blocks, &self.options)?;
+        let pass = self.pass(&blocks, anchors, weights, context)?;
         let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &places)?;
         let mut loss = head_loss(&hidden, &self.shared.head, &Labels::of(&slots, device)?, self.options.tile)?;
         let weights = match self.options.weighting {
@@ -148,33 +197,37 @@ impl Drafter {
             Weighting::DPace(alpha) => d_pace(&loss.surprise, &places, size as i64, alpha)?,
         };
         let d_hidden = loss.gradient.f_mul_(&weights.f_unsqueeze(1)?)?;
-        let gradient = pass.backward(tape, &d_hidden, &self.params)?;
+        let gradients = pass.backward(tape, &d_hidden)?;
 
-        let numerator = loss.losses.f_mul(&weights)?.f_sum(Kind::Double)?.f_double_value(&[])?;
-        let correct = loss.correct.f_sum(Kind::Int64)?.f_int64_value(&[])?;
-        let report = MicroReport {
-            loss_numerator: numerator,
-            // D-PACE's weights are no share of anything: there it is the number of slots, over all drafters alike.
-            loss_denominator: slots.weights.iter().map(|&weight| f64::from(weight)).sum(),
-            correct: correct as f64,
-            supervised: slots.places.len() as f64,
-            anchors: count,
-            tokens,
-        };
-        Ok((report, Some(gradient)))
+        report.loss_numerator = loss.losses.f_mul(&weights)?.f_sum(Kind::Double)?.f_double_value(&[])?;
+        // D-PACE's weights are no share of anything: there it is the number of slots, over all drafters alike.
+        report.loss_denominator = slots.weights.iter().map(|&weight| f64::from(weight)).sum();
+        report.correct = loss.correct.f_sum(Kind::Int64)?.f_int64_value(&[])? as f64;
+        report.supervised = slots.places.len() as f64;
+        Ok((report, Some(gradients)))
     }
 
-    /// What the head sees of every slot, `[blocks * block_size, hidden]`, block after block. Without gradients.
-    pub fn hidden(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Tensor, ModelError> {
-        self.check(batch, anchors)?;
-        let _no_grad = tch::no_grad_guard();
-        let blocks = self.blocks(batch, anchors)?;
-        let pass = Pass::new(&self.config, &self.params, &blocks, &self.options)?;
-        pass.hidden(self.shared.embedding.f_index_select(0, &blocks.ids)?)
+    /// Threads that share these blocks. A GPU computes all at once; on a CPU each thread takes some, but none that would not fill
+    /// a group.
+    pub fn shares(&self, anchors: &Anchors) -> usize {
+        let most = anchors.count() / (self.options.group_slots / self.config.block_size).max(1);
+        let threads = if self.options.device == Device::Cpu { tch::get_num_threads() } else { 1 };
+        usize::try_from(threads).unwrap_or(1).min(most).max(1)
     }
 
     fn blocks(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Blocks, ModelError> {
         Blocks::new(&self.config, &self.rope, batch, anchors, self.options.group_slots, self.options.kind)
+    }
+
+    fn pass<'a>(
+        &'a self,
+        blocks: &'a Blocks,
+        anchors: &Anchors,
+        weights: &'a pass::Weights,
+        context: Option<&Context>,
+    ) -> Result<Pass<'a>, ModelError> {
+        let seen = context.map(|context| context.seen_by(anchors)).transpose()?.flatten();
+        Pass::new(&self.config, weights, blocks, seen, self.options.recompute)
     }
 
     fn check(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<(), ModelError> {

@@ -4,6 +4,7 @@
 //! `layers` has the same layers in their plain form, for the oracle that this one must agree with and for decoding.
 
 mod attention;
+mod context;
 mod heads;
 mod layer;
 mod mlp;
@@ -12,20 +13,21 @@ mod weights;
 
 use super::ModelError;
 use super::blocks::Blocks;
-use super::draft::DraftOptions;
-use super::params::{Gradient, ParamSet};
 use crate::hf::draft::DraftConfig;
-use layer::{Ends, Kept, Layer, Shape, product};
+use layer::{Ends, Kept, Layer, Shape};
 use tch::Tensor;
-use weights::{ContextGradients, WeightGradients, Weights};
 
-/// One micro-batch on its way through the drafter.
+pub use context::Context;
+pub use weights::{WeightGradients, Weights};
+
+/// Blocks of a micro-batch on their way through the drafter.
 pub struct Pass<'a> {
     config: &'a DraftConfig,
     blocks: &'a Blocks,
-    weights: Weights,
+    weights: &'a Weights,
     turns: Turns,
-    context: Option<Context>,
+    /// Keys and values of what the blocks see, of all layers: `[tokens, layers * 2 * kv_heads * head_dim]`.
+    context: Option<Tensor>,
     recompute: bool,
 }
 
@@ -50,38 +52,28 @@ struct Turns {
     context: super::rope::Turn,
 }
 
-/// The context feature that all layers share, from tapped hidden states.
-struct Context {
-    /// `[tokens, taps * hidden]`
-    hidden: Tensor,
-    /// `[tokens, hidden]`, before the norm and after it.
-    mixed: Tensor,
-    scale: Tensor,
-    feature: Tensor,
-    /// `[tokens, layers * 2 * kv_heads * head_dim]`
-    keys_values: Tensor,
+/// What [`Pass::backward`] gives.
+pub struct Gradients {
+    pub weights: WeightGradients,
+    /// Of the context's keys and values.
+    pub context: Option<Tensor>,
 }
 
 impl<'a> Pass<'a> {
     /// Grad mode must be off, here and in what follows.
     pub fn new(
         config: &'a DraftConfig,
-        params: &ParamSet,
+        weights: &'a Weights,
         blocks: &'a Blocks,
-        options: &DraftOptions,
+        context: Option<Tensor>,
+        recompute: bool,
     ) -> Result<Pass<'a>, ModelError> {
-        let kind = options.kind;
-        let weights = Weights::new(config, params, kind)?;
         let turns = Turns {
             query: blocks.slot_table.turn((config.head_dim as f64).powf(-0.5))?,
             key: blocks.slot_table.turn(1.0)?,
             context: blocks.context_table.turn(1.0)?,
         };
-        let context = match &blocks.context {
-            Some(hidden) => Some(Context::new(hidden.f_to_kind(kind)?, &weights, config.rms_norm_eps)?),
-            None => None,
-        };
-        Ok(Pass { config, blocks, weights, turns, context, recompute: options.recompute })
+        Ok(Pass { config, blocks, weights, turns, context, recompute })
     }
 
     /// What the head sees of the slots at `places`, `[places, hidden]`. `x [blocks + 1, hidden]` are the embeddings of the
@@ -98,8 +90,8 @@ impl<'a> Pass<'a> {
         Ok(norm::forward(&self.residual(x, None, drop)?, &self.weights.norm, self.config.rms_norm_eps)?.0)
     }
 
-    /// The gradient of every weight from that of what [`Pass::forward`] gave. Consumes the tape as it goes.
-    pub fn backward(&self, tape: Tape, d_hidden: &Tensor, params: &ParamSet) -> Result<Gradient, ModelError> {
+    /// Gradients from that of what [`Pass::forward`] gave. Consumes the tape as it goes.
+    pub fn backward(&self, tape: Tape, d_hidden: &Tensor) -> Result<Gradients, ModelError> {
         let Tape { layers, last, scale, places } = tape;
         let kind = last.f_kind()?;
         let (d_last, d_norm) = norm::backward(d_hidden, &last, &scale, &self.weights.norm)?;
@@ -120,11 +112,11 @@ impl<'a> Pass<'a> {
         }
         layer_gradients.reverse();
         d_keys_values.reverse();
-        let context = match &self.context {
-            Some(context) => Some(context.backward(&Tensor::f_cat(&d_keys_values, 1)?, &self.weights)?),
-            None => None,
+        let context = match d_keys_values.is_empty() {
+            true => None,
+            false => Some(Tensor::f_cat(&d_keys_values, 1)?),
         };
-        WeightGradients { norm: d_norm, context, layers: layer_gradients }.into_gradient(self.config, params)
+        Ok(Gradients { weights: WeightGradients { norm: d_norm, layers: layer_gradients }, context })
     }
 
     /// The residual stream after the last layer, of all slots or of some.
@@ -164,32 +156,13 @@ impl<'a> Pass<'a> {
         places: Option<&'b Tensor>,
     ) -> Result<Layer<'b>, ModelError> {
         let width = 2 * shape.kv_heads * shape.head_dim;
-        let part = |context: &Context| context.keys_values.f_narrow(1, index as i64 * width, width);
+        let part = |context: &Tensor| context.f_narrow(1, index as i64 * width, width);
         Ok(Layer {
             shape,
             weights: &self.weights.layers[index],
             sight: self.blocks.sight(self.config.layer_types[index]),
             context: self.context.as_ref().map(part).transpose()?,
             ends: Ends { first: index == 0, places: places.filter(|_| index + 1 == self.weights.layers.len()) },
-        })
-    }
-}
-
-impl Context {
-    fn new(hidden: Tensor, weights: &Weights, eps: f64) -> Result<Context, ModelError> {
-        let mixed = hidden.f_linear(&weights.fc, None::<Tensor>)?;
-        let (feature, scale) = norm::forward(&mixed, &weights.hidden_norm, eps)?;
-        let keys_values = feature.f_linear(&weights.context, None::<Tensor>)?;
-        Ok(Context { hidden, mixed, scale, feature, keys_values })
-    }
-
-    fn backward(&self, d_keys_values: &Tensor, weights: &Weights) -> Result<ContextGradients, ModelError> {
-        let d_feature = d_keys_values.f_mm(&weights.context)?;
-        let (d_mixed, hidden_norm) = norm::backward(&d_feature, &self.mixed, &self.scale, &weights.hidden_norm)?;
-        Ok(ContextGradients {
-            fc: product(&d_mixed.f_to_kind(self.hidden.f_kind()?)?, &self.hidden)?,
-            hidden_norm,
-            keys_values: product(d_keys_values, &self.feature)?,
         })
     }
 }

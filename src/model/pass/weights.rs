@@ -29,6 +29,18 @@ pub struct LayerWeights {
     pub down: Tensor,
 }
 
+impl LayerWeights {
+    fn all(&self) -> [&Tensor; 8] {
+        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down } = self;
+        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down]
+    }
+
+    fn all_mut(&mut self) -> [&mut Tensor; 8] {
+        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down } = self;
+        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down]
+    }
+}
+
 const KEY: &str = "self_attn.k_proj";
 const VALUE: &str = "self_attn.v_proj";
 const QKV: [&str; 3] = ["self_attn.q_proj", KEY, VALUE];
@@ -65,10 +77,9 @@ impl Weights {
     }
 }
 
-/// The same for gradients. Those of the context, `None` where no block sees any, are added to the layers' own.
+/// The same for gradients, but for those that the context brings.
 pub struct WeightGradients {
     pub norm: Tensor,
-    pub context: Option<ContextGradients>,
     pub layers: Vec<LayerWeights>,
 }
 
@@ -79,13 +90,30 @@ pub struct ContextGradients {
 }
 
 impl WeightGradients {
-    /// In the names and shapes of `params`, and in their number type.
-    pub fn into_gradient(self, config: &DraftConfig, params: &ParamSet) -> Result<Gradient, ModelError> {
+    /// Adds those of other blocks.
+    pub fn add(&mut self, other: WeightGradients) -> Result<(), ModelError> {
+        let _ = self.norm.f_add_(&other.norm)?;
+        for (layer, other) in self.layers.iter_mut().zip(&other.layers) {
+            for (sum, part) in layer.all_mut().into_iter().zip(other.all()) {
+                let _ = sum.f_add_(part)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// In the names and shapes of `params`, and in their number type. What the context brings, `None` where no block sees any, is
+    /// added to the layers' own.
+    pub fn into_gradient(
+        self,
+        context: Option<ContextGradients>,
+        config: &DraftConfig,
+        params: &ParamSet,
+    ) -> Result<Gradient, ModelError> {
         let kv_rows = (config.num_key_value_heads * config.head_dim) as i64;
         let mut named = vec![("norm.weight".to_string(), self.norm)];
         let context_rows = |layer: usize| -> Result<Option<Tensor>, ModelError> {
             let rows = |all: &ContextGradients| all.keys_values.f_narrow(0, layer as i64 * 2 * kv_rows, 2 * kv_rows);
-            Ok(self.context.as_ref().map(rows).transpose()?)
+            Ok(context.as_ref().map(rows).transpose()?)
         };
         for (index, layer) in self.layers.into_iter().enumerate() {
             let mut add = |name: &str, x: Tensor| named.push((layer_weight(index, name), x));
@@ -107,7 +135,7 @@ impl WeightGradients {
                 add(name, part);
             }
         }
-        if let Some(context) = self.context {
+        if let Some(context) = context {
             named.push(("fc.weight".into(), context.fc));
             named.push(("hidden_norm.weight".into(), context.hidden_norm));
         } else {

@@ -38,6 +38,32 @@ proptest! {
         }
     }
 
+    /// However many threads share the blocks, rows cut in two included, to eleven digits.
+    #[test]
+    fn in_fp64_shares_of_blocks_add_up_to_the_whole(seed: u64, threads in 2_i32..6, recompute: bool) {
+        let scene = scene(seed);
+        let whole = scene.drafter_in(Kind::Double);
+        let shared = scene.drafter_with(|options| {
+            (options.kind, options.group_slots, options.recompute) = (Kind::Double, 1, recompute);
+        });
+        tch::set_num_threads(threads);
+        let blocks = scene.anchors.count();
+        prop_assert_eq!(shared.shares(&scene.anchors), blocks.min(threads as usize).max(1));
+        let (one, first) = whole.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+        let (two, second) = shared.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+        prop_assert!((one.loss_numerator - two.loss_numerator).abs() <= LIMIT * one.loss_numerator);
+        prop_assert!((one.loss_denominator - two.loss_denominator).abs() <= LIMIT * one.loss_denominator);
+        prop_assert_eq!((one.correct, one.supervised), (two.correct, two.supervised));
+        prop_assert_eq!((one.anchors, one.tokens), (two.anchors, two.tokens));
+        prop_assert_eq!(first.is_some(), second.is_some());
+        for (first, second) in first.iter().zip(&second) {
+            for ((name, first), second) in first.iter().zip(second.tensors()) {
+                if largest(second) > 0.0 {
+                    close_to_largest(name, first, second, LIMIT);
+                }
+            }
+        }
+    }
 }
 
 proptest! {
