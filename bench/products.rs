@@ -36,9 +36,8 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
             Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
         let trained = anchors.slots(&batch, config.block_size, None).places.len();
         let context = anchors.rows.iter().filter_map(|row| row.last()).map(|&last| last as usize).sum();
-        let slots = anchors.count() * config.block_size;
         products.clear();
-        layers(&config, slots, context, &mut products);
+        layers(&config, anchors.count(), trained, context, &mut products);
         attention(&config, &anchors, shape.group_slots, &mut products);
         for start in (0..trained).step_by(shape.tile.slots) {
             let (rows, words) = (shape.tile.slots.min(trained - start), shape.tile.tokens);
@@ -63,22 +62,26 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     Ok(())
 }
 
-/// Forward, gradient of the input and gradient of the weight for each matrix that is trained.
-fn layers(config: &DraftConfig, slots: usize, context: usize, products: &mut Vec<Product>) {
+/// Forward, gradient of the input and gradient of the weight for each matrix that is trained. Before the first layer's attention all
+/// slots but the anchors' are alike and count as one; after the last one's only trained slots count.
+fn layers(config: &DraftConfig, blocks: usize, trained: usize, context: usize, products: &mut Vec<Product>) {
     let width = config.hidden_size;
     let kv = 2 * config.num_key_value_heads * config.head_dim;
     let heads = config.num_attention_heads * config.head_dim;
-    let times = config.num_hidden_layers;
-    let mut three = |rows, inner, columns, times| {
-        products.push(Product { rows, inner, columns, times });
-        products.push(Product { rows, inner: columns, columns: inner, times });
-        products.push(Product { rows: columns, inner: rows, columns: inner, times });
+    let slots = blocks * config.block_size;
+    let mut three = |rows, inner, columns| {
+        products.push(Product { rows, inner, columns, times: 1 });
+        products.push(Product { rows, inner: columns, columns: inner, times: 1 });
+        products.push(Product { rows: columns, inner: rows, columns: inner, times: 1 });
     };
-    three(slots, width, heads + kv, times);
-    three(slots, heads, width, times);
-    three(slots, width, 2 * config.intermediate_size, times);
-    three(slots, config.intermediate_size, width, times);
-    three(context, width, times * kv, 1);
+    for layer in 0..config.num_hidden_layers {
+        three(if layer == 0 { blocks + 1 } else { slots }, width, heads + kv);
+        let slots = if layer + 1 == config.num_hidden_layers { trained } else { slots };
+        three(slots, heads, width);
+        three(slots, width, 2 * config.intermediate_size);
+        three(slots, config.intermediate_size, width);
+    }
+    three(context, width, config.num_hidden_layers * kv);
     // Nothing is trained below the taps.
     let taps = config.target_layer_ids.len() * width;
     products.push(Product { rows: context, inner: taps, columns: width, times: 1 });
