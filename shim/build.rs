@@ -1,4 +1,4 @@
-//! Compiles shim.cpp against the libtorch that torch-sys links.
+//! Compiles shim.cpp against the libtorch that torch-sys links, and rows.cpp, which needs none.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -15,6 +15,7 @@ fn compile() {
         env::var(name).ok()
     };
     println!("cargo:rerun-if-changed=src/shim.cpp");
+    println!("cargo:rerun-if-changed=src/rows.cpp");
     let Some(lib) = read("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from) else {
         println!("cargo:warning=torch-sys did not say where libtorch lies: set LIBTORCH to a libtorch 2.11.0");
         return;
@@ -29,6 +30,11 @@ fn compile() {
         build.flag("-isystem").flag(root.join(include));
     }
     build.flag(format!("-D_GLIBCXX_USE_CXX11_ABI={abi}")).compile("draftmill_shim");
+    let mut rows = cc::Build::new();
+    rows.cpp(true).std("c++17").debug(false).extra_warnings(true).file("src/rows.cpp");
+    // Optimised in every profile: a training step is made of this. Its pragmas are for loops and start no thread.
+    rows.opt_level(3).flag("-fopenmp-simd").flag("-fno-math-errno").flag("-fno-trapping-math");
+    rows.compile("draftmill_rows");
     // For the tests of this package: link arguments do not travel to those that depend on it.
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
     println!("cargo:rustc-link-arg=-Wl,--allow-shlib-undefined");

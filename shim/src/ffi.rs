@@ -1,4 +1,4 @@
-//! The C functions of `shim.cpp`, as they are declared there.
+//! The C functions of `shim.cpp` and `rows.cpp`, as they are declared there.
 
 use crate::{Attention, Memory};
 use std::ffi::{c_char, c_int, c_void};
@@ -17,6 +17,32 @@ pub struct Update {
     pub weight_decay: f64,
     pub step: f64,
     pub divisor: f64,
+}
+
+#[repr(C)]
+pub struct Rows {
+    pub data: *mut f32,
+    pub outer: i64,
+    pub inner: i64,
+    pub outer_stride: i64,
+    pub inner_stride: i64,
+}
+
+unsafe extern "C" {
+    pub fn draftmill_rms_norm(x: &Rows, weight: *const f32, width: i64, eps: f64, y: *mut f32, scale: *mut f32);
+    pub fn draftmill_rms_norm_again(x: &Rows, scale: *const f32, weight: *const f32, width: i64, y: *mut f32);
+    pub fn draftmill_rms_norm_backward(
+        dy: *const f32,
+        x: &Rows,
+        scale: *const f32,
+        weight: *const f32,
+        width: i64,
+        dx: &Rows,
+        dw: *mut f32,
+    );
+    pub fn draftmill_gated(gate_up: &Rows, width: i64, out: *mut f32);
+    pub fn draftmill_gated_backward(d_out: *const f32, gate_up: &Rows, width: i64, out: *mut f32, d_gate_up: *mut f32);
+    pub fn draftmill_soften(scores: *mut f32, rows: i64, width: i64, most: *mut f32, sum: *mut f32, shrink: *mut f32);
 }
 
 unsafe extern "C" {

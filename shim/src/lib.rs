@@ -8,6 +8,7 @@
 #![cfg(feature = "torch")]
 
 mod ffi;
+pub mod rows;
 #[cfg(test)]
 mod tests;
 
@@ -205,6 +206,12 @@ fn pointers(tensors: &[Tensor]) -> Vec<*const C_tensor> {
 /// One that is too large for libtorch is none of its devices, and refused as such.
 fn number(index: usize) -> c_int {
     c_int::try_from(index).unwrap_or(c_int::MAX)
+}
+
+impl From<tch::TchError> for Error {
+    fn from(error: tch::TchError) -> Error {
+        Error::Failed(error.to_string().lines().next().unwrap_or_default().to_owned())
+    }
 }
 
 fn done(code: c_int) -> Result<(), Error> {

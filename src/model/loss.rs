@@ -3,6 +3,7 @@
 use super::ModelError;
 use super::anchors::Slots;
 use super::ops::{Span, spans, wide};
+use draftmill_shim::rows;
 use tch::{Device, Tensor};
 
 /// What the head says of some hidden states.
@@ -99,19 +100,27 @@ fn sums(hidden: &Tensor, head: &Tensor, labels: &Tensor, tokens: usize) -> Resul
         let place = labels.f_sub_scalar(start)?;
         let inside = place.f_ge(0)?.f_logical_and(&place.f_lt(count)?)?;
         of_labels = scores.f_gather(1, &place.f_clamp(0, count - 1)?, false)?.f_where_self(&inside, &of_labels)?;
-        let larger = most.f_maximum(&scores.f_amax(&[1i64][..], true)?)?;
-        let shrink = most.f_sub(&larger)?.f_exp_()?;
-        let scores = scores.f_sub_(&larger)?.f_exp_()?;
-        sum = sum.f_mul_(&shrink)?.f_add_(&scores.f_sum_dim_intlist(&[1i64][..], true, exact.0)?)?;
-        let _ = product.f_mul_(&shrink)?;
+        let _ = product.f_mul_(&soften(&mut scores, &mut most, &mut sum)?)?;
         product = if kind == exact.0 {
             product.f_addmm_(&scores, &rows)?
         } else {
             product.f_add_(&scores.f_to_kind(kind)?.f_mm(&rows)?)?
         };
-        most = larger;
     }
     Ok(Sums { most, sum, product, of_labels })
+}
+
+/// One part of an online softmax, in place: see [`rows::soften`].
+fn soften(scores: &mut Tensor, most: &mut Tensor, sum: &mut Tensor) -> Result<Tensor, ModelError> {
+    if let Some(shrink) = rows::soften(scores, most, sum)? {
+        return Ok(shrink);
+    }
+    let larger = most.f_maximum(&scores.f_amax(&[1i64][..], true)?)?;
+    let shrink = most.f_sub(&larger)?.f_exp_()?;
+    let _ = scores.f_sub_(&larger)?.f_exp_()?;
+    let _ = sum.f_mul_(&shrink)?.f_add_(&scores.f_sum_dim_intlist(&[1i64][..], true, sum.f_kind()?)?)?;
+    *most = larger;
+    Ok(shrink)
 }
 
 #[cfg(test)]

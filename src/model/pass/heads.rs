@@ -35,9 +35,7 @@ impl Heads {
         let d_normed = Tensor::f_empty(raw.size(), (raw.f_kind()?, raw.device()))?;
         let d_turned = d_turned.f_view_as(&self.turned)?;
         turn.backward(&d_turned.f_transpose(0, 1)?, &grouped(&d_normed, d_turned.size()[0])?)?;
-        let (gradient, d_weight) = norm::backward(&d_normed, raw, &self.scale, weight)?;
-        d_raw.shallow_clone().f_copy_(&gradient)?;
-        Ok(d_weight)
+        norm::backward_to(d_raw, &d_normed, raw, &self.scale, weight)
     }
 }
 

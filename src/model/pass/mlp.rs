@@ -5,6 +5,7 @@ use super::super::ModelError;
 use super::super::ops::{spans, wide};
 use super::layer::product;
 use super::weights::LayerWeights;
+use draftmill_shim::rows;
 use tch::Tensor;
 
 /// Slots at a time.
@@ -22,8 +23,7 @@ pub fn forward(gate_up: &Tensor, down: &Tensor) -> Result<Tensor, ModelError> {
     let (slots, down) = (gate_up.size()[0], down.f_transpose(0, 1)?);
     let out = Tensor::f_empty([slots, down.size()[1]], (gate_up.f_kind()?, gate_up.device()))?;
     for part in spans(slots, SLOTS) {
-        let (gate, up) = halves(&part.of(gate_up, 0)?)?;
-        let _ = gate.f_silu()?.f_mul_(&up)?.f_mm_out(&part.of(&out, 0)?, &down)?;
+        let _ = gated(&part.of(gate_up, 0)?)?.f_mm_out(&part.of(&out, 0)?, &down)?;
     }
     Ok(out)
 }
@@ -35,18 +35,35 @@ pub fn backward(d_out: &Tensor, gate_up: &Tensor, inner: &Tensor, w: &LayerWeigh
     let mut back = Back { inner: inner.f_empty_like()?, gate_up: zeros(&w.gate_up)?, down: zeros(&w.down)? };
     for part in spans(gate_up.size()[0], SLOTS) {
         let (d_out, gate_up) = (part.of(d_out, 0)?, part.of(gate_up, 0)?);
-        let (gate, up) = halves(&gate_up)?;
-        let opened = gate.f_silu()?;
-        add_product(&mut back.down, &d_out, &opened.f_mul(&up)?)?;
-        let d_gated = d_out.f_mm(&w.down)?;
-        let d_gate_up = gate_up.f_empty_like()?;
-        let (d_gate, d_up) = halves(&d_gate_up)?;
-        let _ = d_gated.f_mul_out(&d_up, &opened)?;
-        let _ = gate.f_silu_backward_grad_input(&d_gate, &d_gated.f_mul(&up)?)?;
+        let (gated, d_gate_up) = gated_backward(&d_out.f_mm(&w.down)?, &gate_up)?;
+        add_product(&mut back.down, &d_out, &gated)?;
         add_product(&mut back.gate_up, &d_gate_up, &part.of(inner, 0)?)?;
         let _ = d_gate_up.f_mm_out(&part.of(&back.inner, 0)?, &w.gate_up)?;
     }
     Ok(back)
+}
+
+/// `silu(gate) up`.
+fn gated(gate_up: &Tensor) -> Result<Tensor, ModelError> {
+    if let Some(done) = rows::gated(gate_up)? {
+        return Ok(done);
+    }
+    let (gate, up) = halves(gate_up)?;
+    Ok(gate.f_silu()?.f_mul_(&up)?)
+}
+
+/// The same once more, and the gradient of `gate_up` from that of it.
+fn gated_backward(d_gated: &Tensor, gate_up: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
+    if let Some(done) = rows::gated_backward(d_gated, gate_up)? {
+        return Ok(done);
+    }
+    let (gate, up) = halves(gate_up)?;
+    let opened = gate.f_silu()?;
+    let d_gate_up = gate_up.f_empty_like()?;
+    let (d_gate, d_up) = halves(&d_gate_up)?;
+    let _ = d_gated.f_mul_out(&d_up, &opened)?;
+    let _ = gate.f_silu_backward_grad_input(&d_gate, &d_gated.f_mul(&up)?)?;
+    Ok((opened.f_mul(&up)?, d_gate_up))
 }
 
 /// Gate and up.

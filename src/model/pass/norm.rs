@@ -2,10 +2,14 @@
 
 use super::super::ModelError;
 use super::super::ops::wide;
+use draftmill_shim::rows;
 use tch::Tensor;
 
 /// `y` in the kind of `x`, and `r [.., 1]` in at least fp32.
 pub fn forward(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor), ModelError> {
+    if let Some(done) = rows::rms_norm(x, weight, eps)? {
+        return Ok(done);
+    }
     let exact = wide(x.f_kind()?);
     let width = x.size().last().copied().unwrap_or(1) as f64;
     let length = x.f_to_kind(exact)?.f_norm_scalaropt_dim_dtype(2.0, &[-1i64][..], true, exact)?;
@@ -15,6 +19,9 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)
 
 /// `y` where `r` is known.
 pub fn apply(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
+    if let Some(done) = rows::rms_norm_again(x, scale, weight)? {
+        return Ok(done);
+    }
     let mut unit = x.f_to_kind(scale.f_kind()?)?.f_mul(scale)?.f_to_kind(x.f_kind()?)?;
     Ok(unit.f_mul_(weight)?)
 }
@@ -22,6 +29,22 @@ pub fn apply(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Tensor, Mode
 /// Gradients of `x` and of the weight from that of `y`, in at least fp32. With `u = x r`:
 /// `dx = r (dy w - u mean(dy w u))`, `dw = sum(dy u)`.
 pub fn backward(dy: &Tensor, x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
+    let dx = Tensor::f_empty(x.size(), (scale.f_kind()?, x.device()))?;
+    let d_weight = backward_to(&dx, dy, x, scale, weight)?;
+    Ok((dx, d_weight))
+}
+
+/// The same with `dx` as the place of the first, in its kind and order.
+pub fn backward_to(
+    dx: &Tensor,
+    dy: &Tensor,
+    x: &Tensor,
+    scale: &Tensor,
+    weight: &Tensor,
+) -> Result<Tensor, ModelError> {
+    if let Some(done) = rows::rms_norm_backward(dy, x, scale, weight, dx)? {
+        return Ok(done);
+    }
     let exact = scale.f_kind()?;
     let (dy, weight) = (dy.f_to_kind(exact)?, weight.f_to_kind(exact)?);
     let mut unit = x.f_to_kind(exact)?.f_mul(scale)?;
@@ -29,6 +52,7 @@ pub fn backward(dy: &Tensor, x: &Tensor, scale: &Tensor, weight: &Tensor) -> Res
     let width = weight.size()[0];
     let d_weight = product.f_reshape([-1, width])?.f_sum_dim_intlist(&[0i64][..], false, exact)?;
     let mean = product.f_matmul(&weight)?.f_mul_scalar_(1.0 / width as f64)?.f_unsqueeze(-1)?;
-    let dx = dy.f_mul(&weight)?.f_sub_(&unit.f_mul_(&mean)?)?.f_mul_(scale)?;
-    Ok((dx, d_weight))
+    let gradient = dy.f_mul(&weight)?.f_sub_(&unit.f_mul_(&mean)?)?.f_mul_(scale)?;
+    dx.shallow_clone().f_copy_(&gradient)?;
+    Ok(d_weight)
 }

@@ -266,7 +266,8 @@ async fn the_update_does_not_depend_on_which_drafter_is_fast() {
             close_to_largest(&format!("gradient of step {step}, {name}"), a, b, 1e-6);
         }
         for ((name, a), b) in a.weights.iter().zip(b.weights.tensors()) {
-            close_to_largest(&format!("weights after step {step}, {name}"), a, b, 1e-6);
+            // AdamW divides by the gradient's size: where that is nearly 0, its rounding counts in full.
+            close_to_largest(&format!("weights after step {step}, {name}"), a, b, 3e-6);
         }
     }
 }

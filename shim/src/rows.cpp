@@ -1,0 +1,158 @@
+// Passes of a drafter's step over rows of f32 on the CPU, each in one walk over memory where plain operations need three to
+// seven. Each runs on the thread that calls it: threads share a step by blocks, not by operations.
+//
+// Nothing of libtorch is used here; lib.rs passes addresses that it has checked.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// The widest registers that the processor has, chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define WIDEST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define WIDEST
+#endif
+#define INLINE __attribute__((always_inline)) static inline
+
+namespace {
+
+// Rows that one float sum of a column takes before it goes to a double: rounding grows with them.
+constexpr int64_t kSum = 64;
+
+// e^x to 2 units in the last place by Cody and Waite's reduction and Cephes' polynomial; 0 below what f32 can hold in full.
+INLINE float power(float x) {
+  const float within = x < 88.0f ? (x > -87.0f ? x : -87.0f) : (x == x ? 88.0f : x);
+  const float n = std::nearbyintf(within * 1.44269504088896341f);
+  const float r = (within - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const float fraction = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x < -87.0f ? 0.0f : fraction * scale;
+}
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + power(-x)); }
+
+}  // namespace
+
+extern "C" {
+
+// A matrix of rows that are contiguous each: row (i, j) begins at i * outer_stride + j * inner_stride.
+struct Rows {
+  float* data;
+  int64_t outer, inner, outer_stride, inner_stride;
+};
+
+WIDEST void draftmill_rms_norm(const Rows* x, const float* weight, int64_t width, double eps, float* y, float* scale) {
+  for (int64_t i = 0; i < x->outer; ++i) {
+    for (int64_t j = 0; j < x->inner; ++j) {
+      const float* row = x->data + i * x->outer_stride + j * x->inner_stride;
+      float square = 0.0f;
+#pragma omp simd reduction(+ : square)
+      for (int64_t k = 0; k < width; ++k) square += row[k] * row[k];
+      const float r = static_cast<float>(1.0 / std::sqrt(square / static_cast<double>(width) + eps));
+#pragma omp simd
+      for (int64_t k = 0; k < width; ++k) y[k] = row[k] * r * weight[k];
+      *scale++ = r;
+      y += width;
+    }
+  }
+}
+
+// The same where the scales are known.
+WIDEST void draftmill_rms_norm_again(const Rows* x, const float* scale, const float* weight, int64_t width, float* y) {
+  for (int64_t i = 0; i < x->outer; ++i) {
+    for (int64_t j = 0; j < x->inner; ++j, y += width) {
+      const float* row = x->data + i * x->outer_stride + j * x->inner_stride;
+      const float r = *scale++;
+#pragma omp simd
+      for (int64_t k = 0; k < width; ++k) y[k] = row[k] * r * weight[k];
+    }
+  }
+}
+
+WIDEST void draftmill_rms_norm_backward(
+    const float* dy, const Rows* x, const float* scale, const float* weight, int64_t width, const Rows* dx, float* dw) {
+  std::vector<double> sums(width, 0.0);
+  std::vector<float> few(width, 0.0f);
+  float* part = few.data();
+  int64_t taken = 0;
+  for (int64_t i = 0; i < x->outer; ++i) {
+    for (int64_t j = 0; j < x->inner; ++j) {
+      const float* row = x->data + i * x->outer_stride + j * x->inner_stride;
+      float* out = dx->data + i * dx->outer_stride + j * dx->inner_stride;
+      const float r = *scale++;
+      float along = 0.0f;
+#pragma omp simd reduction(+ : along)
+      for (int64_t k = 0; k < width; ++k) {
+        const float product = dy[k] * (row[k] * r);
+        part[k] += product;
+        along += product * weight[k];
+      }
+      const float mean = along / static_cast<float>(width) * r;
+#pragma omp simd
+      for (int64_t k = 0; k < width; ++k) out[k] = (dy[k] * weight[k] - row[k] * mean) * r;
+      dy += width;
+      if (++taken % kSum == 0) {
+        for (int64_t k = 0; k < width; ++k) sums[k] += part[k], part[k] = 0.0f;
+      }
+    }
+  }
+  for (int64_t k = 0; k < width; ++k) dw[k] = static_cast<float>(sums[k] + part[k]);
+}
+
+// `gate_up` holds gate and up of each row side by side, `width` each.
+WIDEST void draftmill_gated(const Rows* gate_up, int64_t width, float* out) {
+  for (int64_t i = 0; i < gate_up->outer; ++i, out += width) {
+    const float* gate = gate_up->data + i * gate_up->outer_stride;
+    const float* up = gate + width;
+#pragma omp simd
+    for (int64_t k = 0; k < width; ++k) out[k] = gate[k] * sigmoid(gate[k]) * up[k];
+  }
+}
+
+// The same, and the gradient of gate and up from that of `out`.
+WIDEST void draftmill_gated_backward(
+    const float* d_out, const Rows* gate_up, int64_t width, float* out, float* d_gate_up) {
+  for (int64_t i = 0; i < gate_up->outer; ++i, out += width, d_out += width, d_gate_up += 2 * width) {
+    const float* gate = gate_up->data + i * gate_up->outer_stride;
+    const float* up = gate + width;
+#pragma omp simd
+    for (int64_t k = 0; k < width; ++k) {
+      const float open = sigmoid(gate[k]);
+      const float opened = gate[k] * open;
+      out[k] = opened * up[k];
+      d_gate_up[width + k] = d_out[k] * opened;
+      d_gate_up[k] = d_out[k] * up[k] * (open + opened * (1.0f - open));
+    }
+  }
+}
+
+// Of each row: the maximum so far grows, scores become exp(score - maximum), the sum so far shrinks by `shrink` and takes them in.
+WIDEST void draftmill_soften(
+    float* scores, int64_t rows, int64_t width, float* most, float* sum, float* shrink) {
+  for (int64_t i = 0; i < rows; ++i, scores += width) {
+    float largest = most[i];
+#pragma omp simd reduction(max : largest)
+    for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (int64_t k = 0; k < width; ++k) {
+      scores[k] = power(scores[k] - largest);
+      total += scores[k];
+    }
+    shrink[i] = power(most[i] - largest);
+    sum[i] = sum[i] * shrink[i] + total;
+    most[i] = largest;
+  }
+}
+
+}  // extern "C"

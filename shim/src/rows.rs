@@ -1,0 +1,239 @@
+//! Passes over rows that walk through memory once, where plain operations of libtorch need three to seven walks.
+//!
+//! They take f32 on the CPU with contiguous rows, and give `None` for anything else: then plain operations do the same. Each runs on
+//! the thread that calls it. Grad mode must be off: nothing is recorded.
+
+use crate::{Error, ffi};
+use tch::{Device, Kind, Tensor};
+
+/// RMS norm of `x [.., width]`, of two or three dimensions: `y = x r w` with `r = 1 / sqrt(mean(x^2) + eps)`. Gives `y`, contiguous, and
+/// `r [.., 1]`.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Option<(Tensor, Tensor)>, Error> {
+    let (Some((rows, width)), Some(weight)) = (rows(x), row(weight)) else { return Ok(None) };
+    let (y, scale) = (like(x)?, scales(x)?);
+    // SAFETY: `rows` are those of `x`, `y` has as many values and `scale` one for each row; all are alive.
+    unsafe { ffi::draftmill_rms_norm(&rows, weight, width, eps, data(&y), data(&scale)) };
+    Ok(Some((y, scale)))
+}
+
+/// `y` once more, from `r`.
+pub fn rms_norm_again(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Option<Tensor>, Error> {
+    let (Some((rows, width)), Some(scale), Some(weight)) = (rows(x), row(scale), row(weight)) else { return Ok(None) };
+    let y = like(x)?;
+    // SAFETY: as above.
+    unsafe { ffi::draftmill_rms_norm_again(&rows, scale, weight, width, data(&y)) };
+    Ok(Some(y))
+}
+
+/// From the gradient of `y`: writes that of `x` to `dx`, which has rows of its own, and gives that of the weight.
+pub fn rms_norm_backward(
+    dy: &Tensor,
+    x: &Tensor,
+    scale: &Tensor,
+    weight: &Tensor,
+    dx: &Tensor,
+) -> Result<Option<Tensor>, Error> {
+    let (Some((given, width)), Some((out, _))) = (rows(x), rows(dx)) else { return Ok(None) };
+    let (Some(dy_data), Some(scale), Some(weight)) = (row(dy), row(scale), row(weight)) else { return Ok(None) };
+    if dy.size() != x.size() || dx.size() != x.size() {
+        return Ok(None);
+    }
+    let d_weight = Tensor::f_empty([width], (Kind::Float, Device::Cpu))?;
+    // SAFETY: three tensors of one size and a scale for each of their rows; `dx` is the only one that is written.
+    unsafe { ffi::draftmill_rms_norm_backward(dy_data, &given, scale, weight, width, &out, data(&d_weight)) };
+    Ok(Some(d_weight))
+}
+
+/// `silu(gate) up` of rows `gate_up [rows, 2 * width]`, `[rows, width]`.
+pub fn gated(gate_up: &Tensor) -> Result<Option<Tensor>, Error> {
+    let Some((rows, both)) = rows(gate_up).filter(|(rows, _)| rows.inner == 1) else { return Ok(None) };
+    let out = Tensor::f_empty([rows.outer, both / 2], (Kind::Float, Device::Cpu))?;
+    // SAFETY: `out` has half as many values as `gate_up`.
+    unsafe { ffi::draftmill_gated(&rows, both / 2, data(&out)) };
+    Ok(Some(out))
+}
+
+/// The same once more, and the gradient of `gate_up` from that of it.
+pub fn gated_backward(d_out: &Tensor, gate_up: &Tensor) -> Result<Option<(Tensor, Tensor)>, Error> {
+    let Some((rows, both)) = rows(gate_up).filter(|(rows, _)| rows.inner == 1) else { return Ok(None) };
+    let Some(d_data) = row(d_out).filter(|_| d_out.size() == [rows.outer, both / 2]) else { return Ok(None) };
+    let (out, d_gate_up) = (like(d_out)?, like(gate_up)?);
+    // SAFETY: sizes as checked; both results are new.
+    unsafe { ffi::draftmill_gated_backward(d_data, &rows, both / 2, data(&out), data(&d_gate_up)) };
+    Ok(Some((out, d_gate_up)))
+}
+
+/// One part of an online softmax over `scores [rows, width]`. In place: `most [rows, 1]` grows to the largest score so far, scores become
+/// `exp(score - most)`, and `sum [rows, 1]` shrinks and takes them in. Gives by how much what was summed before shrinks, `[rows, 1]`.
+pub fn soften(scores: &mut Tensor, most: &mut Tensor, sum: &mut Tensor) -> Result<Option<Tensor>, Error> {
+    let [count, width] = scores.size()[..] else { return Ok(None) };
+    let (Some(_), Some(_), Some(_)) = (row(scores), row(most), row(sum)) else { return Ok(None) };
+    if most.numel() != count as usize || sum.numel() != count as usize {
+        return Ok(None);
+    }
+    let shrink = like(most)?;
+    // SAFETY: contiguous tensors of the sizes that were checked, borrowed for writing.
+    unsafe { ffi::draftmill_soften(data(scores), count, width, data(most), data(sum), data(&shrink)) };
+    Ok(Some(shrink))
+}
+
+fn suits(x: &Tensor) -> bool {
+    x.defined() && x.device() == Device::Cpu && x.f_kind().is_ok_and(|kind| kind == Kind::Float)
+}
+
+/// Rows of two or three dimensions, and their width.
+fn rows(x: &Tensor) -> Option<(ffi::Rows, i64)> {
+    if !suits(x) {
+        return None;
+    }
+    let (size, stride) = (x.size(), x.stride());
+    let (outer, inner, width) = match size[..] {
+        [outer, width] => (outer, 1, width),
+        [outer, inner, width] => (outer, inner, width),
+        _ => return None,
+    };
+    let inner_stride = if size.len() == 3 { stride[1] } else { 0 };
+    (stride[size.len() - 1] == 1 || width < 2)
+        .then(|| (ffi::Rows { data: data(x), outer, inner, outer_stride: stride[0], inner_stride }, width))
+}
+
+/// All values, one after another.
+fn row(x: &Tensor) -> Option<*const f32> {
+    (suits(x) && x.is_contiguous()).then(|| data(x).cast_const())
+}
+
+fn data(x: &Tensor) -> *mut f32 {
+    x.data_ptr().cast()
+}
+
+/// Contiguous, whatever the order of `x`.
+fn like(x: &Tensor) -> Result<Tensor, Error> {
+    Ok(Tensor::f_empty(x.size(), (Kind::Float, Device::Cpu))?)
+}
+
+fn scales(x: &Tensor) -> Result<Tensor, Error> {
+    let mut size = x.size();
+    if let Some(last) = size.last_mut() {
+        *last = 1;
+    }
+    Ok(Tensor::f_empty(size, (Kind::Float, Device::Cpu))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(seed: f64, size: &[i64], kind: Kind) -> Tensor {
+        let count: i64 = size.iter().product();
+        ((Tensor::arange(count, (Kind::Double, Device::Cpu)) * 0.7310 + seed).sin() * 2.0).reshape(size).to_kind(kind)
+    }
+
+    fn close(what: &str, got: &Tensor, want: &Tensor) {
+        close_for(what, got, want, want.abs().max().double_value(&[]).max(1.0));
+    }
+
+    /// Within the rounding of values as large as `size`, or of sums whose terms are that large together.
+    fn close_for(what: &str, got: &Tensor, want: &Tensor, size: f64) {
+        let gap = (got.to_kind(Kind::Double) - want).abs().max().double_value(&[]);
+        assert!(gap <= 1e-6 * size, "{what}: off by {gap:e} where {size:e} is summed");
+    }
+
+    /// Widths around those of registers, rows side by side and rows of a wider matrix, against the formula and autograd in f64.
+    #[test]
+    fn rms_norm_and_its_gradient_are_the_formula() {
+        for width in [7, 8, 15, 16, 17, 31, 64, 130] {
+            for (size, taken) in [([5, 1], 1), ([3, 4], 4), ([150, 5], 3)] {
+                // Part of a wider matrix where not all of its inner rows are taken.
+                let whole = values(1.0, &[size[0], size[1], width], Kind::Float);
+                let x = whole.narrow(1, size[1] - taken, taken);
+                let weight = values(2.0, &[width], Kind::Float);
+                let dy = values(3.0, &[size[0], taken, width], Kind::Float);
+                let (exact_x, exact_w) = (x.to_kind(Kind::Double).copy(), weight.to_kind(Kind::Double).copy());
+                let (exact_x, exact_w) = (exact_x.set_requires_grad(true), exact_w.set_requires_grad(true));
+                let mean = (&exact_x * &exact_x).mean_dim([-1i64].as_slice(), true, Kind::Double);
+                let scale = (mean + 1e-5).rsqrt();
+                let want = &exact_x * &scale * &exact_w;
+                (&want * dy.to_kind(Kind::Double)).sum(Kind::Double).backward();
+                let _guard = tch::no_grad_guard();
+                let (y, r) = rms_norm(&x, &weight, 1e-5).unwrap().unwrap();
+                assert!(y.is_contiguous());
+                close("y", &y, &want.detach());
+                close("r", &r, &scale.detach());
+                assert_eq!(rms_norm_again(&x, &r, &weight).unwrap().unwrap(), y);
+                let room = Tensor::full_like(&whole, 7.0);
+                let dx = room.narrow(1, size[1] - taken, taken);
+                let dw = rms_norm_backward(&dy, &x, &r, &weight, &dx).unwrap().unwrap();
+                close("dx", &dx, &exact_x.grad());
+                let terms = (dy.to_kind(Kind::Double) * &exact_x.detach() * &scale.detach()).abs();
+                let terms = terms.sum_dim_intlist([0i64, 1].as_slice(), false, Kind::Double).max().double_value(&[]);
+                close_for("dw", &dw, &exact_w.grad(), terms);
+                let beside = room.narrow(1, 0, size[1] - taken);
+                assert_eq!(beside, Tensor::full_like(&beside, 7.0), "written beside its rows");
+            }
+        }
+    }
+
+    #[test]
+    fn the_gate_and_its_gradient_are_the_formula() {
+        for width in [1, 3, 16, 33, 100] {
+            let wider = values(4.0, &[9, 2 * width + 5], Kind::Float) * 20.0;
+            let gate_up = wider.narrow(1, 2, 2 * width);
+            let d_out = values(5.0, &[9, width], Kind::Float);
+            let exact = gate_up.to_kind(Kind::Double).copy().set_requires_grad(true);
+            let want = exact.narrow(1, 0, width).silu() * exact.narrow(1, width, width);
+            (&want * d_out.to_kind(Kind::Double)).sum(Kind::Double).backward();
+            let _guard = tch::no_grad_guard();
+            let out = gated(&gate_up).unwrap().unwrap();
+            close("out", &out, &want.detach());
+            let (again, gradient) = gated_backward(&d_out, &gate_up).unwrap().unwrap();
+            assert_eq!(again, out);
+            close("gradient", &gradient, &exact.grad());
+        }
+    }
+
+    /// Part by part it is the softmax of the whole; nothing overflows, and what is not a number stays none.
+    #[test]
+    fn parts_of_a_softmax_add_up() {
+        let scores = values(6.0, &[7, 83], Kind::Float)
+            * Tensor::from_slice(&[1f32, 30.0, 4e4, 0.0, 1e-3, 5.0, 200.0]).unsqueeze(1);
+        let exact = scores.to_kind(Kind::Double);
+        let weights = values(7.0, &[83], Kind::Double);
+        let options = (Kind::Float, Device::Cpu);
+        let (mut most, mut sum) = (Tensor::full([7, 1], f64::NEG_INFINITY, options), Tensor::zeros([7, 1], options));
+        let mut product = Tensor::zeros([7, 1], (Kind::Double, Device::Cpu));
+        for (start, len) in [(0, 1), (1, 40), (41, 17), (58, 25)] {
+            let mut part = scores.narrow(1, start, len).contiguous();
+            let shrink = soften(&mut part, &mut most, &mut sum).unwrap().unwrap();
+            product = product * shrink.to_kind(Kind::Double)
+                + part.to_kind(Kind::Double).matmul(&weights.narrow(0, start, len)).unsqueeze(1);
+        }
+        close("most", &most, &exact.amax([1i64].as_slice(), true));
+        let log_sum = sum.to_kind(Kind::Double).log() + most.to_kind(Kind::Double);
+        close("log of the sum", &log_sum, &exact.logsumexp([1i64].as_slice(), true));
+        let want = exact.softmax(1, Kind::Double).matmul(&weights).unsqueeze(1);
+        close("what is gathered", &(product / sum.to_kind(Kind::Double)), &want);
+        let mut bad = Tensor::from_slice(&[0f32, f32::NAN, 1.0]).unsqueeze(0);
+        let (mut most, mut sum) = (Tensor::zeros([1, 1], options), Tensor::zeros([1, 1], options));
+        assert!(soften(&mut bad, &mut most, &mut sum).unwrap().is_some());
+        assert!(sum.double_value(&[0, 0]).is_nan());
+    }
+
+    /// Whatever a pass would read astray is left to plain operations.
+    #[test]
+    fn other_kinds_orders_and_sizes_are_left_alone() {
+        let (x, weight) = (values(1.0, &[4, 6], Kind::Float), values(2.0, &[6], Kind::Float));
+        assert!(rms_norm(&x, &weight, 1e-5).unwrap().is_some());
+        for other in [x.to_kind(Kind::Double), x.to_kind(Kind::BFloat16), x.transpose(0, 1), x.get(0)] {
+            assert!(rms_norm(&other, &weight, 1e-5).unwrap().is_none(), "{other:?}");
+        }
+        let (_, scale) = rms_norm(&x, &weight, 1e-5).unwrap().unwrap();
+        let backward = |dy: &Tensor, dx: &Tensor| rms_norm_backward(dy, &x, &scale, &weight, dx).unwrap().is_some();
+        assert!(backward(&x, &x.empty_like()));
+        assert!(!backward(&x.narrow(0, 0, 3), &x.empty_like()) && !backward(&x, &x.narrow(0, 0, 3).copy()));
+        assert!(gated(&x.get(0)).unwrap().is_none());
+        assert!(gated_backward(&x, &x).unwrap().is_none());
+        let mut most = Tensor::zeros([3, 1], (Kind::Float, Device::Cpu));
+        let mut sum = most.copy();
+        assert!(soften(&mut x.copy(), &mut most, &mut sum).unwrap().is_none());
+    }
+}
