@@ -16,7 +16,7 @@ use draftmill::{
         adamw::{AdamW, Hyper},
         anchors::Anchors,
         batch::Packed,
-        draft::{DraftOptions, Drafter, Shared},
+        draft::{AttentionBy, DraftOptions, Drafter, Shared},
         loss::Tile,
         params::init_params,
         weighting::Weighting,
@@ -44,6 +44,7 @@ pub struct Shape {
     pub steps: usize,
     pub tile: Tile,
     pub group_slots: usize,
+    attention: AttentionBy,
 }
 
 /// A micro-batch of random features.
@@ -69,6 +70,12 @@ pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
             tokens: given.number("tile-tokens", defaults.tile.tokens)?,
         },
         group_slots: given.number("group-slots", defaults.group_slots)?,
+        attention: match given.text_or("attention", "default") {
+            "default" => defaults.attention,
+            "kernel" => AttentionBy::Kernel,
+            "plain" => AttentionBy::Plain,
+            other => return Err(format!("--attention is kernel or plain, not {other}")),
+        },
     };
     given.done().map(|()| shape)
 }
@@ -129,6 +136,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let options = DraftOptions {
         tile: shape.tile,
         group_slots: shape.group_slots,
+        attention: shape.attention,
         weighting: Weighting::Decay(Some(7.0)),
         ..DraftOptions::new(Device::Cpu)
     };

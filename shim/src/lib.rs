@@ -1,4 +1,5 @@
-//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, a GPU's memory, and switches.
+//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, attention kernels that tell
+//! their sums, a GPU's memory, and switches.
 //!
 //! `shim.cpp` beside this file does the work, against the libtorch that tch links and without any CUDA header: what
 //! only a GPU has answers with a sentence where there is none. Errors have a slot of their own, so nothing is left
@@ -6,10 +7,12 @@
 
 #![cfg(feature = "torch")]
 
+mod attend;
 mod ffi;
 #[cfg(test)]
 mod tests;
 
+pub use attend::{attend, attend_backward, attends};
 use std::ffi::{CStr, c_int};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;

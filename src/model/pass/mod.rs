@@ -12,7 +12,7 @@ mod weights;
 
 use super::ModelError;
 use super::blocks::Blocks;
-use super::draft::DraftOptions;
+use super::draft::{AttentionBy, DraftOptions};
 use super::params::{Gradient, ParamSet};
 use crate::hf::draft::DraftConfig;
 use layer::{Ends, Kept, Layer, Shape, product};
@@ -26,6 +26,7 @@ pub struct Pass<'a> {
     weights: Weights,
     turns: Turns,
     context: Option<Context>,
+    by: AttentionBy,
     recompute: bool,
 }
 
@@ -81,7 +82,7 @@ impl<'a> Pass<'a> {
             Some(hidden) => Some(Context::new(hidden.f_to_kind(kind)?, &weights, config.rms_norm_eps)?),
             None => None,
         };
-        Ok(Pass { config, blocks, weights, turns, context, recompute: options.recompute })
+        Ok(Pass { config, blocks, weights, turns, context, by: options.attention, recompute: options.recompute })
     }
 
     /// What the head sees of the slots at `places`, `[places, hidden]`. `x [blocks + 1, hidden]` are the embeddings of the
@@ -169,6 +170,7 @@ impl<'a> Pass<'a> {
             shape,
             weights: &self.weights.layers[index],
             sight: self.blocks.sight(self.config.layer_types[index]),
+            by: self.by,
             context: self.context.as_ref().map(part).transpose()?,
             ends: Ends { first: index == 0, places: places.filter(|_| index + 1 == self.weights.layers.len()) },
         })
