@@ -1,7 +1,8 @@
 //! One training step of a drafter on the CPU, alone: what `bench/peers` measures beside other trainers.
 //!
 //! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
-//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads.
+//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads. `--attention kernel` or `plain` says how
+//! blocks attend to their context, where the device's default is not meant.
 
 use crate::{
     machine::{Failed, Outcome},

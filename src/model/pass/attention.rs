@@ -47,8 +47,8 @@ struct Part<'a> {
     span: Span,
     keys: Tensor,
     values: Tensor,
-    /// From which of its tokens on some are hidden from some slots, and the mask of [`Hidden`](super::super::blocks::Hidden).
-    hidden: Option<(i64, &'a Tensor)>,
+    /// What of it is hidden from some slots, as places in this part.
+    hidden: Vec<(Span, &'a Tensor)>,
 }
 
 impl Inputs<'_> {
@@ -90,19 +90,18 @@ impl Inputs<'_> {
             let rows = self.rows(view);
             let (queries, d_gathered) = (rows.of(&self.by_row(self.queries)?, 1)?, rows.of(d_gathered, 1)?);
             let log_sum = rows.of(&output.log_sum, 1)?;
-            let [whole, rest] = self.parts(view)?;
             let add = |part: &Part<'_>, [d_q, d_k, d_v]: [Tensor; 3]| -> Result<(), ModelError> {
                 let _ = rows.of(&d_queries, 1)?.f_add_(&d_q)?;
                 let _ = part.span.of(&d_keys, 1)?.f_add_(&d_k)?;
                 let _ = part.span.of(&d_values, 1)?.f_add_(&d_v)?;
                 Ok(())
             };
-            if let Some(part) = whole {
+            if let Some(part) = self.attended(view)? {
                 let (gathered, log_sum) = (rows.of(&output.gathered, 1)?, log_sum.f_squeeze_dim(-1)?);
                 let inputs = [&queries, &part.keys, &part.values];
                 add(&part, attend_backward(&d_gathered, inputs, &gathered, &log_sum, 1.0)?)?;
             }
-            if let Some(part) = rest {
+            for part in self.scored(view)? {
                 let weights = self.scores(view, &part)?.f_sub_(&log_sum)?.f_exp_()?;
                 let d_weights = d_gathered.f_bmm(&part.values.f_transpose(1, 2)?)?.f_to_kind(exact)?;
                 let d_scores = d_weights.f_sub(&rows.of(&delta, 1)?)?.f_mul_(&weights)?.f_to_kind(self.kind()?)?;
@@ -142,70 +141,90 @@ impl Inputs<'_> {
     /// sum of the weights, and what they gather, both over its exponential. `[kv_heads, rows, 1 or head_dim]` each.
     fn over_context(&self, view: &View, own_most: Tensor) -> Result<[Tensor; 3], ModelError> {
         let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
-        let [whole, rest] = self.parts(view)?;
         let mut most = own_most;
-        let whole = match whole {
-            Some(part) => {
-                let (gathered, log_sum) = attend(&queries, &part.keys, &part.values, 1.0)?;
-                let log_sum = log_sum.f_unsqueeze(-1)?;
-                most = most.f_maximum(&log_sum)?;
-                Some((gathered, log_sum))
-            }
-            None => None,
+        let mut scored = Vec::new();
+        for part in self.scored(view)? {
+            let scores = self.scores(view, &part)?;
+            most = most.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
+            scored.push((scores, part.values));
+        }
+        let mut attended = None;
+        if let Some(part) = self.attended(view)? {
+            let (gathered, log_sum) = attend(&queries, &part.keys, &part.values, 1.0)?;
+            let log_sum = log_sum.f_unsqueeze(-1)?;
+            most = most.f_maximum(&log_sum)?;
+            attended = Some((gathered, log_sum));
+        }
+        let mut shares = Vec::new();
+        for (mut scores, values) in scored {
+            let weights = scores.f_sub_(&most)?.f_exp_()?;
+            let sum = weights.f_sum_dim_intlist(&[-1i64][..], true, weights.f_kind()?)?;
+            shares.push([sum, weights.f_to_kind(self.kind()?)?.f_bmm(&values)?]);
+        }
+        if let Some((gathered, mut log_sum)) = attended {
+            let weight = log_sum.f_sub_(&most)?.f_exp_()?;
+            let gathered = gathered.f_mul(&weight)?.f_to_kind(self.kind()?)?;
+            shares.push([weight, gathered]);
+        }
+        let mut shares = shares.into_iter();
+        let [mut sum, mut gathered] = match shares.next() {
+            Some(share) => share,
+            None => [most.f_zeros_like()?, queries.f_zeros_like()?],
         };
-        let rest = match rest {
-            Some(part) => {
-                let scores = self.scores(view, &part)?;
-                most = most.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
-                Some((scores, part.values))
-            }
-            None => None,
-        };
-        let (mut sum, mut gathered) = match rest {
-            Some((mut scores, values)) => {
-                let weights = scores.f_sub_(&most)?.f_exp_()?;
-                let sum = weights.f_sum_dim_intlist(&[-1i64][..], true, weights.f_kind()?)?;
-                (sum, weights.f_to_kind(self.kind()?)?.f_bmm(&values)?)
-            }
-            None => (most.f_zeros_like()?, queries.f_zeros_like()?),
-        };
-        if let Some((whole, log_sum)) = whole {
-            let weight = log_sum.f_sub(&most)?.f_exp_()?;
-            gathered = gathered.f_add_(&whole.f_mul(&weight)?)?;
-            sum = sum.f_add_(&weight)?;
+        for share in shares {
+            sum = sum.f_add_(&share[0])?;
+            gathered = gathered.f_add_(&share[1])?;
         }
         Ok([most, sum, gathered])
     }
 
-    /// The part of a group's context that all its slots see, where a kernel can take it; and the rest.
-    fn parts<'a>(&self, view: &'a View) -> Result<[Option<Part<'a>>; 2], ModelError> {
-        let Some((keys, values)) = self.context else { return Ok([None, None]) };
-        let head_dim = self.queries.size()[3];
-        let by_kernel = self.by == AttentionBy::Kernel && attends(self.queries.device(), self.kind()?, head_dim);
-        let whole = match &view.hidden {
-            _ if !by_kernel => 0,
-            None => view.len,
-            Some(hidden) => hidden.from,
-        };
-        let part = |from: i64, len: i64| -> Result<Option<Part<'a>>, ModelError> {
-            if len == 0 {
-                return Ok(None);
+    /// The part of a group's context that a kernel takes.
+    fn attended(&self, view: &View) -> Result<Option<Part<'static>>, ModelError> {
+        if !self.by_kernel()? || view.clear.len == 0 {
+            return Ok(None);
+        }
+        self.part(view, view.clear, Vec::new())
+    }
+
+    /// The parts that are plain products.
+    fn scored<'a>(&self, view: &'a View) -> Result<Vec<Part<'a>>, ModelError> {
+        let mut parts = Vec::new();
+        if self.by_kernel()? {
+            for hidden in &view.hidden {
+                let all = Span { start: 0, len: hidden.span.len };
+                parts.extend(self.part(view, hidden.span, vec![(all, &hidden.mask)])?);
             }
-            let span = Span { start: view.start + from, len };
-            let hidden = view.hidden.as_ref().map(|hidden| (hidden.from - from, &hidden.mask));
-            Ok(Some(Part { span, keys: span.of(keys, 1)?, values: span.of(values, 1)?, hidden }))
-        };
-        Ok([part(0, whole)?, part(whole, view.len - whole)?])
+        } else if view.len > 0 {
+            let hidden = view.hidden.iter().map(|hidden| (hidden.span, &hidden.mask)).collect();
+            parts.extend(self.part(view, Span { start: 0, len: view.len }, hidden)?);
+        }
+        Ok(parts)
+    }
+
+    fn part<'a>(
+        &self,
+        view: &View,
+        of_view: Span,
+        hidden: Vec<(Span, &'a Tensor)>,
+    ) -> Result<Option<Part<'a>>, ModelError> {
+        let Some((keys, values)) = self.context else { return Ok(None) };
+        let span = Span { start: view.start + of_view.start, len: of_view.len };
+        Ok(Some(Part { span, keys: span.of(keys, 1)?, values: span.of(values, 1)?, hidden }))
+    }
+
+    fn by_kernel(&self) -> Result<bool, ModelError> {
+        let head_dim = self.queries.size()[3];
+        Ok(self.by == AttentionBy::Kernel && attends(self.queries.device(), self.kind()?, head_dim))
     }
 
     /// Scores of a part of the context that a group sees, `[kv_heads, rows, tokens]`, minus infinity where it is hidden.
     fn scores(&self, view: &View, part: &Part<'_>) -> Result<Tensor, ModelError> {
         let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
         let scores = queries.f_bmm(&part.keys.f_transpose(1, 2)?)?.f_to_kind(wide(self.kind()?))?;
-        if let Some((from, mask)) = part.hidden {
-            let (heads, group, len) = (scores.size()[0], self.queries.size()[2], part.span.len);
+        let (heads, group, len) = (scores.size()[0], self.queries.size()[2], part.span.len);
+        for (span, mask) in &part.hidden {
             let by_slot = scores.f_view([heads, view.slots / self.block_size, self.block_size, group, len])?;
-            let _ = by_slot.f_narrow(-1, from, len - from)?.f_masked_fill_(mask, f64::NEG_INFINITY)?;
+            let _ = span.of(&by_slot, -1)?.f_masked_fill_(mask, f64::NEG_INFINITY)?;
         }
         Ok(scores)
     }
