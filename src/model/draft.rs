@@ -53,7 +53,7 @@ impl DraftOptions {
     pub fn new(device: Device) -> DraftOptions {
         let tile = Tile { slots: 1024, tokens: 2048 };
         let weighting = Weighting::Decay(None);
-        // Measured: bench/README.md.
+        // On a CPU scores that are stored lie in the cache, and the kernel was not measurably faster (bench/README.md).
         let attention = if device.is_cuda() { AttentionBy::Kernel } else { AttentionBy::Plain };
         DraftOptions { kind: Kind::Float, device, weighting, tile, group_slots: 256, attention, recompute: false }
     }
