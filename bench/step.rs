@@ -1,7 +1,8 @@
 //! One training step of a drafter on the CPU, alone: what `bench/peers` measures beside other trainers.
 //!
 //! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
-//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads.
+//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads. `--attention kernel` or `plain` says how
+//! blocks attend to their context, where the device's default is not meant.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -16,7 +17,7 @@ use draftmill::{
         adamw::{AdamW, Hyper},
         anchors::Anchors,
         batch::Packed,
-        draft::{DraftOptions, Drafter, Shared},
+        draft::{AttentionBy, DraftOptions, Drafter, Shared},
         loss::Tile,
         params::init_params,
         weighting::Weighting,
@@ -44,6 +45,7 @@ pub struct Shape {
     pub steps: usize,
     pub tile: Tile,
     pub group_slots: usize,
+    attention: AttentionBy,
 }
 
 /// A micro-batch of random features.
@@ -69,6 +71,12 @@ pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
             tokens: given.number("tile-tokens", defaults.tile.tokens)?,
         },
         group_slots: given.number("group-slots", defaults.group_slots)?,
+        attention: match given.text_or("attention", "default") {
+            "default" => defaults.attention,
+            "kernel" => AttentionBy::Kernel,
+            "plain" => AttentionBy::Plain,
+            other => return Err(format!("--attention is kernel or plain, not {other}")),
+        },
     };
     given.done().map(|()| shape)
 }
@@ -129,6 +137,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let options = DraftOptions {
         tile: shape.tile,
         group_slots: shape.group_slots,
+        attention: shape.attention,
         weighting: Weighting::Decay(Some(7.0)),
         ..DraftOptions::new(Device::Cpu)
     };

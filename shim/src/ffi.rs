@@ -63,6 +63,25 @@ unsafe extern "C" {
     pub fn draftmill_tf32_allowed(allowed: *mut bool) -> c_int;
     pub fn draftmill_set_attention(kernels: *const Attention) -> c_int;
     pub fn draftmill_attention(used: *mut Attention) -> c_int;
+    pub fn draftmill_attend(
+        kernel: c_int,
+        queries: *const C_tensor,
+        keys: *const C_tensor,
+        values: *const C_tensor,
+        scale: f64,
+        gathered: *mut *mut C_tensor,
+    ) -> c_int;
+    pub fn draftmill_attend_backward(
+        kernel: c_int,
+        d_gathered: *const C_tensor,
+        queries: *const C_tensor,
+        keys: *const C_tensor,
+        values: *const C_tensor,
+        gathered: *const C_tensor,
+        log_sum: *const C_tensor,
+        scale: f64,
+        gradients: *mut *mut C_tensor,
+    ) -> c_int;
     /// Throws inside what its number says: see `shim.cpp`.
     #[cfg(test)]
     pub fn draftmill_throw(what: c_int) -> c_int;

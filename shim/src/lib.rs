@@ -1,5 +1,5 @@
-//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, work shared out over an operation's
-//! threads, a GPU's memory, and switches.
+//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, attention kernels that tell their sums,
+//! work shared out over an operation's threads, a GPU's memory, and switches.
 //!
 //! `shim.cpp` beside this file does the work, against the libtorch that tch links and without any CUDA header: what
 //! only a GPU has answers with a sentence where there is none. Errors have a slot of their own, so nothing is left
@@ -7,11 +7,13 @@
 
 #![cfg(feature = "torch")]
 
+mod attend;
 mod ffi;
 pub mod rows;
 #[cfg(test)]
 mod tests;
 
+pub use attend::{attend, attend_backward, attends};
 use std::ffi::{CStr, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;

@@ -9,18 +9,28 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <limits>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <vector>
@@ -103,6 +113,48 @@ c10::DeviceAllocator& allocator(int index) {
   // Until a first use of CUDA its allocator knows no device.
   context.lazyInitDevice(c10::kCUDA);
   return *c10::getDeviceAllocator(c10::kCUDA);
+}
+
+// The same numbers as in attend.rs, where the choice is made.
+enum Kernel : int { kCpu = 0, kFlash = 1, kEfficient = 2 };
+
+// The kernels take sizes, kinds and the step within a row for granted, and would read astray.
+void check_attention(const at::Tensor& x, at::IntArrayRef size, const at::Tensor& queries, at::ScalarType kind, const char* what) {
+  const auto refuse = [&](const char* why) { throw Unsuitable(std::string("attention takes no ") + what + " that " + why); };
+  if (!x.defined()) refuse("are undefined");
+  if (x.layout() != at::kStrided) refuse("are sparse");
+  if (x.device() != queries.device()) refuse("lie on another device than the queries");
+  if (x.scalar_type() != kind) refuse("are of another kind than the queries ask for");
+  if (x.sizes() != size) refuse("do not fit the queries in size");
+  if (x.stride(-1) != 1) refuse("are not contiguous in their last dimension");
+}
+
+void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  if (!q.defined() || q.dim() != 3 || !k.defined() || k.dim() != 3) {
+    throw Unsuitable("attention takes queries and keys of three dimensions");
+  }
+  if (q.numel() == 0 || k.numel() == 0) throw Unsuitable("attention takes no queries or keys that are empty");
+  const std::array<int64_t, 3> seen = {q.size(0), k.size(1), q.size(2)};
+  check_attention(q, q.sizes(), q, q.scalar_type(), "queries");
+  check_attention(k, seen, q, q.scalar_type(), "keys");
+  check_attention(v, seen, q, q.scalar_type(), "values");
+}
+
+at::ScalarType kind_of_sums(const at::Tensor& q) {
+  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// `[heads, length, ...]` as a batch of `heads` with one head each. The backward of the efficient kernel asks for an
+// output that lies as `[batch, length, heads, width]`, and only with one head the two orders are the same.
+at::Tensor one_head(const at::Tensor& x) {
+  return x.unsqueeze(1);
+}
+
+template <size_t N>
+void hand_over(std::array<at::Tensor, N> tensors, at::Tensor** out) {
+  std::array<std::unique_ptr<at::Tensor>, N> owned;
+  for (size_t i = 0; i < N; ++i) owned[i] = std::make_unique<at::Tensor>(std::move(tensors[i]));
+  for (size_t i = 0; i < N; ++i) out[i] = owned[i].release();
 }
 
 } // namespace
@@ -268,6 +320,91 @@ int draftmill_attention(DraftmillAttention* used) noexcept {
         context.userEnabledMathSDP(),
         context.userEnabledCuDNNSDP(),
     };
+  });
+}
+
+// Gives two tensors: what was gathered, and the logarithm of each row's sum.
+int draftmill_attend(
+    int kernel,
+    const at::Tensor* queries,
+    const at::Tensor* keys,
+    const at::Tensor* values,
+    double scale,
+    at::Tensor** gathered) noexcept {
+  return guarded([&] {
+    const c10::AutoGradMode no_grad(false);
+    check_inputs(*queries, *keys, *values);
+    const at::Tensor q = one_head(*queries), k = one_head(*keys), v = one_head(*values);
+    at::Tensor out, log_sum;
+    switch (kernel) {
+      case kCpu:
+        std::tie(out, log_sum) = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, false, {}, scale);
+        break;
+      case kFlash: {
+        const auto all = at::_scaled_dot_product_flash_attention(q, k, v, 0, false, false, scale);
+        out = std::get<0>(all), log_sum = std::get<1>(all);
+        break;
+      }
+      case kEfficient: {
+        const auto all = at::_scaled_dot_product_efficient_attention(q, k, v, {}, true, 0, false, scale);
+        out = std::get<0>(all), log_sum = std::get<1>(all);
+        break;
+      }
+      default: throw Unsuitable("there is no such attention kernel");
+    }
+    // The efficient kernel fills the sums up to a multiple of 32.
+    hand_over<2>({out.squeeze(1), log_sum.squeeze(1).narrow(1, 0, q.size(2))}, gathered);
+  });
+}
+
+// Gives three tensors: the gradients of queries, keys and values.
+int draftmill_attend_backward(
+    int kernel,
+    const at::Tensor* d_gathered,
+    const at::Tensor* queries,
+    const at::Tensor* keys,
+    const at::Tensor* values,
+    const at::Tensor* gathered,
+    const at::Tensor* log_sum,
+    double scale,
+    at::Tensor** gradients) noexcept {
+  return guarded([&] {
+    const c10::AutoGradMode no_grad(false);
+    check_inputs(*queries, *keys, *values);
+    check_attention(*d_gathered, queries->sizes(), *queries, queries->scalar_type(), "gradients");
+    check_attention(*gathered, queries->sizes(), *queries, queries->scalar_type(), "outputs");
+    const int64_t heads = queries->size(0), length = queries->size(1);
+    if (!log_sum->defined() || log_sum->dim() != 2) throw Unsuitable("attention takes sums of two dimensions");
+    // The kernels go from one sum to the next by one value.
+    const at::Tensor sums = log_sum->contiguous();
+    check_attention(sums, {heads, length}, *queries, kind_of_sums(*queries), "sums");
+    const at::Tensor q = one_head(*queries), k = one_head(*keys), v = one_head(*values);
+    const at::Tensor d_out = one_head(*d_gathered), out = one_head(*gathered), sum = one_head(sums);
+    // The state of a random generator, which no dropout means nobody reads.
+    const at::Tensor none = at::empty({2}, q.options().dtype(at::kLong));
+    at::Tensor dq, dk, dv;
+    switch (kernel) {
+      case kCpu:
+        std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out, q, k, v, out, sum, 0, false, {}, scale);
+        break;
+      case kFlash:
+        std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_backward(
+            d_out, q, k, v, out, sum, {}, {}, length, k.size(2), 0, false, none, none, scale);
+        break;
+      case kEfficient: {
+        // As its forward leaves them: each head's sums begin at a multiple of 32, and what fills them up has no weight.
+        constexpr double kInfinity = std::numeric_limits<double>::infinity();
+        const at::Tensor padded = at::full({heads, 1, (length + 31) / 32 * 32}, kInfinity, sum.options());
+        padded.narrow(2, 0, length).copy_(sum);
+        const auto all = at::_scaled_dot_product_efficient_attention_backward(
+            d_out, q, k, v, {}, out, padded, none, none, 0, {true, true, true, false}, false, scale);
+        dq = std::get<0>(all), dk = std::get<1>(all), dv = std::get<2>(all);
+        break;
+      }
+      default: throw Unsuitable("there is no such attention kernel");
+    }
+    hand_over<3>({dq.squeeze(1), dk.squeeze(1), dv.squeeze(1)}, gradients);
   });
 }
 

@@ -3,6 +3,7 @@
 use super::ModelError;
 use super::anchors::Anchors;
 use super::batch::Packed;
+use super::ops::Span;
 use super::rope::{Rope, RopeTable};
 use crate::hf::draft::{DraftConfig, LayerType};
 use tch::{Device, Kind, Tensor};
@@ -27,15 +28,16 @@ pub struct View {
     /// Place of the first slot, and the number of slots.
     pub slot: i64,
     pub slots: i64,
-    /// What some of the slots do not see; `None` when all see all of it.
-    pub hidden: Option<Hidden>,
+    /// Tokens of the view that all slots see. It may be empty.
+    pub clear: Span,
+    /// All others, in order.
+    pub hidden: Vec<Hidden>,
 }
 
-/// Tokens of a view that are hidden from some of its slots.
+/// Neighbouring tokens of a view, each hidden from some of its slots.
 pub struct Hidden {
-    /// Tokens of the view before this one are seen by all.
-    pub from: i64,
-    /// True where hidden, `[blocks, block_size or 1, 1, len - from]`: the third dimension is that of the heads.
+    pub span: Span,
+    /// True where hidden, `[blocks, block_size or 1, 1, tokens]`: the third dimension is that of the heads.
     pub mask: Tensor,
 }
 
@@ -115,22 +117,26 @@ impl View {
     ) -> Result<View, ModelError> {
         let (smallest, largest) = (anchors.first().copied().unwrap_or(0), anchors.last().copied().unwrap_or(0));
         let from = window.map_or(0, |window| (smallest - (window - 1)).max(0));
-        let (len, count) = (largest - from, anchors.len() as i64);
-        // On full layers, tokens before the first anchor are hidden from no block.
-        let partial = if window.is_some() { from } else { smallest };
-        let hidden = if partial == largest {
-            None
-        } else {
+        let count = anchors.len() as i64;
+        // Where the last slot of the last block begins to see; the first block sees up to its anchor.
+        let all_from = window.map_or(from, |window| (largest + size - window).max(from));
+        let clear = if all_from < smallest { (all_from, smallest) } else { (from, from) };
+        let mut hidden = Vec::new();
+        for (first, end) in [(from, clear.0), (clear.1, largest)] {
+            if first == end {
+                continue;
+            }
             let anchor = Tensor::f_from_slice(anchors)?.f_to(device)?.f_reshape([count, 1, 1, 1])?;
-            let position = Tensor::f_arange_start(partial, largest, (Kind::Int64, device))?;
+            let position = Tensor::f_arange_start(first, end, (Kind::Int64, device))?;
             let mut mask = position.f_ge_tensor(&anchor)?;
             if let Some(window) = window {
                 let place = Tensor::f_arange(size, (Kind::Int64, device))?.f_reshape([1, size, 1, 1])?;
                 mask = mask.f_logical_or(&position.f_lt_tensor(&anchor.f_add(&place)?.f_sub_scalar(window - 1)?)?)?;
             }
-            Some(Hidden { from: partial - from, mask })
-        };
-        Ok(View { start: row_start + from, len, slot, slots: count * size, hidden })
+            hidden.push(Hidden { span: Span { start: first - from, len: end - first }, mask });
+        }
+        let clear = Span { start: clear.0 - from, len: clear.1 - clear.0 };
+        Ok(View { start: row_start + from, len: largest - from, slot, slots: count * size, clear, hidden })
     }
 }
 
@@ -138,4 +144,59 @@ impl View {
 fn own_mask(size: i64, device: Device) -> Result<Tensor, ModelError> {
     let place = Tensor::f_arange(size, (Kind::Int64, device))?;
     Ok(place.f_gt_tensor(&place.f_reshape([size, 1, 1])?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    proptest! {
+        /// Each slot sees what the definition says, token by token, and what is called clear is what all slots see.
+        #[test]
+        fn a_view_shows_each_slot_what_the_definition_says(
+            anchors in prop::collection::btree_set(0i64..60, 1..6), size in 1i64..9, window in prop::option::of(1i64..80),
+        ) {
+            let anchors: Vec<i64> = anchors.into_iter().collect();
+            let view = View::new(&anchors, size, window, 1000, 7, Device::Cpu).unwrap();
+            let (smallest, largest) = (anchors[0], anchors[anchors.len() - 1]);
+            let from = view.start - 1000;
+            prop_assert_eq!((view.slot, view.slots, from + view.len), (7, anchors.len() as i64 * size, largest));
+            let mut parts: Vec<(i64, i64)> = view.hidden.iter().map(|h| (h.span.start, h.span.len)).collect();
+            parts.push((view.clear.start, view.clear.len));
+            let places: Vec<i64> = parts.iter().flat_map(|&(start, len)| start..start + len).collect();
+            prop_assert_eq!(places.len() as i64, view.len);
+            prop_assert_eq!(places.into_iter().collect::<BTreeSet<_>>(), (0..view.len).collect::<BTreeSet<_>>());
+
+            let mut all_see = Vec::new();
+            for position in 0..largest {
+                let sees = |block: usize, slot: i64| {
+                    let anchor = anchors[block];
+                    position < anchor && window.is_none_or(|window| position >= anchor + slot - (window - 1))
+                };
+                let slots = || (0..anchors.len()).flat_map(|block| (0..size).map(move |slot| (block, slot)));
+                if slots().all(|(block, slot)| sees(block, slot)) {
+                    all_see.push(position);
+                }
+                let place = position - from;
+                if place < 0 {
+                    prop_assert!(slots().all(|(block, slot)| !sees(block, slot)));
+                }
+                for hidden in &view.hidden {
+                    let span = hidden.span;
+                    if (span.start..span.start + span.len).contains(&place) {
+                        let mask = hidden.mask.expand([anchors.len() as i64, size, 1, span.len], false);
+                        for (block, slot) in slots() {
+                            let masked = mask.int64_value(&[block as i64, slot, 0, place - span.start]) != 0;
+                            prop_assert_eq!(masked, !sees(block, slot), "position {}, slot {} of {}", position, slot, block);
+                        }
+                    }
+                }
+            }
+            let clear: Vec<i64> = (view.clear.start..view.clear.start + view.clear.len).map(|place| place + from).collect();
+            prop_assert_eq!(clear, all_see);
+            prop_assert!(window.is_some() || view.clear.len == smallest);
+        }
+    }
 }

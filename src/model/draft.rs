@@ -24,6 +24,15 @@ pub struct Shared {
     pub head: Tensor,
 }
 
+/// How blocks attend to the context that all slots of a group see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionBy {
+    /// libtorch's attention kernels, which store no score; plain products where they have none for the number type.
+    Kernel,
+    /// Plain products, which store the scores of one group at a time.
+    Plain,
+}
+
 /// How a drafter computes, and how much each slot counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DraftOptions {
@@ -35,6 +44,7 @@ pub struct DraftOptions {
     pub tile: Tile,
     /// Slots that attend together.
     pub group_slots: usize,
+    pub attention: AttentionBy,
     /// Keep no more than each layer's input for the backward pass, and compute the layer again there.
     pub recompute: bool,
 }
@@ -44,7 +54,9 @@ impl DraftOptions {
     pub fn new(device: Device) -> DraftOptions {
         let tile = Tile { slots: 1024, tokens: 2048 };
         let weighting = Weighting::Decay(None);
-        DraftOptions { kind: Kind::Float, device, weighting, tile, group_slots: 256, recompute: false }
+        // On a CPU scores that are stored lie in the cache, and the kernel was not measurably faster (bench/README.md).
+        let attention = if device.is_cuda() { AttentionBy::Kernel } else { AttentionBy::Plain };
+        DraftOptions { kind: Kind::Float, device, weighting, tile, group_slots: 256, attention, recompute: false }
     }
 }
 
@@ -227,7 +239,7 @@ impl Drafter {
         context: Option<&Context>,
     ) -> Result<Pass<'a>, ModelError> {
         let seen = context.map(|context| context.seen_by(anchors)).transpose()?.flatten();
-        Pass::new(&self.config, weights, blocks, seen, self.options.recompute)
+        Pass::new(&self.config, weights, blocks, seen, &self.options)
     }
 
     fn check(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<(), ModelError> {

@@ -1,12 +1,17 @@
 //! Attention of all blocks over the context before their anchors and over themselves, with its gradient.
 //!
-//! The own blocks are one batched product. The context is taken group by group, each group only up to its last anchor, and
-//! joined with the own block by the maximum and the sum of both. The backward pass makes the scores again from the
-//! logarithm of the sums instead of keeping them, so memory stays linear in slots and context.
+//! The own blocks are one batched product. The context is taken group by group, each group only up to its last anchor.
+//! What all slots of a group see of it goes through libtorch's attention kernel, which stores no score; the rest, and all
+//! of it where [`AttentionBy::Plain`] is asked for, is plain products. The parts are joined by the logarithms of their sums:
+//! what a kernel gathered counts as one more value, with its logarithm as the score. The backward pass makes the scores
+//! again from the logarithm of the joined sums instead of keeping them, and so does the kernel's, which is given what was
+//! joined: so memory stays linear in slots and context, and the gradients are exact.
 
 use super::super::ModelError;
 use super::super::blocks::{Sight, View};
+use super::super::draft::AttentionBy;
 use super::super::ops::{Span, wide};
+use draftmill_shim::{attend, attend_backward, attends};
 use tch::{Kind, Tensor};
 
 /// One layer's queries, keys and values. Queries carry the factor `1 / sqrt(head_dim)`; a `row` is one query of one
@@ -20,6 +25,7 @@ pub struct Inputs<'a> {
     pub context: Option<(&'a Tensor, &'a Tensor)>,
     pub sight: Sight<'a>,
     pub block_size: i64,
+    pub by: AttentionBy,
 }
 
 /// What was gathered, `[kv_heads, rows, head_dim]`, and the logarithm of each row's sum, `[kv_heads, rows, 1]`.
@@ -35,26 +41,26 @@ pub struct Gradients {
     pub context: Option<(Tensor, Tensor)>,
 }
 
+/// Some of the context that a group sees.
+struct Part<'a> {
+    /// Its places in the context.
+    span: Span,
+    keys: Tensor,
+    values: Tensor,
+    /// What of it is hidden from some slots, as places in this part.
+    hidden: Vec<(Span, &'a Tensor)>,
+}
+
 impl Inputs<'_> {
     pub fn forward(&self) -> Result<Output, ModelError> {
         let mut own = self.own_scores()?;
         let own_most = own.f_amax(&[-1i64][..], true)?;
         let (mut most, mut sums, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for view in self.sight.views {
-            let rows = self.rows(view);
-            let own_most = rows.of(&own_most, 1)?;
-            let Some((keys, values)) = self.context.filter(|_| view.len > 0) else {
-                parts.push(rows.of(&self.by_row(self.queries)?, 1)?.f_zeros_like()?);
-                sums.push(own_most.f_zeros_like()?);
-                most.push(own_most);
-                continue;
-            };
-            let mut scores = self.context_scores(view, keys)?;
-            let larger = scores.f_amax(&[-1i64][..], true)?.f_maximum(&own_most)?;
-            let scores = scores.f_sub_(&larger)?.f_exp_()?;
-            sums.push(scores.f_sum_dim_intlist(&[-1i64][..], true, scores.f_kind()?)?);
-            parts.push(scores.f_to_kind(values.f_kind()?)?.f_bmm(&seen(values, view)?)?);
+            let [larger, sum, part] = self.over_context(view, self.rows(view).of(&own_most, 1)?)?;
             most.push(larger);
+            sums.push(sum);
+            parts.push(part);
         }
         let most = Tensor::f_cat(&most, 1)?;
         let own = own.f_sub_(&most)?.f_exp_()?;
@@ -80,16 +86,30 @@ impl Inputs<'_> {
         };
         let zeros = |x: &Tensor| Tensor::f_zeros(x.size(), (exact, x.device()));
         let (d_keys, d_values) = (zeros(keys)?, zeros(values)?);
-        for view in self.sight.views.iter().filter(|view| view.len > 0) {
+        for view in self.sight.views {
             let rows = self.rows(view);
             let (queries, d_gathered) = (rows.of(&self.by_row(self.queries)?, 1)?, rows.of(d_gathered, 1)?);
-            let weights = self.context_scores(view, keys)?.f_sub_(&rows.of(&output.log_sum, 1)?)?.f_exp_()?;
-            let d_weights = d_gathered.f_bmm(&seen(values, view)?.f_transpose(1, 2)?)?.f_to_kind(exact)?;
-            let d_scores = d_weights.f_sub(&rows.of(&delta, 1)?)?.f_mul_(&weights)?.f_to_kind(self.kind()?)?;
-            let weights = weights.f_to_kind(self.kind()?)?;
-            let _ = seen(&d_values, view)?.f_add_(&weights.f_transpose(1, 2)?.f_bmm(&d_gathered)?)?;
-            let _ = seen(&d_keys, view)?.f_add_(&d_scores.f_transpose(1, 2)?.f_bmm(&queries)?)?;
-            let _ = rows.of(&d_queries, 1)?.f_add_(&d_scores.f_bmm(&seen(keys, view)?)?)?;
+            let log_sum = rows.of(&output.log_sum, 1)?;
+            let add = |part: &Part<'_>, [d_q, d_k, d_v]: [Tensor; 3]| -> Result<(), ModelError> {
+                let _ = rows.of(&d_queries, 1)?.f_add_(&d_q)?;
+                let _ = part.span.of(&d_keys, 1)?.f_add_(&d_k)?;
+                let _ = part.span.of(&d_values, 1)?.f_add_(&d_v)?;
+                Ok(())
+            };
+            if let Some(part) = self.attended(view)? {
+                let (gathered, log_sum) = (rows.of(&output.gathered, 1)?, log_sum.f_squeeze_dim(-1)?);
+                let inputs = [&queries, &part.keys, &part.values];
+                add(&part, attend_backward(&d_gathered, inputs, &gathered, &log_sum, 1.0)?)?;
+            }
+            for part in self.scored(view)? {
+                let weights = self.scores(view, &part)?.f_sub_(&log_sum)?.f_exp_()?;
+                let d_weights = d_gathered.f_bmm(&part.values.f_transpose(1, 2)?)?.f_to_kind(exact)?;
+                let d_scores = d_weights.f_sub(&rows.of(&delta, 1)?)?.f_mul_(&weights)?.f_to_kind(self.kind()?)?;
+                let weights = weights.f_to_kind(self.kind()?)?;
+                let d_keys = d_scores.f_transpose(1, 2)?.f_bmm(&queries)?;
+                let d_values = weights.f_transpose(1, 2)?.f_bmm(&d_gathered)?;
+                add(&part, [d_scores.f_bmm(&part.keys)?, d_keys, d_values])?;
+            }
         }
         Ok(Gradients { queries: d_queries.f_view_as(self.queries)?, own: d_own, context: Some((d_keys, d_values)) })
     }
@@ -117,16 +137,94 @@ impl Inputs<'_> {
         Ok(x.f_view([blocks, -1, width])?)
     }
 
-    /// Scores of the context that a group sees, `[kv_heads, rows, tokens]`, minus infinity where it is hidden.
-    fn context_scores(&self, view: &View, keys: &Tensor) -> Result<Tensor, ModelError> {
+    /// What a group gathers from its context, not yet divided: the largest score, that of the own blocks included; the
+    /// sum of the weights, and what they gather, both over its exponential. `[kv_heads, rows, 1 or head_dim]` each.
+    fn over_context(&self, view: &View, own_most: Tensor) -> Result<[Tensor; 3], ModelError> {
         let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
-        let scores = queries.f_bmm(&seen(keys, view)?.f_transpose(1, 2)?)?;
-        let scores = scores.f_to_kind(wide(self.kind()?))?;
-        if let Some(hidden) = &view.hidden {
-            let (heads, group, from) = (scores.size()[0], self.queries.size()[2], hidden.from);
-            let blocks = view.slots / self.block_size;
-            let by_slot = scores.f_view([heads, blocks, self.block_size, group, view.len])?;
-            let _ = by_slot.f_narrow(-1, from, view.len - from)?.f_masked_fill_(&hidden.mask, f64::NEG_INFINITY)?;
+        let mut most = own_most;
+        let mut scored = Vec::new();
+        for part in self.scored(view)? {
+            let scores = self.scores(view, &part)?;
+            most = most.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
+            scored.push((scores, part.values));
+        }
+        let mut attended = None;
+        if let Some(part) = self.attended(view)? {
+            let (gathered, log_sum) = attend(&queries, &part.keys, &part.values, 1.0)?;
+            let log_sum = log_sum.f_unsqueeze(-1)?;
+            most = most.f_maximum(&log_sum)?;
+            attended = Some((gathered, log_sum));
+        }
+        let mut shares = Vec::new();
+        for (mut scores, values) in scored {
+            let weights = scores.f_sub_(&most)?.f_exp_()?;
+            let sum = weights.f_sum_dim_intlist(&[-1i64][..], true, weights.f_kind()?)?;
+            shares.push([sum, weights.f_to_kind(self.kind()?)?.f_bmm(&values)?]);
+        }
+        if let Some((gathered, mut log_sum)) = attended {
+            let weight = log_sum.f_sub_(&most)?.f_exp_()?;
+            let gathered = gathered.f_mul(&weight)?.f_to_kind(self.kind()?)?;
+            shares.push([weight, gathered]);
+        }
+        let mut shares = shares.into_iter();
+        let [mut sum, mut gathered] = match shares.next() {
+            Some(share) => share,
+            None => [most.f_zeros_like()?, queries.f_zeros_like()?],
+        };
+        for share in shares {
+            sum = sum.f_add_(&share[0])?;
+            gathered = gathered.f_add_(&share[1])?;
+        }
+        Ok([most, sum, gathered])
+    }
+
+    /// The part of a group's context that a kernel takes.
+    fn attended(&self, view: &View) -> Result<Option<Part<'static>>, ModelError> {
+        if !self.by_kernel()? || view.clear.len == 0 {
+            return Ok(None);
+        }
+        self.part(view, view.clear, Vec::new())
+    }
+
+    /// The parts that are plain products.
+    fn scored<'a>(&self, view: &'a View) -> Result<Vec<Part<'a>>, ModelError> {
+        let mut parts = Vec::new();
+        if self.by_kernel()? {
+            for hidden in &view.hidden {
+                let all = Span { start: 0, len: hidden.span.len };
+                parts.extend(self.part(view, hidden.span, vec![(all, &hidden.mask)])?);
+            }
+        } else if view.len > 0 {
+            let hidden = view.hidden.iter().map(|hidden| (hidden.span, &hidden.mask)).collect();
+            parts.extend(self.part(view, Span { start: 0, len: view.len }, hidden)?);
+        }
+        Ok(parts)
+    }
+
+    fn part<'a>(
+        &self,
+        view: &View,
+        of_view: Span,
+        hidden: Vec<(Span, &'a Tensor)>,
+    ) -> Result<Option<Part<'a>>, ModelError> {
+        let Some((keys, values)) = self.context else { return Ok(None) };
+        let span = Span { start: view.start + of_view.start, len: of_view.len };
+        Ok(Some(Part { span, keys: span.of(keys, 1)?, values: span.of(values, 1)?, hidden }))
+    }
+
+    fn by_kernel(&self) -> Result<bool, ModelError> {
+        let head_dim = self.queries.size()[3];
+        Ok(self.by == AttentionBy::Kernel && attends(self.queries.device(), self.kind()?, head_dim))
+    }
+
+    /// Scores of a part of the context that a group sees, `[kv_heads, rows, tokens]`, minus infinity where it is hidden.
+    fn scores(&self, view: &View, part: &Part<'_>) -> Result<Tensor, ModelError> {
+        let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
+        let scores = queries.f_bmm(&part.keys.f_transpose(1, 2)?)?.f_to_kind(wide(self.kind()?))?;
+        let (heads, group, len) = (scores.size()[0], self.queries.size()[2], part.span.len);
+        for (span, mask) in &part.hidden {
+            let by_slot = scores.f_view([heads, view.slots / self.block_size, self.block_size, group, len])?;
+            let _ = span.of(&by_slot, -1)?.f_masked_fill_(mask, f64::NEG_INFINITY)?;
         }
         Ok(scores)
     }
@@ -156,9 +254,4 @@ impl Inputs<'_> {
         let turned = self.by_block(scores)?.f_transpose(1, 2)?.f_to_kind(self.kind()?)?;
         Ok(turned.f_bmm(&self.by_block(rows)?)?.f_view_as(self.own.0)?)
     }
-}
-
-/// The context that a group sees.
-fn seen(x: &Tensor, view: &View) -> Result<Tensor, ModelError> {
-    Ok(x.f_narrow(1, view.start, view.len)?)
 }

@@ -2,6 +2,7 @@
 
 use super::super::ModelError;
 use super::super::blocks::Sight;
+use super::super::draft::AttentionBy;
 use super::super::ops::wide;
 use super::super::rope::Turn;
 use super::attention::{Gradients, Inputs, Output};
@@ -28,6 +29,7 @@ pub struct Layer<'a> {
     pub shape: &'a Shape<'a>,
     pub weights: &'a LayerWeights,
     pub sight: Sight<'a>,
+    pub by: AttentionBy,
     /// Keys and values of the context before norm and turn, `[tokens, 2 * kv_heads * head_dim]`.
     pub context: Option<Tensor>,
     pub ends: Ends<'a>,
@@ -212,6 +214,7 @@ impl Layer<'_> {
             context: context.as_ref().map(|(keys, values)| (keys, values)),
             sight: self.sight,
             block_size: self.shape.block_size,
+            by: self.by,
         })
     }
 

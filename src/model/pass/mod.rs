@@ -13,6 +13,7 @@ mod weights;
 
 use super::ModelError;
 use super::blocks::Blocks;
+use super::draft::DraftOptions;
 use crate::hf::draft::DraftConfig;
 use layer::{Ends, Kept, Layer, Shape};
 use tch::Tensor;
@@ -28,7 +29,7 @@ pub struct Pass<'a> {
     turns: Turns,
     /// Keys and values of what the blocks see, of all layers: `[tokens, layers * 2 * kv_heads * head_dim]`.
     context: Option<Tensor>,
-    recompute: bool,
+    options: &'a DraftOptions,
 }
 
 /// Of one layer: all that its gradient needs, or the input to compute that again.
@@ -66,14 +67,14 @@ impl<'a> Pass<'a> {
         weights: &'a Weights,
         blocks: &'a Blocks,
         context: Option<Tensor>,
-        recompute: bool,
+        options: &'a DraftOptions,
     ) -> Result<Pass<'a>, ModelError> {
         let turns = Turns {
             query: blocks.slot_table.turn((config.head_dim as f64).powf(-0.5))?,
             key: blocks.slot_table.turn(1.0)?,
             context: blocks.context_table.turn(1.0)?,
         };
-        Ok(Pass { config, blocks, weights, turns, context, recompute })
+        Ok(Pass { config, blocks, weights, turns, context, options })
     }
 
     /// What the head sees of the slots at `places`, `[places, hidden]`. `x [blocks + 1, hidden]` are the embeddings of the
@@ -130,7 +131,7 @@ impl<'a> Pass<'a> {
         for index in 0..self.weights.layers.len() {
             let input = x.shallow_clone();
             let (out, kept) = self.layer(index, &shape, places)?.forward(x)?;
-            keep(if self.recompute { Held::Input(input) } else { Held::All(Box::new(kept)) });
+            keep(if self.options.recompute { Held::Input(input) } else { Held::All(Box::new(kept)) });
             x = out;
         }
         Ok(x)
@@ -161,6 +162,7 @@ impl<'a> Pass<'a> {
             shape,
             weights: &self.weights.layers[index],
             sight: self.blocks.sight(self.config.layer_types[index]),
+            by: self.options.attention,
             context: self.context.as_ref().map(part).transpose()?,
             ends: Ends { first: index == 0, places: places.filter(|_| index + 1 == self.weights.layers.len()) },
         })

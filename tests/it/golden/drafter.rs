@@ -9,7 +9,7 @@ use draftmill::hf::draft::{DraftConfig, LayerType};
 use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
-use draftmill::model::draft::{DraftOptions, Drafter, Shared};
+use draftmill::model::draft::{AttentionBy, DraftOptions, Drafter, Shared};
 use draftmill::model::loss::{Labels, Tile, head_loss};
 use draftmill::model::oracle::{Dense, Trace};
 use draftmill::model::params::{Gradient, load_params};
@@ -21,6 +21,9 @@ use tch::{Device, Kind, Tensor};
 /// The step's inputs, packed, with fillers removed.
 pub struct Case {
     pub json: Value,
+    /// How its drafters attend.
+    pub by: AttentionBy,
+    pub group_slots: usize,
     files: TensorFiles,
     hidden: Tensor,
     ids: Vec<i32>,
@@ -40,6 +43,8 @@ impl Case {
         // Padding is zero throughout, so a row ends after its last token with any feature.
         let filled = Vec::<i64>::try_from(padded.abs().amax([2i64].as_slice(), false).gt(0.0).flatten(0, -1)).unwrap();
         let mut case = Case {
+            by: AttentionBy::Plain,
+            group_slots: 256,
             hidden: Tensor::new(),
             ids: Vec::new(),
             loss_mask: Vec::new(),
@@ -65,6 +70,13 @@ impl Case {
             .map(|(row, keep)| row.iter().zip(keep).filter(|(_, keep)| **keep != 0).map(|(a, _)| *a as u32).collect())
             .collect();
         case
+    }
+
+    /// Once by plain products, and twice by the kernel: with all blocks of a row in one group, and each alone, so that
+    /// every token of its context is the kernel's.
+    fn each_way() -> [Case; 3] {
+        let ways = [(AttentionBy::Plain, 256), (AttentionBy::Kernel, 256), (AttentionBy::Kernel, 1)];
+        ways.map(|(by, group_slots)| Case { by, group_slots, ..Case::load() })
     }
 
     fn packed(&self) -> Packed<'_> {
@@ -101,7 +113,8 @@ impl Case {
         let folder = path(self.json["target_dir"].as_str().unwrap());
         let target = TargetConfig::load(&folder).unwrap();
         let shared = Shared::load(&target, &TensorFiles::open(&folder).unwrap(), Kind::Float, Device::Cpu).unwrap();
-        let options = DraftOptions { weighting, ..DraftOptions::new(Device::Cpu) };
+        let (attention, group_slots) = (self.by, self.group_slots);
+        let options = DraftOptions { weighting, attention, group_slots, ..DraftOptions::new(Device::Cpu) };
         let mut drafter = Drafter::new(config, shared, options).unwrap();
         drafter.load_weights(weights).unwrap();
         drafter
@@ -189,109 +202,115 @@ fn the_oracle_gives_every_intermediate_result() {
 
 #[test]
 fn the_path_that_trains_gives_the_same_hidden_states_and_token_losses() {
-    let case = Case::load();
-    let (config, batch) = (case.config(), case.packed());
-    let drafter = case.drafter(config.clone(), None);
-    let got = drafter.hidden(&batch, &case.anchors).unwrap();
-    let blocks = [case.anchors.count() as i64, config.block_size as i64, -1];
-    close("hidden", &got.reshape(blocks), &case.kept(&case.want("output_hidden")), OUTPUT);
+    for case in Case::each_way() {
+        let (config, batch) = (case.config(), case.packed());
+        let drafter = case.drafter(config.clone(), None);
+        let got = drafter.hidden(&batch, &case.anchors).unwrap();
+        let blocks = [case.anchors.count() as i64, config.block_size as i64, -1];
+        close("hidden", &got.reshape(blocks), &case.kept(&case.want("output_hidden")), OUTPUT);
 
-    let slots = case.anchors.slots(&batch, config.block_size, case.gamma());
-    let places = Tensor::from_slice(&slots.places);
-    let pick = |name: &str| case.kept(&case.want(name)).flatten(0, 1).index_select(0, &places).squeeze_dim(1);
-    let supervised = case.kept(&case.want("weight_binary")).flatten(0, -1).nonzero().flatten(0, -1);
-    same("supervised slots", &places, &supervised);
-    same("labels", &Tensor::from_slice(&slots.labels), &pick("label_ids"));
-    let weights = Tensor::from_slice(&slots.weights);
-    close("weights", &weights, &pick("weight_decay"), LOSS);
-    let hidden = got.index_select(0, &places);
-    let _guard = tch::no_grad_guard();
-    let labels = Tensor::from_slice(&slots.labels);
-    let taught = Labels::of(&slots, Device::Cpu).unwrap();
-    for (slots, tokens) in [(1, 1), (3, 7), (1000, 1000)] {
-        let loss = head_loss(&hidden, &drafter.shared().head, &taught, Tile { slots, tokens }).unwrap();
-        close("token loss", &loss.losses, &pick("token_loss"), OUTPUT);
-        same("correct", &loss.correct, &pick("predicted_ids").eq_tensor(&labels));
+        let slots = case.anchors.slots(&batch, config.block_size, case.gamma());
+        let places = Tensor::from_slice(&slots.places);
+        let pick = |name: &str| case.kept(&case.want(name)).flatten(0, 1).index_select(0, &places).squeeze_dim(1);
+        let supervised = case.kept(&case.want("weight_binary")).flatten(0, -1).nonzero().flatten(0, -1);
+        same("supervised slots", &places, &supervised);
+        same("labels", &Tensor::from_slice(&slots.labels), &pick("label_ids"));
+        let weights = Tensor::from_slice(&slots.weights);
+        close("weights", &weights, &pick("weight_decay"), LOSS);
+        let hidden = got.index_select(0, &places);
+        let _guard = tch::no_grad_guard();
+        let labels = Tensor::from_slice(&slots.labels);
+        let taught = Labels::of(&slots, Device::Cpu).unwrap();
+        for (slots, tokens) in [(1, 1), (3, 7), (1000, 1000)] {
+            let loss = head_loss(&hidden, &drafter.shared().head, &taught, Tile { slots, tokens }).unwrap();
+            close("token loss", &loss.losses, &pick("token_loss"), OUTPUT);
+            same("correct", &loss.correct, &pick("predicted_ids").eq_tensor(&labels));
+        }
     }
 }
 
 #[test]
 fn losses_accuracies_and_every_gradient_match_with_and_without_decay() {
-    let case = Case::load();
-    let files = open("specforge_grads.safetensors");
-    for (name, gamma) in [("decay_off", None), ("decay_on", case.gamma())] {
-        let (want, prefix) = (&case.json["cases"][name], format!("{name}."));
-        let drafter = case.drafter(case.config(), gamma);
-        let trace = drafter.trace(&case.dense()).unwrap();
-        check_step(&format!("oracle {name}"), want, &report_of(&trace), &trace.gradient, &files, &prefix);
-        assert_eq!(trace.gradient.names(), drafter.params().names());
+    for case in Case::each_way() {
+        let files = open("specforge_grads.safetensors");
+        for (name, gamma) in [("decay_off", None), ("decay_on", case.gamma())] {
+            let (want, prefix) = (&case.json["cases"][name], format!("{name}."));
+            let drafter = case.drafter(case.config(), gamma);
+            let trace = drafter.trace(&case.dense()).unwrap();
+            check_step(&format!("oracle {name}"), want, &report_of(&trace), &trace.gradient, &files, &prefix);
+            assert_eq!(trace.gradient.names(), drafter.params().names());
 
-        let (report, gradient) = drafter.loss_and_gradient(&case.packed(), &case.anchors).unwrap();
-        check_step(&format!("training {name}"), want, &report, &gradient.unwrap(), &files, &prefix);
-        assert_eq!(report.anchors, case.anchors.count() as u64);
-        assert_eq!(report.tokens, case.ids.len() as u64);
+            let (report, gradient) = drafter.loss_and_gradient(&case.packed(), &case.anchors).unwrap();
+            check_step(&format!("training {name}"), want, &report, &gradient.unwrap(), &files, &prefix);
+            assert_eq!(report.anchors, case.anchors.count() as u64);
+            assert_eq!(report.tokens, case.ids.len() as u64);
+        }
     }
 }
 
 /// The same weights under the other decays that the folder has a loss for.
 #[test]
 fn other_decays_match() {
-    let case = Case::load();
-    let others = case.json["other_objectives_same_weights"].as_object().unwrap();
-    let mut seen = 0;
-    for (name, want) in others {
-        let Some(gamma) = name.strip_prefix("decay_gamma_") else { continue };
-        let drafter = case.drafter(case.config(), Some(gamma.parse().unwrap()));
-        let (report, _) = drafter.loss_and_gradient(&case.packed(), &case.anchors).unwrap();
-        near(name, report.loss(), number(&want["loss"]), LOSS);
-        seen += 1;
+    for case in Case::each_way() {
+        let others = case.json["other_objectives_same_weights"].as_object().unwrap();
+        let mut seen = 0;
+        for (name, want) in others {
+            let Some(gamma) = name.strip_prefix("decay_gamma_") else { continue };
+            let drafter = case.drafter(case.config(), Some(gamma.parse().unwrap()));
+            let (report, _) = drafter.loss_and_gradient(&case.packed(), &case.anchors).unwrap();
+            near(name, report.loss(), number(&want["loss"]), LOSS);
+            seen += 1;
+        }
+        assert!(seen > 0, "the folder has no other decay");
     }
-    assert!(seen > 0, "the folder has no other decay");
 }
 
 /// SpecForge divides D-PACE's sum by the rows of the batch, we divide it by the trained slots of the whole step: the sums and
 /// their gradients are the same.
 #[test]
 fn d_pace_matches() {
-    let case = Case::load();
-    let want = &case.json["other_objectives_same_weights"]["dpace"];
-    let drafter = case.drafter_weighing(case.config(), Weighting::DPace(number(&want["dpace_alpha"])));
-    let (report, gradient) = case.step(&drafter);
-    let rows = number(&want["denominator"]);
-    near("loss", report.loss_numerator / rows, number(&want["loss"]), LOSS);
-    let squares: f64 = gradient.tensors().iter().map(|x| f64::try_from(x.square().sum(Kind::Double)).unwrap()).sum();
-    near("gradient norm", squares.sqrt() / rows, number(&want["grad_l2_norm"]), GRADIENT);
-    assert_eq!(report.loss_denominator, report.supervised);
+    for case in Case::each_way() {
+        let want = &case.json["other_objectives_same_weights"]["dpace"];
+        let drafter = case.drafter_weighing(case.config(), Weighting::DPace(number(&want["dpace_alpha"])));
+        let (report, gradient) = case.step(&drafter);
+        let rows = number(&want["denominator"]);
+        near("loss", report.loss_numerator / rows, number(&want["loss"]), LOSS);
+        let squares: f64 =
+            gradient.tensors().iter().map(|x| f64::try_from(x.square().sum(Kind::Double)).unwrap()).sum();
+        near("gradient norm", squares.sqrt() / rows, number(&want["grad_l2_norm"]), GRADIENT);
+        assert_eq!(report.loss_denominator, report.supervised);
+    }
 }
 
 /// The case's name says which layer slides, and how far: `sliding_layer<L>_window<W>_decay_on`.
 #[test]
 fn sliding_layers_match() {
-    let case = Case::load();
-    let files = open("specforge_sliding.safetensors");
-    let cases = case.json["cases"].as_object().unwrap();
-    let (name, want) = cases.iter().find(|(name, _)| name.starts_with("sliding_layer")).unwrap();
-    let parts: Vec<&str> = name.split('_').collect();
-    let layer: usize = parts[1].strip_prefix("layer").unwrap().parse().unwrap();
-    let window: usize = parts[2].strip_prefix("window").unwrap().parse().unwrap();
-    assert_eq!(parts[3..], ["decay", "on"], "{name}");
-    let mut config = case.config();
-    config.layer_types[layer] = LayerType::Sliding;
-    config.sliding_window = Some(window);
+    for case in Case::each_way() {
+        let files = open("specforge_sliding.safetensors");
+        let cases = case.json["cases"].as_object().unwrap();
+        let (name, want) = cases.iter().find(|(name, _)| name.starts_with("sliding_layer")).unwrap();
+        let parts: Vec<&str> = name.split('_').collect();
+        let layer: usize = parts[1].strip_prefix("layer").unwrap().parse().unwrap();
+        let window: usize = parts[2].strip_prefix("window").unwrap().parse().unwrap();
+        assert_eq!(parts[3..], ["decay", "on"], "{name}");
+        let mut config = case.config();
+        config.layer_types[layer] = LayerType::Sliding;
+        config.sliding_window = Some(window);
 
-    let (drafter, dense) = (case.drafter(config.clone(), case.gamma()), case.dense());
-    let mask = tensor(&files, "attention_mask_sliding");
-    let allowed = Tensor::from_slice(&dense.allowed(config.block_size, Some(window))).reshape(mask.size());
-    same("mask", &allowed, &mask);
-    let trace = drafter.trace(&dense).unwrap();
-    let hidden = case.kept(&tensor(&files, "output_hidden"));
-    close("oracle hidden", &case.kept(&trace.hidden), &hidden, OUTPUT);
-    check_step("oracle", want, &report_of(&trace), &trace.gradient, &files, "grad.");
+        let (drafter, dense) = (case.drafter(config.clone(), case.gamma()), case.dense());
+        let mask = tensor(&files, "attention_mask_sliding");
+        let allowed = Tensor::from_slice(&dense.allowed(config.block_size, Some(window))).reshape(mask.size());
+        same("mask", &allowed, &mask);
+        let trace = drafter.trace(&dense).unwrap();
+        let hidden = case.kept(&tensor(&files, "output_hidden"));
+        close("oracle hidden", &case.kept(&trace.hidden), &hidden, OUTPUT);
+        check_step("oracle", want, &report_of(&trace), &trace.gradient, &files, "grad.");
 
-    let got = drafter.hidden(&case.packed(), &case.anchors).unwrap();
-    close("training hidden", &got.reshape(hidden.size()), &hidden, OUTPUT);
-    let (report, gradient) = drafter.loss_and_gradient(&case.packed(), &case.anchors).unwrap();
-    check_step("training", want, &report, &gradient.unwrap(), &files, "grad.");
+        let got = drafter.hidden(&case.packed(), &case.anchors).unwrap();
+        close("training hidden", &got.reshape(hidden.size()), &hidden, OUTPUT);
+        let (report, gradient) = drafter.loss_and_gradient(&case.packed(), &case.anchors).unwrap();
+        check_step("training", want, &report, &gradient.unwrap(), &files, "grad.");
+    }
 }
 
 /// The drafter's context in the folder is what its target gives at the taps of the configuration.

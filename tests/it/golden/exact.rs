@@ -2,6 +2,7 @@
 //! against finite differences in fp64, where a wrong formula has no rounding to hide in, and over many steps of training.
 
 use super::files::{close_to_largest, largest};
+use super::ladder::any_way;
 use super::random::scene;
 use draftmill::model::adamw::{AdamW, Hyper};
 use draftmill::model::anchors::Anchors;
@@ -19,11 +20,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     /// Random widths, ragged rows, holes in the loss mask, anchors at 0, at the last position but one and at the last,
-    /// rows without a block, blocks past the end, sliding windows: to eleven digits.
+    /// rows without a block, blocks past the end, sliding windows, groups of few blocks and of many: to eleven digits, by
+    /// plain products and by the kernel, whose backward is given what was joined.
     #[test]
-    fn in_fp64_the_path_that_trains_equals_the_dense_oracle(seed: u64) {
+    fn in_fp64_the_path_that_trains_equals_the_dense_oracle(seed: u64, group_slots in 1usize..200, by in any_way()) {
         let scene = scene(seed);
-        let drafter = scene.drafter_in(Kind::Double);
+        let drafter = scene.drafter_with(|options| {
+            (options.kind, options.group_slots, options.attention) = (Kind::Double, group_slots, by);
+        });
         let (report, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         let Some(gradient) = gradient else { return Ok(()) };
         let trace = drafter.trace(&Dense::pad(&scene.packed(), &scene.anchors).unwrap()).unwrap();
@@ -71,9 +75,9 @@ proptest! {
 
     /// The loss at both ends of a short step along a random direction, without any formula for a gradient.
     #[test]
-    fn finite_differences_of_the_loss_are_the_gradient(seed in 0u64..1 << 32) {
+    fn finite_differences_of_the_loss_are_the_gradient(seed in 0u64..1 << 32, by in any_way()) {
         let scene = scene(seed);
-        let mut drafter = scene.drafter_in(Kind::Double);
+        let mut drafter = scene.drafter_with(|options| (options.kind, options.attention) = (Kind::Double, by));
         let (_, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         let Some(gradient) = gradient else { return Ok(()) };
         slopes_agree(&mut drafter, &scene.packed(), &scene.anchors, &gradient, seed as i64);

@@ -6,7 +6,7 @@ use super::random::{Scene, scene};
 use draftmill::hf::draft::LayerType;
 use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
-use draftmill::model::draft::Drafter;
+use draftmill::model::draft::{AttentionBy, Drafter};
 use draftmill::model::loss::Tile;
 use draftmill::model::oracle::Dense;
 use draftmill::model::weighting::Weighting;
@@ -18,6 +18,10 @@ const LIMIT: f64 = 3e-5;
 
 fn cases() -> ProptestConfig {
     ProptestConfig { cases: 40, ..ProptestConfig::default() }
+}
+
+pub fn any_way() -> impl Strategy<Value = AttentionBy> {
+    prop_oneof![Just(AttentionBy::Plain), Just(AttentionBy::Kernel)]
 }
 
 /// Counts of right guesses: two logits that differ by a rounding may change places.
@@ -42,11 +46,11 @@ proptest! {
     #![proptest_config(cases())]
 
     /// The path that trains computes no filler, cuts the context, groups blocks and makes the head's gradient by hand;
-    /// the dense oracle does none of it.
+    /// the dense oracle does none of it. Small groups leave much context that all of a group see, for the kernel.
     #[test]
-    fn the_path_that_trains_equals_the_dense_oracle(seed: u64) {
+    fn the_path_that_trains_equals_the_dense_oracle(seed: u64, group_slots in 1usize..200, by in any_way()) {
         let scene = scene(seed);
-        let drafter = scene.drafter();
+        let drafter = scene.drafter_with(|options| (options.group_slots, options.attention) = (group_slots, by));
         let (report, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         let supervised = scene.anchors.slots(&scene.packed(), scene.config.block_size, scene.gamma).places.len();
         prop_assert_eq!(gradient.is_some(), supervised > 0);
@@ -131,12 +135,13 @@ proptest! {
     /// however many slots the head takes at once, the numbers stay.
     #[test]
     fn specforge_501_group_and_tile_sizes_change_nothing(
-        seed: u64, group_slots in 1usize..200, slots in 0usize..50, tokens in 1usize..170,
+        seed: u64, group_slots in 1usize..200, slots in 0usize..50, tokens in 1usize..170, by in any_way(),
     ) {
         let scene = scene(seed);
         let (one, first) = scene.drafter().loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         let other = scene.drafter_with(|options| {
             options.group_slots = group_slots;
+            options.attention = by;
             options.tile = Tile { slots, tokens };
             // Nor does it matter whether a layer is kept for the backward pass or computed again.
             options.recompute = true;
@@ -305,14 +310,20 @@ fn the_first_loss_is_near_the_logarithm_of_the_vocabulary() {
 fn bf16_compute_keeps_fp32_weights_and_gradients() {
     let scene = scene(34);
     let (want, exact) = scene.drafter().loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
-    let drafter = scene.drafter_in(Kind::BFloat16);
-    let (got, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
-    assert!(drafter.params().tensors().iter().all(|x| x.kind() == Kind::Float && !x.requires_grad()));
-    assert!((got.loss() / want.loss() - 1.0).abs() < 0.03, "{} against {}", got.loss(), want.loss());
-    for ((name, got), want) in gradient.unwrap().iter().zip(exact.unwrap().tensors()) {
-        assert_eq!(got.kind(), Kind::Float, "{name}");
-        let cosine = f64::try_from(got.flatten(0, -1).dot(&want.flatten(0, -1)) / got.norm() / want.norm()).unwrap();
-        assert!(cosine > 0.98, "{name}: {cosine}");
+    let exact = exact.unwrap();
+    for (group_slots, attention) in [(256, AttentionBy::Plain), (256, AttentionBy::Kernel), (1, AttentionBy::Kernel)] {
+        let drafter = scene.drafter_with(|options| {
+            (options.kind, options.group_slots, options.attention) = (Kind::BFloat16, group_slots, attention);
+        });
+        let (got, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+        assert!(drafter.params().tensors().iter().all(|x| x.kind() == Kind::Float && !x.requires_grad()));
+        assert!((got.loss() / want.loss() - 1.0).abs() < 0.03, "{} against {}", got.loss(), want.loss());
+        for ((name, got), want) in gradient.unwrap().iter().zip(exact.tensors()) {
+            assert_eq!(got.kind(), Kind::Float, "{name}");
+            let dot = got.flatten(0, -1).dot(&want.flatten(0, -1));
+            let cosine = f64::try_from(dot / got.norm() / want.norm()).unwrap();
+            assert!(cosine > 0.98, "{name} by {attention:?}: {cosine}");
+        }
     }
 }
 
@@ -320,7 +331,12 @@ fn bf16_compute_keeps_fp32_weights_and_gradients() {
 #[test]
 fn a_step_is_repeatable_and_leaves_no_gradient_behind() {
     let scene = scene(13);
-    let drafter = scene.drafter();
+    for by in [AttentionBy::Plain, AttentionBy::Kernel] {
+        repeatable(&scene, &scene.drafter_with(|options| options.attention = by));
+    }
+}
+
+fn repeatable(scene: &Scene, drafter: &Drafter) {
     let run = || drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
     let ((one, first), (two, second)) = (run(), run());
     assert_eq!(one, two);
