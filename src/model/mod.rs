@@ -19,6 +19,7 @@ pub mod oracle;
 pub mod params;
 mod pass;
 pub mod rope;
+pub mod route;
 pub mod shelves;
 pub mod target;
 pub mod weighting;
