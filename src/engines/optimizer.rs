@@ -133,6 +133,11 @@ impl Optimizer for TorchOptimizer {
         self.inner.run(move |inner| routes.copy(&inner.adamw.masters, device)).await
     }
 
+    /// Replicas are kept in f32 as the masters are, whatever they compute in, so theirs is the same.
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.inner.run(|inner| inner.adamw.masters.checksum().map(Some)).await
+    }
+
     async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
         self.inner.run(move |inner| inner.save(step)).await
     }

@@ -142,6 +142,38 @@ impl ParamSet {
         Ok(())
     }
 
+    /// A sum over the bits of all values, modulo 2^64, in which each counts an odd number of times that follows from its place. The same
+    /// on every device, however that adds; computed there, so that one number comes to the host. A value with other bits, and
+    /// two that changed places, are seen.
+    pub fn checksum(&self) -> Result<u64, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let (mut before, mut sum) = (0, None);
+        for tensor in &self.tensors {
+            let kind = tensor.f_kind()?;
+            let bits = match kind.elt_size_in_bytes() {
+                8 => Kind::Int64,
+                4 => Kind::Int,
+                2 => Kind::Int16,
+                _ => return Err(ModelError::Input(format!("there is no checksum of {kind:?}"))),
+            };
+            let (count, options) = (tensor.numel() as i64, (Kind::Int64, tensor.device()));
+            let values = tensor.f_reshape([-1])?.f_view_dtype(bits)?;
+            for from in (0..count).step_by(PIECE as usize) {
+                let length = PIECE.min(count - from);
+                let first = 2 * (before + from) + 1;
+                let weights = Tensor::f_arange_start_step(first, first + 2 * length, 2, options)?;
+                let weighed = values.f_narrow(0, from, length)?.f_to_kind(Kind::Int64)?.f_mul(&weights)?;
+                let part = weighed.f_sum(Kind::Int64)?;
+                sum = Some(match sum {
+                    None => part,
+                    Some(sum) => part.f_add(&sum)?,
+                });
+            }
+            before += count;
+        }
+        Ok(sum.map(|sum| sum.f_int64_value(&[])).transpose()?.unwrap_or(0) as u64)
+    }
+
     fn parts(&self) -> Parts {
         Parts::of(self.tensors.iter().map(|tensor| tensor.numel() as i64))
     }
@@ -163,6 +195,9 @@ impl ParamSet {
 /// Every part begins at a multiple of so many values: where an allocation of its own could begin (64 bytes on the CPU, 512 on
 /// CUDA), so that no kernel computes otherwise because of where its operands lie.
 const ALIGNED: i64 = 128;
+
+/// Values of which a checksum is made at a time: it takes 24 bytes for each.
+const PIECE: i64 = 1 << 22;
 
 /// Where in a buffer each tensor of a set is.
 struct Parts {
@@ -361,6 +396,41 @@ mod tests {
             let copy = written.copied_by(|buffer| Ok(buffer.copy())).unwrap();
             prop_assert!(copy.tensors()[0].eq(7.0).all().int64_value(&[]) == 1);
             prop_assert!(copy.tensors()[1..].iter().zip(&plain.tensors()[1..]).all(|(a, b)| a.equal(b)));
+        }
+
+        /// By the formula, flat or not; and whatever single bit changes, or which two values change places, is seen.
+        #[test]
+        fn a_checksum_sees_each_bit_and_each_place(
+            shapes in prop::collection::vec(prop::collection::vec(1i64..9, 0..3), 1..6),
+            bits in prop::collection::vec(any::<i32>(), 1..300), bit in 0u32..32, at: prop::sample::Index, other: prop::sample::Index,
+        ) {
+            let count: usize = shapes.iter().map(|shape| shape.iter().product::<i64>() as usize).sum();
+            let bits: Vec<i32> = (0..count).map(|i| bits[i % bits.len()]).collect();
+            // Made of bits, for a NaN that passes through f32 may come out as another one.
+            let of = |bits: &[i32]| {
+                let mut from = 0;
+                let named = shapes.iter().enumerate().map(|(i, shape)| {
+                    let part = &bits[from..from + shape.iter().product::<i64>() as usize];
+                    from += part.len();
+                    (format!("p{i}"), Tensor::from_slice(part).view_dtype(Kind::Float).reshape(shape))
+                });
+                ParamSet::new(named.collect())
+            };
+            let set = of(&bits);
+            let sum = |bits: &[i32]| {
+                let terms = (0u64..).zip(bits).map(|(i, &bits)| (2 * i + 1).wrapping_mul(i64::from(bits) as u64));
+                terms.fold(0u64, u64::wrapping_add)
+            };
+            let want = set.checksum().unwrap();
+            prop_assert_eq!(want, sum(&bits));
+            prop_assert_eq!(set.deep_copy(Device::Cpu, Kind::Float).unwrap().checksum().unwrap(), want);
+            let (at, other) = (at.index(count), other.index(count));
+            let mut changed = bits.clone();
+            changed[at] ^= 1 << bit;
+            prop_assert_ne!(of(&changed).checksum().unwrap(), want);
+            let mut swapped = bits.clone();
+            swapped.swap(at, other);
+            prop_assert_eq!(of(&swapped).checksum().unwrap() == want, bits[at] == bits[other]);
         }
 
         #[test]
