@@ -22,6 +22,7 @@ pub mod rope;
 pub mod route;
 pub mod shelves;
 pub mod target;
+pub mod trial;
 pub mod weighting;
 
 use thiserror::Error;

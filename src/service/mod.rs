@@ -16,7 +16,7 @@ mod models;
 mod notify;
 mod opening;
 pub mod orders;
-mod process;
+pub(crate) mod process;
 mod progress;
 mod reload;
 mod schedule;
