@@ -19,9 +19,10 @@ mod train;
 mod watched;
 
 pub use self::args::{
-    AnswerArgs, BlockArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs,
+    AnswerArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs,
     PrepareArgs, RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
 };
+pub use self::{block::BlockArgs, doctor::DoctorArgs};
 
 use crate::{
     config::{self, Loaded, Log, Problems},
