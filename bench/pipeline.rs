@@ -129,6 +129,7 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Setti
             start_step: 0,
             max_steps: 0,
             checkpoint_every: 0,
+            replica_check_every: 0,
         },
         prefetch: 1,
         max_failures_in_a_row: 5,

@@ -13,11 +13,12 @@ pub enum Exit {
     Data = 4,
     Model = 5,
     Run = 6,
+    Machine = 7,
     Interrupted = 130,
 }
 
 /// Every exit code with its meaning. `--help` and the documentation are made from it.
-pub const EXITS: [(Exit, &str); 8] = [
+pub const EXITS: [(Exit, &str); 9] = [
     (Exit::Done, "done; also a run that SIGTERM stopped in good order, with a checkpoint where it had begun"),
     (Exit::Internal, "a fault of draftmill itself or of the machine: please report it with the message"),
     (Exit::Usage, "the command line is wrong"),
@@ -25,6 +26,7 @@ pub const EXITS: [(Exit, &str); 8] = [
     (Exit::Data, "bad data: an input or the prepared store cannot be used"),
     (Exit::Model, "bad model: a model folder, GGUF file, checkpoint or export cannot be used"),
     (Exit::Run, "the run failed: the first fault is on stderr, finished checkpoints stay"),
+    (Exit::Machine, "the machine does not work: draftmill doctor tells what, and what helps"),
     (
         Exit::Interrupted,
         "interrupted: by SIGINT, with a checkpoint where the run had begun; or at once, by a second signal or when shutdown.grace was over",

@@ -7,6 +7,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod doctor;
 pub mod engines;
 pub mod eval;
 pub mod exit;

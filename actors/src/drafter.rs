@@ -16,7 +16,8 @@ use crate::{
     meter::{Cause, Meter, Totals},
     metrics as m,
     pool::{self, Batch, Loan, Room},
-    trainer::{self, Phase, Ticket},
+    replicas::known,
+    trainer::{self, Part, Phase, Ticket},
     types::JobId,
 };
 use metrics::{Counter, counter};
@@ -138,8 +139,8 @@ impl<E: DraftEngine> Drafter<E> {
             let now = *phase.borrow_and_update();
             match now {
                 Phase::End => return Ok(()),
-                Phase::Reduce { step } if step > reduced => {
-                    self.reduce(step).await?;
+                Phase::Reduce { step, compare } if step > reduced => {
+                    self.reduce(step, compare).await?;
                     reduced = step;
                     continue;
                 }
@@ -311,11 +312,16 @@ impl<E: DraftEngine> Drafter<E> {
         }
     }
 
-    async fn reduce(&mut self, step: u64) -> Result<(), Fault> {
+    async fn reduce(&mut self, step: u64, compare: bool) -> Result<(), Fault> {
         let gradient = self.meter.busy(self.engine.take_gradient()).await;
         let gradient =
             gradient.map_err(|e| Fault::new(&self.name, format!("its gradient of step {step} is lost: {e}")))?;
-        let traded = self.trainer.exchange(self.index, step, gradient);
+        // Of the weights that this gradient was made with.
+        let checksum = match compare {
+            true => known(&self.name, self.meter.busy(self.engine.checksum()).await),
+            false => None,
+        };
+        let traded = self.trainer.exchange(self.index, step, Part { gradient, checksum });
         let weights = self.meter.wait(Cause::Step, traded).await.map_err(|g| self.gone(g))?;
         let loaded = self.meter.busy(self.engine.load_weights(weights)).await;
         loaded.map_err(|e| Fault::new(&self.name, format!("it could not load the weights of step {step}: {e}")))

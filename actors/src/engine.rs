@@ -5,7 +5,11 @@
 //! `spawn_blocking` call and back.
 
 use crate::types::{JobId, PaddedBatch};
-use std::{fmt, future::Future, pin::Pin};
+use std::{
+    fmt,
+    future::{Future, ready},
+    pin::Pin,
+};
 use thiserror::Error;
 
 /// Why an engine could not do a unit of work. The text is a sentence for a person.
@@ -159,6 +163,12 @@ pub trait DraftEngine: Send + 'static {
 
     /// Replaces the weights that the next micro-batch uses.
     fn load_weights(&mut self, weights: Self::Weights) -> impl Future<Output = Result<(), EngineError>> + Send;
+
+    /// A checksum of the weights as they are now, which equals [`Optimizer::checksum`] where they are those that it gave.
+    /// `None` of an engine that cannot tell.
+    fn checksum(&mut self) -> impl Future<Output = Result<Option<u64>, EngineError>> + Send {
+        ready(Ok(None))
+    }
 }
 
 /// What the trainer asks of the optimizer for one update.
@@ -196,6 +206,11 @@ pub trait Optimizer: Send + 'static {
 
     /// A copy of the weights for the drafter with this index.
     fn weights(&mut self, drafter: usize) -> impl Future<Output = Result<Self::Weights, EngineError>> + Send;
+
+    /// The checksum of a faithful copy of the weights as they are now: see [`DraftEngine::checksum`].
+    fn checksum(&mut self) -> impl Future<Output = Result<Option<u64>, EngineError>> + Send {
+        ready(Ok(None))
+    }
 
     /// Copies what a checkpoint of `step` needs, and returns the writing of it, during which steps may go on. The writing
     /// gives the checkpoint's name, under which it then lies complete and synced on disk.

@@ -32,5 +32,6 @@ pub mod types;
 mod ask;
 mod pace;
 mod pool_figures;
+mod replicas;
 mod saver;
 mod trainer_figures;

@@ -123,6 +123,9 @@ table! {
     DRAFTER_PAUSED = Gauge "draftmill_drafter_paused" ["bool"] { index: [] };
     /// Micro-batches whose loss was NaN or infinite; such a loss ends the run.
     NON_FINITE_LOSSES = Counter "draftmill_non_finite_losses_total" ["micro-batches"] {};
+    /// Comparisons of a drafter's weights with those that it was given (drafter.replica_check_every), by result; a difference means that a
+    /// device or a copy between devices brings wrong values.
+    REPLICA_CHECKS = Counter "draftmill_replica_checks_total" ["checks"] { result: ["same", "different"] };
     /// Optimizer steps that are in the weights, those of earlier starts included.
     STEP = Gauge "draftmill_step" ["steps"] {};
     /// Optimizer steps of this start.

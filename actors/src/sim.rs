@@ -277,6 +277,10 @@ impl DraftEngine for SimDrafter {
         self.weight = weights;
         Ok(())
     }
+
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        Ok(Some(self.weight.to_bits()))
+    }
 }
 
 /// An optimizer that takes its time. Each step adds a hundredth to the weight.
@@ -310,6 +314,10 @@ impl Optimizer for SimOptimizer {
 
     async fn weights(&mut self, _drafter: usize) -> Result<f64, EngineError> {
         Ok(self.weight)
+    }
+
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        Ok(Some(self.weight.to_bits()))
     }
 
     async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {

@@ -13,6 +13,7 @@ use crate::{
     journal::journal,
     meter::{Cause, Meter, Totals},
     planner,
+    replicas::{self, Comparisons},
     saver::Saver,
     trainer_figures::Series,
     trainer_state::{Action, State},
@@ -56,6 +57,8 @@ pub struct Settings {
     pub max_steps: u64,
     /// Steps between checkpoints; 0 leaves only the one at the end.
     pub checkpoint_every: u64,
+    /// Steps between comparisons of the drafters' weights with those that they were given; 0 makes none.
+    pub replica_check_every: u64,
 }
 
 /// The right to train one micro-batch of a step.
@@ -65,6 +68,14 @@ pub struct Ticket {
     pub drafter: usize,
     /// Blocks to train in each sample.
     pub anchors: usize,
+}
+
+/// What a drafter brings to a step.
+pub struct Part<G> {
+    /// `None` where it trained nothing that counts.
+    pub gradient: Option<G>,
+    /// Of the weights that it trained with, where it was asked.
+    pub checksum: Option<u64>,
 }
 
 /// What drafters tell the trainer.
@@ -89,7 +100,7 @@ pub(crate) enum Msg<G, W> {
     Gradient {
         drafter: usize,
         step: u64,
-        gradient: Option<G>,
+        part: Part<G>,
         reply: oneshot::Sender<W>,
     },
     /// The drafter has no batch and will get none.
@@ -103,8 +114,8 @@ pub(crate) enum Msg<G, W> {
 pub enum Phase {
     /// Tickets of this step are out. Where batches have an order, those at places below `below` may ask for one.
     Collect { step: u64, below: u64 },
-    /// Every micro-batch of this step is in: hand in the gradients.
-    Reduce { step: u64 },
+    /// Every micro-batch of this step is in: hand in the gradients, where `compare` says so with checksums of the weights.
+    Reduce { step: u64, compare: bool },
     /// There will be no further step.
     End,
 }
@@ -140,9 +151,9 @@ impl<G, W> Handle<G, W> {
     }
 
     /// Hands in the gradient of a step and waits for the new weights.
-    pub async fn exchange(&self, drafter: usize, step: u64, gradient: Option<G>) -> Result<W, Gone> {
+    pub async fn exchange(&self, drafter: usize, step: u64, part: Part<G>) -> Result<W, Gone> {
         let (reply, weights) = oneshot::channel();
-        self.send(Msg::Gradient { drafter, step, gradient, reply }).await?;
+        self.send(Msg::Gradient { drafter, step, part, reply }).await?;
         weights.await.map_err(|_| Gone("trainer"))
     }
 
@@ -188,7 +199,7 @@ pub fn channel<G, W>(settings: &Settings) -> (Handle<G, W>, Inbox<G, W>) {
 }
 
 /// A drafter's gradient of the running step, and where its new weights go.
-type HandedIn<O> = (Option<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
+type HandedIn<O> = (Part<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
 
 struct Trainer<O: Optimizer> {
     /// In force for the running step.
@@ -204,6 +215,7 @@ struct Trainer<O: Optimizer> {
     phase: watch::Sender<Phase>,
     tickets: BTreeMap<usize, oneshot::Sender<Option<Ticket>>>,
     gradients: BTreeMap<usize, HandedIn<O>>,
+    comparisons: Comparisons,
     receipts: Vec<Receipt>,
     meter: Meter,
     series: Series,
@@ -242,6 +254,7 @@ pub async fn run<O: Optimizer>(
         phase,
         tickets: BTreeMap::new(),
         gradients: BTreeMap::new(),
+        comparisons: Comparisons::new(),
         receipts: Vec::new(),
         meter: Meter::new("trainer", 0),
         series: Series::new(),
@@ -333,8 +346,8 @@ impl<O: Optimizer> Trainer<O> {
                 self.state.on_report(&ticket, order, bucket, &report)
             }
             Msg::GiveBack { ticket, skipped } => self.state.on_give_back(&ticket, skipped),
-            Msg::Gradient { drafter, step, gradient, reply } => {
-                self.gradients.insert(drafter, (gradient, reply));
+            Msg::Gradient { drafter, step, part, reply } => {
+                self.gradients.insert(drafter, (part, reply));
                 self.state.on_gradient(drafter, step)
             }
             Msg::Finished { drafter } => self.state.on_finished(drafter),
@@ -363,7 +376,10 @@ impl<O: Optimizer> Trainer<O> {
                     }
                 }
                 Action::Collect { step, below } => drop(self.phase.send_replace(Phase::Collect { step, below })),
-                Action::Reduce { step } => drop(self.phase.send_replace(Phase::Reduce { step })),
+                Action::Reduce { step } => {
+                    let compare = replicas::is_due(&self.settings, step);
+                    self.phase.send_replace(Phase::Reduce { step, compare });
+                }
                 Action::Step => actions.extend(self.step().await?),
                 Action::End => {
                     self.end().await?;
@@ -398,11 +414,19 @@ impl<O: Optimizer> Trainer<O> {
             max_grad_norm: settings.max_grad_norm,
             weight_decay: settings.weight_decay,
         };
-        let (gradients, replies): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.gradients).into_iter().map(|(d, (g, reply))| (g, (d, reply))).unzip();
-        let gradients = gradients.into_iter().flatten().collect();
-        let optimizer = &mut self.optimizer;
+        let (mut gradients, mut checksums, mut replies) = (Vec::new(), Vec::new(), Vec::new());
+        for (drafter, (part, reply)) in std::mem::take(&mut self.gradients) {
+            gradients.extend(part.gradient);
+            checksums.extend(part.checksum.map(|checksum| (drafter, checksum)));
+            replies.push((drafter, reply));
+        }
+        let Self { optimizer, comparisons, .. } = self;
         let published = self.meter.busy(async {
+            if !checksums.is_empty()
+                && let Some(given) = replicas::known("optimizer", optimizer.checksum().await)
+            {
+                comparisons.compare(step, &checksums, given);
+            }
             let report = optimizer.step(gradients, request).await?;
             for (drafter, reply) in replies {
                 // A drafter that is gone is noticed by whoever runs it.

@@ -47,6 +47,7 @@ unsafe extern "C" {
 
 unsafe extern "C" {
     pub fn draftmill_last_error() -> *const c_char;
+    pub fn draftmill_version() -> *const c_char;
     pub fn draftmill_fused_adamw(
         masters: *const *const C_tensor,
         gradients: *const *const C_tensor,

@@ -171,6 +171,12 @@ pub fn memory(device: Device) -> Result<Option<Memory>, Error> {
     Ok(Some(memory))
 }
 
+/// The libtorch that this shim was compiled for: "2.11.0".
+pub fn version() -> String {
+    // SAFETY: a constant text that ends with a zero.
+    unsafe { CStr::from_ptr(ffi::draftmill_version()) }.to_string_lossy().into_owned()
+}
+
 /// Whether products and convolutions of f32 on a GPU may round their operands to TF32 (10 bits of mantissa);
 /// process-wide, from the next operation on.
 pub fn allow_tf32(allow: bool) -> Result<(), Error> {

@@ -22,6 +22,7 @@
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/headeronly/version.h>
 
 #include <array>
 #include <cmath>
@@ -189,6 +190,10 @@ struct DraftmillAttention {
 // Of the last call of this thread; empty where it succeeded.
 const char* draftmill_last_error() noexcept {
   return slot;
+}
+
+const char* draftmill_version() noexcept {
+  return TORCH_VERSION;
 }
 
 int draftmill_fused_adamw(

@@ -34,6 +34,11 @@ fn gap(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 #[test]
+fn it_is_compiled_for_the_libtorch_that_tch_wants() {
+    assert_eq!(version(), "2.11.0");
+}
+
+#[test]
 fn fused_adamw_is_the_formula() {
     let mut lists = lists();
     // A gradient in another order serves as well as one in order.

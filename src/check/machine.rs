@@ -138,7 +138,7 @@ pub fn host_memory() -> Option<u64> {
 }
 
 /// Room for ordinary users on the disk that holds `path`, or will hold it.
-fn free_disk(path: &Path) -> Option<u64> {
+pub fn free_disk(path: &Path) -> Option<u64> {
     let path = std::path::absolute(path).ok()?;
     let existing = path.ancestors().find(|path| path.exists())?;
     let name = CString::new(existing.as_os_str().as_bytes()).ok()?;

@@ -3,7 +3,7 @@
 //! Nothing here stops at the first mistake: whatever can still be judged is judged.
 
 mod forecast;
-mod machine;
+pub mod machine;
 mod report;
 
 pub use self::{

@@ -1,6 +1,6 @@
 //! The arguments of every command, with the texts of `--help`.
 
-use super::simulate::PolicyName;
+use super::{block::BlockArgs, doctor::DoctorArgs, simulate::PolicyName};
 use crate::{
     config::{Auto, Dtype},
     exit,
@@ -17,7 +17,8 @@ use std::{path::PathBuf, str::FromStr};
 /// Trains the draft model of a speculative decoder while the frozen target model produces its training signal.
 ///
 /// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `answer` your prompts where the data come
-/// from elsewhere, `prepare` the data, `check` the configuration, `train`, `export`, `eval`; `runs` and `ledger` look at runs.
+/// from elsewhere, `prepare` the data, `check` the configuration, `train`, `export`, `eval`; `runs` and `ledger` look at runs,
+/// `doctor` at the machine.
 #[derive(Debug, Parser)]
 #[command(version, after_help = exit::help(), disable_help_subcommand = true)]
 pub struct Cli {
@@ -33,6 +34,7 @@ pub enum Command {
     Answer(AnswerArgs),
     Prepare(PrepareArgs),
     Check(CheckArgs),
+    Doctor(DoctorArgs),
     Simulate(SimulateArgs),
     Train(TrainArgs),
     Runs(RunsArgs),
@@ -406,23 +408,6 @@ pub struct EvalArgs {
     /// Draw acceptance by position and tokens per step
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
-}
-
-/// Writes the logits of one drafted block, in f32, for a comparison with other implementations
-#[derive(Args, Debug)]
-pub struct BlockArgs {
-    /// Folder of the target
-    #[arg(long, value_name = "DIR")]
-    pub target: PathBuf,
-    /// Folder of the drafter, in either layout
-    #[arg(long, value_name = "DIR")]
-    pub draft: PathBuf,
-    /// Tokens before the block's first one: 1,2,3
-    #[arg(long, value_name = "IDS", value_delimiter = ',', required = true)]
-    pub ids: Vec<u32>,
-    /// The file to write: ids, anchor, context and logits
-    #[arg(long, value_name = "FILE.safetensors")]
-    pub out: PathBuf,
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

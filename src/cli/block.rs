@@ -1,7 +1,26 @@
 //! `draftmill block`: one block's logits in a file, for a comparison with other implementations (bench/conformance).
 
-use super::{BlockArgs, output};
+use super::output;
 use crate::exit::{Exit, Failure};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Writes the logits of one drafted block, in f32, for a comparison with other implementations
+#[derive(Args, Debug)]
+pub struct BlockArgs {
+    /// Folder of the target
+    #[arg(long, value_name = "DIR")]
+    pub target: PathBuf,
+    /// Folder of the drafter, in either layout
+    #[arg(long, value_name = "DIR")]
+    pub draft: PathBuf,
+    /// Tokens before the block's first one: 1,2,3
+    #[arg(long, value_name = "IDS", value_delimiter = ',', required = true)]
+    pub ids: Vec<u32>,
+    /// The file to write: ids, anchor, context and logits
+    #[arg(long, value_name = "FILE.safetensors")]
+    pub out: PathBuf,
+}
 
 /// Drafts the block behind the given tokens and writes what it was made from and what came out.
 #[cfg(feature = "torch")]

@@ -4,6 +4,7 @@ mod answer;
 mod args;
 mod block;
 mod check;
+mod doctor;
 mod eval;
 mod export;
 mod import;
@@ -18,9 +19,10 @@ mod train;
 mod watched;
 
 pub use self::args::{
-    AnswerArgs, BlockArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs,
+    AnswerArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs,
     PrepareArgs, RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
 };
+pub use self::{block::BlockArgs, doctor::DoctorArgs};
 
 use crate::{
     config::{self, Loaded, Log, Problems},
@@ -71,6 +73,10 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             let log = loaded.as_ref().map_or_else(Log::default, |loaded| loaded.config.log.clone());
             logging::start(&cli.log, &log)?;
             check::run(args, loaded.as_ref(), problems)
+        }
+        Command::Doctor(args) => {
+            logging::start(&cli.log, &Log::default())?;
+            doctor::run(args)
         }
         Command::Simulate(args) => {
             let loaded = load(&simulate::config(args))?;

@@ -105,6 +105,8 @@ pub struct Drafter {
     /// Labels of each place that the target gives; `None`: the data's tokens are the labels.
     pub labels: Option<usize>,
     pub prefetch: u32,
+    /// 0: never.
+    pub replica_check_every: u64,
 }
 
 /// Measures beside the steps.
@@ -219,6 +221,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             recompute_layers: drafter.recompute_layers,
             labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k as usize),
             prefetch: drafter.prefetch,
+            replica_check_every: drafter.replica_check_every,
         },
         dispatch: written.wire.dispatch.clone(),
         pool: written.wire.pool.clone(),

@@ -241,6 +241,9 @@ sections! {
         Restart label_top_k: u32 = 1;
         /// Batches that each drafter draws ahead while it computes.
         Live prefetch: u32 = 1;
+        /// With several drafters: steps between comparisons of their weights with those that they were given, by checksum, which find
+        /// a device or a copy between devices that brings wrong values; 0 = never.
+        Live replica_check_every: u64 = 500;
     }
 
     /// AdamW on f32 weights, one update per step.

@@ -9,6 +9,7 @@ use crate::{
         adamw::{AdamW, Hyper},
         load,
         params::{Gradient, ParamSet, Weights},
+        route::Routes,
     },
 };
 use draftmill_actors::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
@@ -19,6 +20,8 @@ pub struct TorchOptimizer {
     inner: Worker<Inner>,
     /// Where drafter `i` computes.
     drafters: Vec<Device>,
+    /// How to get there and back.
+    routes: Routes,
     /// Where weights go that are to be measured.
     snapshots: Option<Snapshots>,
 }
@@ -39,7 +42,7 @@ impl TorchOptimizer {
         saving: Saving,
     ) -> Result<TorchOptimizer, ModelError> {
         let adamw = AdamW::new(weights.deep_copy(device, Kind::Float)?, hyper)?;
-        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters, snapshots: None })
+        Ok(TorchOptimizer::over(Inner { adamw, device, saving }, drafters))
     }
 
     /// Goes on from a checkpoint: the same bits in weights and moments.
@@ -54,11 +57,21 @@ impl TorchOptimizer {
         let masters = set(checkpoint::WEIGHTS)?;
         let (exp_avg, exp_avg_sq) = (set(checkpoint::FIRST_MOMENTS)?, set(checkpoint::SECOND_MOMENTS)?);
         let adamw = AdamW::resume(masters, exp_avg, exp_avg_sq, from.state.step, hyper);
-        Ok(TorchOptimizer { inner: Worker::new(Inner { adamw, device, saving }), drafters, snapshots: None })
+        Ok(TorchOptimizer::over(Inner { adamw, device, saving }, drafters))
     }
 }
 
 impl TorchOptimizer {
+    fn over(inner: Inner, drafters: Vec<Device>) -> TorchOptimizer {
+        TorchOptimizer { inner: Worker::new(inner), drafters, routes: Routes::default(), snapshots: None }
+    }
+
+    /// Gradients and weights travel by these.
+    pub fn routed(mut self, routes: Routes) -> TorchOptimizer {
+        self.routes = routes;
+        self
+    }
+
     /// From now on weights are measured where that is due; the first ones at once, where nothing was measured yet.
     pub fn measured(mut self, snapshots: Snapshots, first: bool) -> TorchOptimizer {
         if let Some((what, turn)) = snapshots.due(0).filter(|_| first) {
@@ -74,8 +87,8 @@ impl TorchOptimizer {
         if let Some(snapshots) = &self.snapshots
             && let Some((what, turn)) = snapshots.due(step)
         {
-            let device = snapshots.device;
-            let copied = self.inner.run(move |inner| inner.adamw.masters.deep_copy(device, Kind::Float)).await;
+            let (device, routes) = (snapshots.device, self.routes.clone());
+            let copied = self.inner.run(move |inner| routes.copy(&inner.adamw.masters, device)).await;
             snapshots.send(step, what, turn, copied.map_err(|error| error.to_string()));
         }
     }
@@ -83,7 +96,7 @@ impl TorchOptimizer {
     /// A copy of the weights on `device`, before the first unit of work.
     pub fn masters_on(&self, device: Device) -> Result<Weights, ModelError> {
         let inner = self.inner.peek().ok_or_else(|| ModelError::Input("the optimizer is at work".into()))?;
-        inner.adamw.masters.deep_copy(device, Kind::Float)
+        self.routes.copy(&inner.adamw.masters, device)
     }
 }
 
@@ -107,7 +120,8 @@ impl Optimizer for TorchOptimizer {
     type Weights = Weights;
 
     async fn step(&mut self, gradients: Vec<Gradient>, request: StepRequest) -> Result<StepReport, EngineError> {
-        let report = self.inner.run(move |inner| inner.step(gradients, request)).await?;
+        let routes = self.routes.clone();
+        let report = self.inner.run(move |inner| inner.step(gradients, request, &routes)).await?;
         self.publish(request.step).await;
         Ok(report)
     }
@@ -115,7 +129,13 @@ impl Optimizer for TorchOptimizer {
     async fn weights(&mut self, drafter: usize) -> Result<Weights, EngineError> {
         let device = self.drafters.get(drafter).copied();
         let device = device.ok_or_else(|| EngineError::Failed(format!("there is no drafter {drafter}")))?;
-        self.inner.run(move |inner| inner.adamw.masters.deep_copy(device, Kind::Float)).await
+        let routes = self.routes.clone();
+        self.inner.run(move |inner| routes.copy(&inner.adamw.masters, device)).await
+    }
+
+    /// Replicas are kept in f32 as the masters are, whatever they compute in, so theirs is the same.
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.inner.run(|inner| inner.adamw.masters.checksum().map(Some)).await
     }
 
     async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
@@ -124,16 +144,18 @@ impl Optimizer for TorchOptimizer {
 }
 
 impl Inner {
-    fn step(&mut self, gradients: Vec<Gradient>, request: StepRequest) -> Result<StepReport, ModelError> {
+    fn step(
+        &mut self,
+        gradients: Vec<Gradient>,
+        request: StepRequest,
+        routes: &Routes,
+    ) -> Result<StepReport, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let mut gradients = gradients.into_iter();
         let Some(first) = gradients.next() else { return Ok(StepReport::default()) };
-        let mut sum = moved(first, self.device)?;
+        let mut sum = routes.moved(first, self.device)?;
         for gradient in gradients {
-            let gradient = moved(gradient, self.device)?;
-            for (sum, part) in sum.tensors_mut().iter_mut().zip(gradient.tensors()) {
-                let _ = sum.f_add_(part)?;
-            }
+            sum.add_(&routes.moved(gradient, self.device)?)?;
         }
         if request.denominator <= 0.0 {
             // Nothing was supervised: there is no mean to take a step by.
@@ -148,12 +170,6 @@ impl Inner {
         let AdamW { masters, exp_avg, exp_avg_sq, .. } = &self.adamw;
         Ok(self.saving.writing(step, [named(masters)?, named(exp_avg)?, named(exp_avg_sq)?]))
     }
-}
-
-/// The set on `device`; no copy where it is there already.
-fn moved(set: ParamSet, device: Device) -> Result<ParamSet, ModelError> {
-    let pairs = set.into_pairs().into_iter().map(|(name, t)| Ok((name, t.f_to_device(device)?)));
-    Ok(ParamSet::new(pairs.collect::<Result<_, ModelError>>()?))
 }
 
 fn named(set: &ParamSet) -> Result<Vec<NamedTensor>, ModelError> {

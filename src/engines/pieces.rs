@@ -55,12 +55,7 @@ pub fn add(sum: &mut Option<Gradient>, part: Option<Gradient>) -> Result<(), Mod
     let Some(part) = part else { return Ok(()) };
     match sum {
         None => *sum = Some(part),
-        Some(sum) => {
-            let _no_grad = tch::no_grad_guard();
-            for (sum, part) in sum.tensors_mut().iter_mut().zip(part.tensors()) {
-                let _ = sum.f_add_(part)?;
-            }
-        }
+        Some(sum) => sum.add_(&part)?,
     }
     Ok(())
 }

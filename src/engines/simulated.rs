@@ -56,6 +56,10 @@ impl DraftEngine for RememberingDrafter {
     async fn load_weights(&mut self, weights: f64) -> Result<(), EngineError> {
         self.inner.load_weights(weights).await
     }
+
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.inner.checksum().await
+    }
 }
 
 /// A simulated optimizer with real checkpoints.
@@ -84,6 +88,10 @@ impl Optimizer for RememberingOptimizer {
 
     async fn weights(&mut self, drafter: usize) -> Result<f64, EngineError> {
         self.inner.weights(drafter).await
+    }
+
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.inner.checksum().await
     }
 
     async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {

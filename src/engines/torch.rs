@@ -252,6 +252,10 @@ impl DraftEngine for TorchDrafter {
     async fn load_weights(&mut self, weights: Weights) -> Result<(), EngineError> {
         self.worker.run(move |replica| replica.drafter.load_weights(weights)).await
     }
+
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.worker.run(|replica| replica.drafter.params().checksum().map(Some)).await
+    }
 }
 
 impl Replica {

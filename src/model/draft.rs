@@ -264,14 +264,14 @@ fn kept(config: &DraftConfig, weights: Weights, options: &DraftOptions) -> Resul
         let (have, want) = (weights.len(), shapes.len());
         return Err(ModelError::Input(format!("the drafter has {want} tensors, but {have} were given")));
     }
-    let mut pairs = Vec::with_capacity(weights.len());
-    for (name, tensor) in weights.into_pairs() {
-        let want = shapes.get(&name).map(|shape| shape.iter().map(|&n| n as i64).collect::<Vec<_>>());
+    for (name, tensor) in weights.iter() {
+        let want = shapes.get(name).map(|shape| shape.iter().map(|&n| n as i64).collect::<Vec<_>>());
         let found = tensor.size();
         if want.as_ref() != Some(&found) {
             return Err(ModelError::Input(format!("the drafter's `{name}` is {found:?}, but it should be {want:?}")));
         }
-        pairs.push((name, tensor.f_detach()?.f_to_device_(options.device, wide(options.kind), false, false)?));
     }
-    Ok(ParamSet::new(pairs))
+    let (device, kind) = (options.device, wide(options.kind));
+    let fits = |tensor: &Tensor| tensor.device() == device && tensor.kind() == kind && !tensor.requires_grad();
+    if weights.tensors().iter().all(fits) { Ok(weights) } else { weights.deep_copy(device, kind) }
 }

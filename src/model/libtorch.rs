@@ -38,6 +38,11 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
     Ok(if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 })
 }
 
+/// Whether this libtorch has a CUDA half, a device or not.
+pub fn has_cuda_half() -> bool {
+    beside_cpu_library().is_some_and(|path| path.exists())
+}
+
 impl From<draftmill_shim::Error> for ModelError {
     /// The text tells an error of memory from others, as that of tch's does.
     fn from(error: draftmill_shim::Error) -> ModelError {

@@ -19,9 +19,11 @@ pub mod oracle;
 pub mod params;
 mod pass;
 pub mod rope;
+pub mod route;
 mod shares;
 pub mod shelves;
 pub mod target;
+pub mod trial;
 pub mod weighting;
 
 use thiserror::Error;

@@ -9,13 +9,20 @@ use draftmill_actors::plan::stream_seed;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
+use std::borrow::Borrow;
 use tch::{Device, Kind, Tensor};
 
 /// Tensors with their names, sorted by name. Moved between owners, never shared: whoever holds a set holds the only
 /// alias of its storage, so that it may be written in place.
+///
+/// A set may be *flat*: then its tensors are views of one buffer, each of its own part, and it travels in one copy and is added
+/// in one operation. Every copy of a set is flat. Tensors are written in place and never put in another's place, which
+/// would leave the buffer behind.
 pub struct ParamSet {
     names: Vec<String>,
     tensors: Vec<Tensor>,
+    /// Where all values of a flat set are; zeros fill the gaps between its parts.
+    buffer: Option<Tensor>,
 }
 
 /// What a drafter computes with.
@@ -29,7 +36,7 @@ impl ParamSet {
         pairs.sort_by(|a, b| a.0.cmp(&b.0));
         debug_assert!(pairs.windows(2).all(|pair| pair[0].0 < pair[1].0), "parameter names must differ");
         let (names, tensors) = pairs.into_iter().unzip();
-        ParamSet { names, tensors }
+        ParamSet { names, tensors, buffer: None }
     }
 
     pub fn len(&self) -> usize {
@@ -77,18 +84,167 @@ impl ParamSet {
         self.names.into_iter().zip(self.tensors).collect()
     }
 
-    /// A copy that shares no storage with this set, on `device` as `kind`.
+    /// Where it lies, all of it; `None` of an empty set.
+    pub fn device(&self) -> Option<Device> {
+        self.tensors.first().map(Tensor::device)
+    }
+
+    /// Whether it is one buffer.
+    pub fn is_flat(&self) -> bool {
+        self.buffer.is_some()
+    }
+
+    /// A flat copy that shares no storage with this set, on `device` as `kind`.
     pub fn deep_copy(&self, device: Device, kind: Kind) -> Result<ParamSet, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        let tensors = self.tensors.iter().map(|t| t.detach().f_to_device_(device, kind, false, true));
-        Ok(ParamSet { names: self.names.clone(), tensors: tensors.collect::<Result<_, _>>()? })
+        let buffer = match &self.buffer {
+            Some(buffer) => buffer.f_to_device_(device, kind, false, true)?,
+            None => pack(&self.parts(), &self.tensors, kind)?.f_to_device_(device, kind, false, false)?,
+        };
+        self.of_buffer(buffer)
+    }
+
+    /// The same by a copy of the buffer that `copy` makes, wherever that lies then.
+    pub fn copied_by(&self, copy: impl FnOnce(&Tensor) -> Result<Tensor, ModelError>) -> Result<ParamSet, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let buffer = match (&self.buffer, self.tensors.first()) {
+            (Some(buffer), _) => copy(buffer)?,
+            (None, Some(first)) => copy(&pack(&self.parts(), &self.tensors, first.f_kind()?)?)?,
+            (None, None) => return Ok(ParamSet::new(Vec::new())),
+        };
+        self.of_buffer(buffer)
+    }
+
+    /// This set where it is of `kind` already, else a flat copy that is.
+    pub fn in_kind(self, kind: Kind) -> Result<ParamSet, ModelError> {
+        if self.tensors.iter().all(|tensor| tensor.kind() == kind) {
+            return Ok(self);
+        }
+        let _no_grad = tch::no_grad_guard();
+        let (parts, sizes) = (self.parts(), self.tensors.iter().map(Tensor::size).collect::<Vec<_>>());
+        let ParamSet { names, tensors, .. } = self;
+        // Each of the old ones goes as soon as it is copied.
+        let buffer = pack(&parts, tensors, kind)?;
+        let tensors = views(&buffer, &parts, sizes.iter().map(Vec::as_slice))?;
+        Ok(ParamSet { names, tensors, buffer: Some(buffer) })
+    }
+
+    /// Adds a set of the same names and shapes: in one operation where both are flat.
+    pub fn add_(&mut self, other: &ParamSet) -> Result<(), ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        if let (Some(sum), Some(part)) = (&mut self.buffer, &other.buffer) {
+            let _ = sum.f_add_(part)?;
+            return Ok(());
+        }
+        for (sum, part) in self.tensors.iter_mut().zip(&other.tensors) {
+            let _ = sum.f_add_(part)?;
+        }
+        Ok(())
+    }
+
+    /// A sum over the bits of all values, modulo 2^64, in which each counts an odd number of times that follows from its place. The same
+    /// on every device, however that adds; computed there, so that one number comes to the host. A value with other bits, and
+    /// two that changed places, are seen.
+    pub fn checksum(&self) -> Result<u64, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let (mut before, mut sum) = (0, None);
+        for tensor in &self.tensors {
+            let kind = tensor.f_kind()?;
+            let bits = match kind.elt_size_in_bytes() {
+                8 => Kind::Int64,
+                4 => Kind::Int,
+                2 => Kind::Int16,
+                _ => return Err(ModelError::Input(format!("there is no checksum of {kind:?}"))),
+            };
+            let (count, options) = (tensor.numel() as i64, (Kind::Int64, tensor.device()));
+            let values = tensor.f_reshape([-1])?.f_view_dtype(bits)?;
+            for from in (0..count).step_by(PIECE as usize) {
+                let length = PIECE.min(count - from);
+                let first = 2 * (before + from) + 1;
+                let weights = Tensor::f_arange_start_step(first, first + 2 * length, 2, options)?;
+                let weighed = values.f_narrow(0, from, length)?.f_to_kind(Kind::Int64)?.f_mul(&weights)?;
+                let part = weighed.f_sum(Kind::Int64)?;
+                sum = Some(match sum {
+                    None => part,
+                    Some(sum) => part.f_add(&sum)?,
+                });
+            }
+            before += count;
+        }
+        Ok(sum.map(|sum| sum.f_int64_value(&[])).transpose()?.unwrap_or(0) as u64)
+    }
+
+    fn parts(&self) -> Parts {
+        Parts::of(self.tensors.iter().map(|tensor| tensor.numel() as i64))
+    }
+
+    /// The set whose values are in `buffer` as they would be in this one's.
+    fn of_buffer(&self, buffer: Tensor) -> Result<ParamSet, ModelError> {
+        let sizes: Vec<_> = self.tensors.iter().map(Tensor::size).collect();
+        let tensors = views(&buffer, &self.parts(), sizes.iter().map(Vec::as_slice))?;
+        Ok(ParamSet { names: self.names.clone(), tensors, buffer: Some(buffer) })
     }
 
     /// Zeros of the same names and shapes, in fp32 on the same devices.
     pub fn zeros_like(&self) -> Result<ParamSet, ModelError> {
         let zeros = self.tensors.iter().map(|t| Tensor::f_zeros(t.size(), (Kind::Float, t.device())));
-        Ok(ParamSet { names: self.names.clone(), tensors: zeros.collect::<Result<_, _>>()? })
+        Ok(ParamSet { names: self.names.clone(), tensors: zeros.collect::<Result<_, _>>()?, buffer: None })
     }
+}
+
+/// Every part begins at a multiple of so many values: where an allocation of its own could begin (64 bytes on the CPU, 512 on
+/// CUDA), so that no kernel computes otherwise because of where its operands lie.
+const ALIGNED: i64 = 128;
+
+/// Values of which a checksum is made at a time: it takes 24 bytes for each.
+const PIECE: i64 = 1 << 22;
+
+/// Where in a buffer each tensor of a set is.
+struct Parts {
+    /// First value and count of each.
+    places: Vec<(i64, i64)>,
+    total: i64,
+}
+
+impl Parts {
+    fn of(counts: impl Iterator<Item = i64>) -> Parts {
+        let mut total = 0;
+        let mut place = |count: i64| {
+            let start = total;
+            total += (count + ALIGNED - 1) / ALIGNED * ALIGNED;
+            (start, count)
+        };
+        Parts { places: counts.map(&mut place).collect(), total }
+    }
+}
+
+/// A buffer of `kind` with these tensors, on the device of the first one.
+fn pack<T: Borrow<Tensor>>(
+    parts: &Parts,
+    tensors: impl IntoIterator<Item = T>,
+    kind: Kind,
+) -> Result<Tensor, ModelError> {
+    let mut tensors = tensors.into_iter().peekable();
+    let device = tensors.peek().map_or(Device::Cpu, |tensor| tensor.borrow().device());
+    let buffer = Tensor::f_empty([parts.total], (kind, device))?;
+    let ends = parts.places.iter().skip(1).map(|&(start, _)| start).chain([parts.total]);
+    for ((tensor, &(start, count)), end) in tensors.zip(&parts.places).zip(ends) {
+        buffer.f_narrow(0, start, count)?.f_copy_(&tensor.borrow().f_reshape([-1])?)?;
+        let gap = end - start - count;
+        if gap > 0 {
+            let _ = buffer.f_narrow(0, start + count, gap)?.f_zero_()?;
+        }
+    }
+    Ok(buffer)
+}
+
+fn views<'a>(
+    buffer: &Tensor,
+    parts: &Parts,
+    sizes: impl Iterator<Item = &'a [i64]>,
+) -> Result<Vec<Tensor>, ModelError> {
+    let view = |(&(start, count), size): (&(i64, i64), &[i64])| Ok(buffer.f_narrow(0, start, count)?.f_view(size)?);
+    parts.places.iter().zip(sizes).map(view).collect()
 }
 
 /// Fresh weights in fp32 on the CPU: N(0, 0.02) for matrices and ones for norms, as transformers initialises Qwen3.
@@ -149,6 +305,7 @@ fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
 mod tests {
     use super::*;
     use crate::hf::config::TargetConfig;
+    use proptest::prelude::*;
 
     fn config() -> DraftConfig {
         let target = serde_json::json!({
@@ -188,5 +345,105 @@ mod tests {
         assert!(!one.tensors()[0].equal(&two.tensors()[0]));
         assert!(one.tensors()[1].equal(&two.tensors()[1]));
         assert!(one.get("norm.weight").is_some() && one.get("norm").is_none());
+    }
+
+    fn set(shapes: &[Vec<i64>], values: &[f32]) -> ParamSet {
+        let mut from = 0;
+        let mut tensor = |shape: &Vec<i64>| {
+            let count: i64 = shape.iter().product();
+            let part: Vec<f32> = (from..from + count).map(|i| values[i as usize % values.len()]).collect();
+            from += count;
+            Tensor::from_slice(&part).reshape(shape)
+        };
+        let named = shapes.iter().map(&mut tensor).enumerate();
+        ParamSet::new(named.map(|(i, tensor)| (format!("p{i:02}"), tensor)).collect())
+    }
+
+    fn same(one: &ParamSet, two: &ParamSet) -> bool {
+        one.names() == two.names() && one.tensors().iter().zip(two.tensors()).all(|(a, b)| a.equal(b))
+    }
+
+    proptest! {
+        /// Flat or not, a set has the same values, the same sums and the same room to write in.
+        #[test]
+        fn a_flat_set_is_the_same_set(
+            shapes in prop::collection::vec(prop::collection::vec(0i64..20, 0..3), 1..6),
+            values in prop::collection::vec(-1.0f32..1.0, 1..50),
+        ) {
+            let plain = set(&shapes, &values);
+            let flat = plain.deep_copy(Device::Cpu, Kind::Float).unwrap();
+            prop_assert!(!plain.is_flat() && flat.is_flat() && same(&plain, &flat));
+            prop_assert!(same(&flat, &flat.deep_copy(Device::Cpu, Kind::Float).unwrap()));
+            for tensor in flat.tensors() {
+                prop_assert!(tensor.is_contiguous() && (tensor.data_ptr() as usize).is_multiple_of(64));
+            }
+            // In every mix the sum is that of single tensors.
+            let want = set(&shapes, &values.iter().map(|value| value + value).collect::<Vec<_>>());
+            for sum_is_flat in [false, true] {
+                for part in [&plain, &flat] {
+                    let mut sum = if sum_is_flat {
+                        plain.deep_copy(Device::Cpu, Kind::Float).unwrap()
+                    } else {
+                        set(&shapes, &values)
+                    };
+                    sum.add_(part).unwrap();
+                    prop_assert!(same(&sum, &want));
+                }
+            }
+            // What is written to a tensor is in the buffer, and in no other tensor.
+            let mut written = flat.deep_copy(Device::Cpu, Kind::Float).unwrap();
+            let _ = written.tensors_mut()[0].fill_(7.0);
+            let copy = written.copied_by(|buffer| Ok(buffer.copy())).unwrap();
+            prop_assert!(copy.tensors()[0].eq(7.0).all().int64_value(&[]) == 1);
+            prop_assert!(copy.tensors()[1..].iter().zip(&plain.tensors()[1..]).all(|(a, b)| a.equal(b)));
+        }
+
+        /// By the formula, flat or not; and whatever single bit changes, or which two values change places, is seen.
+        #[test]
+        fn a_checksum_sees_each_bit_and_each_place(
+            shapes in prop::collection::vec(prop::collection::vec(1i64..9, 0..3), 1..6),
+            bits in prop::collection::vec(any::<i32>(), 1..300), bit in 0u32..32, at: prop::sample::Index, other: prop::sample::Index,
+        ) {
+            let count: usize = shapes.iter().map(|shape| shape.iter().product::<i64>() as usize).sum();
+            let bits: Vec<i32> = (0..count).map(|i| bits[i % bits.len()]).collect();
+            // Made of bits, for a NaN that passes through f32 may come out as another one.
+            let of = |bits: &[i32]| {
+                let mut from = 0;
+                let named = shapes.iter().enumerate().map(|(i, shape)| {
+                    let part = &bits[from..from + shape.iter().product::<i64>() as usize];
+                    from += part.len();
+                    (format!("p{i}"), Tensor::from_slice(part).view_dtype(Kind::Float).reshape(shape))
+                });
+                ParamSet::new(named.collect())
+            };
+            let set = of(&bits);
+            let sum = |bits: &[i32]| {
+                let terms = (0u64..).zip(bits).map(|(i, &bits)| (2 * i + 1).wrapping_mul(i64::from(bits) as u64));
+                terms.fold(0u64, u64::wrapping_add)
+            };
+            let want = set.checksum().unwrap();
+            prop_assert_eq!(want, sum(&bits));
+            prop_assert_eq!(set.deep_copy(Device::Cpu, Kind::Float).unwrap().checksum().unwrap(), want);
+            let (at, other) = (at.index(count), other.index(count));
+            let mut changed = bits.clone();
+            changed[at] ^= 1 << bit;
+            prop_assert_ne!(of(&changed).checksum().unwrap(), want);
+            let mut swapped = bits.clone();
+            swapped.swap(at, other);
+            prop_assert_eq!(of(&swapped).checksum().unwrap() == want, bits[at] == bits[other]);
+        }
+
+        #[test]
+        fn another_number_type_is_converted_into_one_buffer(values in prop::collection::vec(-1e3f32..1e3, 1..50)) {
+            let shapes = [vec![3, 5], vec![7]];
+            let plain = set(&shapes, &values);
+            let half = plain.deep_copy(Device::Cpu, Kind::BFloat16).unwrap();
+            let wide = half.deep_copy(Device::Cpu, Kind::BFloat16).unwrap().in_kind(Kind::Float).unwrap();
+            prop_assert!(wide.is_flat());
+            for (name, tensor) in wide.iter() {
+                prop_assert!(tensor.equal(&plain.get(name).unwrap().to_kind(Kind::BFloat16).to_kind(Kind::Float)));
+            }
+            prop_assert!(!plain.in_kind(Kind::Float).unwrap().is_flat());
+        }
     }
 }

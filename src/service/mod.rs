@@ -16,7 +16,7 @@ mod models;
 mod notify;
 mod opening;
 pub mod orders;
-mod process;
+pub(crate) mod process;
 mod progress;
 mod reload;
 mod schedule;
@@ -249,8 +249,10 @@ impl Prepared {
                     seed: config.run.seed,
                     draft: simulated::stand_in(),
                 };
-                let optimizer = SimOptimizer::new(costs, 0.01 * self.start_step() as f64);
-                let drafters = sim::drafters(costs, &simulate::drafter_speeds(config));
+                let weight = 0.01 * self.start_step() as f64;
+                let optimizer = SimOptimizer::new(costs, weight);
+                let mut drafters = sim::drafters(costs, &simulate::drafter_speeds(config));
+                drafters.iter_mut().for_each(|drafter| drafter.weight = weight);
                 let engines = Engines {
                     targets: sim::targets(costs, &simulate::target_speeds(config)),
                     drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),

@@ -33,6 +33,11 @@ pub fn memory_limit() -> Option<u64> {
     limits.into_iter().chain(host_memory()).min()
 }
 
+/// Files, sockets and the like that this process has open, and how many it may.
+pub fn open_files() -> io::Result<(u64, u64)> {
+    Usage::of_this_process().map(|usage| (usage.open_files, usage.max_files))
+}
+
 struct Sampler {
     runtime: RuntimeMetrics,
     busy_ratio: Gauge,

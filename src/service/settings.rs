@@ -66,6 +66,7 @@ pub(crate) fn mill_settings(
             start_micro_batches: place.micro_batches,
             max_steps: config.run.max_steps.unwrap_or(0),
             checkpoint_every: config.checkpoint.every_steps,
+            replica_check_every: config.drafter.replica_check_every,
         },
         prefetch: config.drafter.prefetch as usize,
         max_failures_in_a_row: MAX_FAILURES_IN_A_ROW,

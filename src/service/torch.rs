@@ -4,7 +4,7 @@ use super::{Engines, Failed, fitting::fitted, folder::RunFolder, models::Models}
 use crate::{
     checkpoint::Verified,
     config::{self, Config, Loaded, Start},
-    data::Store,
+    data::{Split, Store},
     engines::{
         optimizer::TorchOptimizer,
         saving::{Kept, Saving},
@@ -22,6 +22,7 @@ use crate::{
         libtorch::set_threads,
         load::kind_of,
         params::{Weights, folder_params, init_params},
+        route::{Route, Routes, travelled},
         weighting::Weighting,
     },
 };
@@ -88,6 +89,12 @@ fn blocking(
         devices.iter().map(|d| parse_device(&d.to_string()).failed(Exit::Config)).collect()
     };
     let (target_devices, drafter_devices) = (devices(&config.target.devices)?, devices(&config.drafter.devices)?);
+    let device = drafter_devices.first().copied().unwrap_or(Device::Cpu);
+    let measures = config.measures(store.len(Split::Validation) > 0).then_some(config.eval.device);
+    let measured = devices(measures.as_slice())?.pop();
+    // Before the models are there, so that a trial finds room.
+    let routes =
+        Routes::tried(travelled(device, &drafter_devices, measured), |from, to| Route::Direct.copies_right(from, to));
 
     let mut targets = Vec::new();
     for device in target_devices {
@@ -118,7 +125,6 @@ fn blocking(
     let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
     let hyper = Hyper { beta1, beta2, eps, weight_decay };
     let saving = Saving { folder: folder.checkpoints(), kept, seed: config.run.seed, draft: draft.clone() };
-    let device = drafter_devices.first().copied().unwrap_or(Device::Cpu);
     let on = drafter_devices.clone();
     let optimizer = match from {
         Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
@@ -139,6 +145,7 @@ fn blocking(
             TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
         }
     };
+    let optimizer = optimizer.routed(routes);
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
     Ok((Engines { targets, drafters, optimizer, evaluator: None }, weights))

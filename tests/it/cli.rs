@@ -42,7 +42,9 @@ fn set(values: &[String]) -> config::Loaded {
 fn help_names_every_command_and_exit_code() {
     let (code, help, errors) = draftmill(&["--help"]);
     assert_eq!((code, errors.as_str()), (0, ""));
-    for command in ["import", "answer", "prepare", "check", "simulate", "train", "runs", "ledger", "export", "eval"] {
+    for command in
+        ["import", "answer", "prepare", "check", "doctor", "simulate", "train", "runs", "ledger", "export", "eval"]
+    {
         assert!(help.contains(&format!("  {command} ")), "{help}");
         let (code, help, _) = draftmill(&[command, "--help"]);
         assert_eq!(code, 0);
@@ -164,6 +166,39 @@ fn check_names_a_store_that_does_not_fit_the_configuration() {
         assert_eq!(report.exit(), Exit::Data);
         let all = config::Problems(report.problems).to_string();
         assert!(all.contains("data.store") && all.contains(part), "{all}");
+    }
+}
+
+#[test]
+fn doctor_tells_what_the_machine_is_and_ends_with_its_own_code_where_it_does_not_work() {
+    let (code, table, said) = draftmill(&["doctor"]);
+    assert_eq!(code, 0, "{table}{said}");
+    for part in ["libtorch", "threads", "memory", "open files", "run folder"] {
+        assert!(table.lines().any(|line| line.starts_with(part)), "{part} is not in\n{table}");
+    }
+    assert!(said.contains("everything works"), "{said}");
+    let (code, out, said) =
+        draftmill(&["doctor", "--json", "--set", "run.dir=/proc/nowhere/run", "--set", "admin.listen=off"]);
+    assert_eq!(code, i32::from(Exit::Machine.code()), "{out}{said}");
+    let report: Value = serde_json::from_str(&out).unwrap();
+    let findings = report["findings"].as_array().unwrap();
+    let folder = findings.iter().find(|finding| finding["part"] == "run folder").unwrap();
+    assert_eq!(folder["state"], "failed");
+    assert!(folder["found"].as_str().unwrap().contains("/proc"), "{folder}");
+    assert!(folder["remedy"].as_str().unwrap().contains("run.dir"), "{folder}");
+    assert!(said.contains("do not work"), "{said}");
+}
+
+/// Where nobody has a GPU, that is said and is no fault; without libtorch as much is said.
+#[test]
+fn doctor_says_which_devices_there_are() {
+    let (_, table, _) = draftmill(&["doctor"]);
+    let line = |part: &str| table.lines().find(|line| line.starts_with(part)).unwrap_or_default();
+    if cfg!(not(feature = "torch")) {
+        assert!(line("libtorch").contains("  warning  this draftmill was built without libtorch"), "{table}");
+    } else if line("cuda:0 ").is_empty() {
+        assert!(line("devices").contains("no CUDA device; targets and drafters run on the CPU"), "{table}");
+        assert!(line("cpu").ends_with("ok       computes right"), "{table}");
     }
 }
 

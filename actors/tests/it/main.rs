@@ -14,6 +14,8 @@ mod pipeline;
 mod planner;
 mod pool;
 mod replayed;
+mod replicas;
+mod slow_saver;
 mod soak;
 mod steered;
 mod stragglers;

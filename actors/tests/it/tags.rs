@@ -150,6 +150,7 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
             start_step: 0,
             max_steps: 0,
             checkpoint_every: 0,
+            replica_check_every: 0,
         },
         prefetch: 2,
         max_failures_in_a_row: 5,

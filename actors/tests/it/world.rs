@@ -1,11 +1,9 @@
 //! The test world: a whole pipeline with simulated engines on paused time, and knobs that break one part of it.
 
+use crate::slow_saver::SlowSaver;
 use draftmill_actors::{
     dispatcher,
-    engine::{
-        DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest,
-        TargetEngine, Writing,
-    },
+    engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
     fault::{Fault, Kill, Stops},
     ledger::{Ledger, MemoryLedger},
     mill::{self, Parts, Report},
@@ -58,6 +56,7 @@ pub struct World {
     pub prefetch: usize,
     /// Time that the writing of a checkpoint takes.
     pub save_takes: Duration,
+    pub replica_check_every: u64,
     /// Steps whose checkpoint cannot be written, each once.
     pub bad_saves: Vec<u64>,
     /// Asks for an orderly end at this time.
@@ -91,6 +90,8 @@ pub struct Breakage {
     pub mercy: Option<u32>,
     /// Only up to this unit of work.
     pub until: Option<u64>,
+    /// A drafter's copies of the weights go wrong, one of every so many.
+    pub garbles: Option<u64>,
     /// Restarts that fail before one helps.
     pub bad_restarts: u32,
 }
@@ -123,6 +124,7 @@ impl Default for World {
             epoch_barrier: false,
             max_steps: 0,
             checkpoint_every: 0,
+            replica_check_every: 1,
             max_attempts: 3,
             max_skip_fraction: 0.0,
             max_failures_in_a_row: 5,
@@ -246,6 +248,7 @@ impl World {
                 start_step,
                 max_steps: self.max_steps,
                 checkpoint_every: self.checkpoint_every,
+                replica_check_every: self.replica_check_every,
             },
             prefetch: self.prefetch,
             max_failures_in_a_row: self.max_failures_in_a_row,
@@ -405,11 +408,12 @@ impl TargetEngine for BreakableTarget {
 pub struct BreakableDrafter {
     inner: SimDrafter,
     trouble: Trouble,
+    loads: u64,
 }
 
 impl BreakableDrafter {
     fn new(costs: CostModel, slowness: f64, breakage: Breakage) -> Self {
-        Self { inner: SimDrafter::new(costs, slowness), trouble: Trouble::new(breakage) }
+        Self { inner: SimDrafter::new(costs, slowness), trouble: Trouble::new(breakage), loads: 0 }
     }
 }
 
@@ -457,38 +461,12 @@ impl DraftEngine for BreakableDrafter {
     }
 
     async fn load_weights(&mut self, weights: f64) -> Result<(), EngineError> {
-        self.inner.load_weights(weights).await
-    }
-}
-
-/// A simulated optimizer whose checkpoints take time and can fail.
-struct SlowSaver {
-    inner: SimOptimizer,
-    takes: Duration,
-    bad: Vec<u64>,
-}
-
-impl Optimizer for SlowSaver {
-    type Gradient = f64;
-    type Weights = f64;
-
-    async fn step(&mut self, gradients: Vec<f64>, request: StepRequest) -> Result<StepReport, EngineError> {
-        self.inner.step(gradients, request).await
+        self.loads += 1;
+        let wrong = self.trouble.breakage.garbles.is_some_and(|every| self.loads.is_multiple_of(every));
+        self.inner.load_weights(if wrong { 0.0 } else { weights }).await
     }
 
-    async fn weights(&mut self, drafter: usize) -> Result<f64, EngineError> {
-        self.inner.weights(drafter).await
-    }
-
-    async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
-        let bad = self.bad.iter().position(|&bad| bad == step).map(|at| self.bad.swap_remove(at));
-        let (writing, takes) = (self.inner.save(step).await?, self.takes);
-        Ok(Box::pin(async move {
-            tokio::time::sleep(takes).await;
-            match bad {
-                Some(_) => Err(EngineError::Failed("no space left on device".into())),
-                None => writing.await,
-            }
-        }))
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.inner.checksum().await
     }
 }

@@ -143,10 +143,7 @@ impl WeightGradients {
                 named.push((name.into(), params.need(name)?.f_zeros_like()?));
             }
         }
-        let exact = |(name, x): (String, Tensor)| -> Result<(String, Tensor), ModelError> {
-            let x = x.f_to_kind(params.need(&name)?.f_kind()?)?;
-            Ok((name, x))
-        };
-        Ok(ParamSet::new(named.into_iter().map(exact).collect::<Result<_, _>>()?))
+        // Other number types are converted anyway, and then into one buffer.
+        ParamSet::new(named).in_kind(params.need("norm.weight")?.f_kind()?)
     }
 }

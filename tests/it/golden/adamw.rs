@@ -126,6 +126,27 @@ async fn the_update_is_the_same_from_one_drafter_or_three() {
     }
 }
 
+/// A gradient from another device comes as one buffer, that of the optimizer's own device as it was made.
+#[tokio::test]
+async fn gradients_that_travelled_give_the_same_bits_as_those_that_did_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut updated = Vec::new();
+    for flat in [[false; 3], [false, true, true], [true; 3]] {
+        let mut optimizer = optimizer(dir.path());
+        let parts = [0.5, 0.25, 0.125].into_iter().zip(flat).map(|(scale, flat)| {
+            let part = gradient(scale).1;
+            let part = if flat { part.deep_copy(Device::Cpu, Kind::Float).unwrap() } else { part };
+            assert_eq!(part.is_flat(), flat);
+            part
+        });
+        optimizer.step(parts.collect(), request(1, gradient(1.0).0)).await.unwrap();
+        let weights = optimizer.weights(2).await.unwrap();
+        assert!(weights.is_flat(), "weights travel as one buffer");
+        updated.push(weights);
+    }
+    assert_eq!([1, 2].map(|i| largest_gap(&updated[0], &updated[i])), [0.0; 2]);
+}
+
 /// `optimizer.weight_decay` changes while a run goes on: a step decays by what it is asked for, once per step.
 #[tokio::test]
 async fn a_step_decays_by_what_it_is_asked_for() {

@@ -1,4 +1,5 @@
-//! T2 on real gradients: the update of a step is the same whoever computed which of its micro-batches.
+//! Two drafters: the update of a step is the same whoever computed which of its micro-batches (T2), and a replica that is not what
+//! was published is found.
 
 use super::{
     drafter::Case,
@@ -29,6 +30,7 @@ use draftmill_actors::{
     planner, pool_state, trainer,
     types::{BatchSource, JobId, JobSpec, Outcome, PaddedBatch},
 };
+use metrics_exporter_prometheus::PrometheusBuilder;
 use std::{
     collections::BTreeMap,
     sync::{
@@ -39,6 +41,7 @@ use std::{
 };
 use tch::{Device, Kind};
 use tokio::sync::{mpsc, watch};
+use tracing_subscriber::fmt::MakeWriter;
 
 /// Micro-batches of a step, of two drafters.
 const STEP: u64 = 6;
@@ -71,6 +74,8 @@ impl BatchSource for Samples {
 struct Paced {
     inner: TorchDrafter,
     slow: bool,
+    /// Whether a bit of its weights changes on the way to it.
+    flawed: bool,
     /// Micro-batches of the fast one, over all steps.
     done: watch::Sender<u64>,
     step: u64,
@@ -104,13 +109,22 @@ impl DraftEngine for Paced {
         self.inner.take_gradient().await
     }
 
-    async fn load_weights(&mut self, weights: Weights) -> Result<(), EngineError> {
+    async fn load_weights(&mut self, mut weights: Weights) -> Result<(), EngineError> {
         self.step += 1;
+        if self.flawed {
+            // The lowest bit of one value.
+            let last = weights.tensors_mut().last_mut().unwrap();
+            let _ = last.view_dtype(Kind::Int).flatten(0, -1).get(7).bitwise_xor_(1);
+        }
         if !self.slow {
             // The slow one's share counts too, so that the next step begins at a multiple.
             self.done.send_replace(self.step * STEP);
         }
         self.inner.load_weights(weights).await
+    }
+
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.inner.checksum().await
     }
 }
 
@@ -151,6 +165,10 @@ impl Optimizer for Watched {
         self.inner.weights(drafter).await
     }
 
+    async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
+        self.inner.checksum().await
+    }
+
     async fn save(&mut self, step: u64) -> Result<Writing, EngineError> {
         self.inner.save(step).await
     }
@@ -163,7 +181,7 @@ struct Trained {
     jobs: Vec<Vec<JobId>>,
 }
 
-async fn train(slow: usize) -> Trained {
+async fn train(slow: usize, flawed: Option<usize>) -> Trained {
     let case = Case::load();
     let folder = tempfile::tempdir().unwrap();
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
@@ -180,7 +198,7 @@ async fn train(slow: usize) -> Trained {
     let (mut drafters, mut jobs): (Vec<Paced>, Vec<Receiver<JobId>>) = Default::default();
     for index in 0..2 {
         let (inner, done, (trained, seen)) = (drafter(&case).await, done.clone(), channel());
-        drafters.push(Paced { inner, slow: index == slow, done, step: 0, trained });
+        drafters.push(Paced { inner, slow: index == slow, flawed: flawed == Some(index), done, step: 0, trained });
         jobs.push(seen);
     }
     let settings = mill::Settings {
@@ -222,6 +240,7 @@ async fn train(slow: usize) -> Trained {
             start_step: 0,
             max_steps: 4,
             checkpoint_every: 0,
+            replica_check_every: 2,
         },
         prefetch: 1,
         max_failures_in_a_row: 1,
@@ -252,7 +271,7 @@ async fn train(slow: usize) -> Trained {
 
 #[tokio::test]
 async fn the_update_does_not_depend_on_which_drafter_is_fast() {
-    let (one, two) = (train(0).await, train(1).await);
+    let (one, two) = (train(0, None).await, train(1, None).await);
     // The same jobs in the same steps, but other hands: each time the fast one did at least twice as much.
     assert_eq!(one.steps, two.steps);
     assert_eq!(one.steps.values().map(Vec::len).collect::<Vec<_>>(), [STEP as usize; 4]);
@@ -269,5 +288,54 @@ async fn the_update_does_not_depend_on_which_drafter_is_fast() {
             // AdamW divides by the gradient's size: where that is nearly 0, its rounding counts in full.
             close_to_largest(&format!("weights after step {step}, {name}"), a, b, 3e-6);
         }
+    }
+}
+
+/// `drafter.replica_check_every`: what a drafter computes with must be what the optimizer gave it, bit by bit.
+#[tokio::test]
+async fn a_single_bit_of_a_replica_that_differs_is_found_and_told() {
+    for (flawed, want) in [(None, [4, 0]), (Some(1), [2, 2])] {
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let _counting = metrics::set_default_local_recorder(&recorder);
+        let (log, logged) = channel();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(Log(log)).finish();
+        let _logging = tracing::subscriber::set_default(subscriber);
+        // Compared after steps 2 and 4; what a drafter begins with comes before the flaw.
+        train(0, flawed).await;
+        let rendered = recorder.handle().render();
+        let log = String::from_utf8(logged.try_iter().flatten().collect()).unwrap();
+        let counted = ["same", "different"].map(|result| {
+            let name = format!("draftmill_replica_checks_total{{result=\"{result}\"}} ");
+            rendered.lines().find_map(|line| line.strip_prefix(&name)?.parse::<u64>().ok()).unwrap_or(0)
+        });
+        assert_eq!(counted, want, "{rendered}");
+        for step in [2, 4] {
+            let told = log.contains(&format!("drafter 1 did not train step {step} with the weights"));
+            assert_eq!(told, flawed.is_some(), "{log}");
+        }
+        assert!(!log.contains("drafter 0 did not"), "{log}");
+    }
+}
+
+/// Where lines of the log go.
+#[derive(Clone)]
+struct Log(Sender<Vec<u8>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.send(bytes.to_vec()).map_err(std::io::Error::other)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl MakeWriter<'_> for Log {
+    type Writer = Log;
+
+    fn make_writer(&self) -> Log {
+        self.clone()
     }
 }
