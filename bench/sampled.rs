@@ -21,6 +21,10 @@ impl<'a> Options<'a> {
         self.0.remove(name).ok_or_else(|| format!("--{name} is missing"))
     }
 
+    pub fn text_or(&mut self, name: &str, default: &'a str) -> &'a str {
+        self.0.remove(name).unwrap_or(default)
+    }
+
     pub fn number(&mut self, name: &str, default: usize) -> Outcome<usize> {
         self.0.remove(name).map_or(Ok(default), |text| text.parse().failed(&format!("read --{name}")))
     }

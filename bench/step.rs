@@ -1,13 +1,15 @@
 //! One training step of a drafter on the CPU, alone: what `bench/peers` measures beside other trainers.
 //!
 //! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
-//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads.
+//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads. `--labels data,16,all` takes a step
+//! with each of these labels in turn, from the same anchors, and prints a line for each; the peak is then that of all.
 
 use crate::{
     machine::{Failed, Outcome},
     sampled::{Options, Sampled},
 };
 use draftmill::{
+    config::TopK,
     hf::{
         Dtype,
         draft::{DraftConfig, LayerType},
@@ -15,7 +17,7 @@ use draftmill::{
     model::{
         adamw::{AdamW, Hyper},
         anchors::Anchors,
-        batch::Packed,
+        batch::{Likeliest, Packed, Teacher},
         draft::{DraftOptions, Drafter, Shared},
         loss::Tile,
         params::init_params,
@@ -28,6 +30,8 @@ use tch::{Device, Kind, Tensor};
 
 /// Tokens of a row that are prompt and so not supervised.
 const PROMPT: usize = 64;
+/// Labels that are the data's own.
+const DATA: &str = "data";
 pub const SEED: u64 = 1;
 /// Layers whose outputs are extracted.
 pub const TAPS: [usize; 5] = [1, 7, 14, 20, 27];
@@ -44,6 +48,8 @@ pub struct Shape {
     pub steps: usize,
     pub tile: Tile,
     pub group_slots: usize,
+    /// `None`: the data's own.
+    labels: Vec<Option<TopK>>,
 }
 
 /// A micro-batch of random features.
@@ -52,6 +58,7 @@ pub struct Micro {
     ids: Vec<i32>,
     loss_mask: Vec<u8>,
     lengths: Vec<u32>,
+    teacher: Option<Teacher>,
 }
 
 pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
@@ -69,8 +76,13 @@ pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
             tokens: given.number("tile-tokens", defaults.tile.tokens)?,
         },
         group_slots: given.number("group-slots", defaults.group_slots)?,
+        labels: given.text_or("labels", DATA).split(',').map(labels).collect::<Outcome<_>>()?,
     };
     given.done().map(|()| shape)
+}
+
+fn labels(text: &str) -> Outcome<Option<TopK>> {
+    if text == DATA { Ok(None) } else { text.parse().map(Some) }
 }
 
 /// SmolLM2's widths.
@@ -108,11 +120,27 @@ impl Micro {
             ids: (0..tokens).map(|i| (i * 7919 % (shape.vocab - 1)) as i32).collect(),
             loss_mask: (0..tokens).map(|i| u8::from(i % shape.length >= PROMPT)).collect(),
             lengths: vec![shape.length as u32; shape.rows],
+            teacher: None,
         }
     }
 
+    /// With what a target could say of its tokens.
+    fn taught(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
+        let tokens = self.ids.len();
+        let teacher = labels.map(|labels| match labels {
+            TopK::Likeliest(each) => {
+                let (each, vocab) = (each as usize, config.vocab_size);
+                let ids = (0..tokens * each).map(|i| (i * 7919 % vocab) as i32).collect();
+                Teacher::Likeliest(Likeliest { each, ids, shares: vec![1.0 / each as f32; tokens * each] })
+            }
+            TopK::All => Teacher::States(random([tokens as i64, config.hidden_size as i64])),
+        });
+        Micro { teacher, ..self }
+    }
+
     pub fn batch(&self) -> Packed<'_> {
-        Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
+        let Micro { hidden, ids, loss_mask, lengths, teacher } = self;
+        Packed { teacher: teacher.as_ref(), ..Packed::of_ids(hidden, ids, loss_mask, lengths) }
     }
 }
 
@@ -141,22 +169,29 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let mut adamw = AdamW::new(masters, hyper).failed("make an optimizer")?;
     drafter.load_weights(weights).failed("load weights")?;
 
-    let micro = Micro::new(shape, &config);
-    let batch = micro.batch();
+    let new = |&labels| (labels, Micro::new(shape, &config).taught(labels, &config));
+    let micros: Vec<_> = shape.labels.iter().map(new).collect();
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
 
-    let mut sampled = Sampled::begin();
+    let mut sides: Vec<_> = micros.iter().map(|(labels, micro)| (labels, micro.batch(), Sampled::begin())).collect();
     for _ in 0..=shape.steps {
+        let Some((_, first, _)) = sides.first() else { break };
         let anchors =
-            Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
-        sampled.step(|| {
-            let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
-            let gradient = gradient.ok_or("nothing was supervised")?;
-            adamw.step(gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
-            let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
-            drafter.load_weights(weights).failed("load weights")
-        })?;
+            Anchors::sample(first.loss_mask, first.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        for (_, batch, sampled) in &mut sides {
+            sampled.step(|| {
+                let (report, gradient) = drafter.loss_and_gradient(batch, &anchors).failed("compute a gradient")?;
+                let gradient = gradient.ok_or("nothing was supervised")?;
+                adamw.step(gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
+                let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
+                drafter.load_weights(weights).failed("load weights")
+            })?;
+        }
     }
-    println!("{}", sampled.json());
+    for (labels, _, sampled) in sides {
+        let mut line = sampled.json();
+        line["labels"] = labels.map_or_else(|| DATA.into(), |labels| labels.to_string().into());
+        println!("{line}");
+    }
     Ok(())
 }

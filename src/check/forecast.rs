@@ -292,6 +292,12 @@ mod tests {
         let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
         let more = forecast(&config, &lengths, Some((&target, &drafter))).unwrap();
         assert_eq!(more.disk.checkpoints, 4 * checkpoint);
+        // One more state than the taps, and the whole target.
+        let sets = ["drafter.labels=target".into(), "drafter.label_top_k=all".into()];
+        let taught = load_text(TEXT, "x.toml", &sets).unwrap().config;
+        let taught = forecast(&taught, &lengths, Some((&target, &drafter))).unwrap();
+        assert_eq!((taught.bytes_per_token, taught.largest_job_bytes), (1205, 40 * 1205 + 4 * 4));
+        assert_eq!(taught.devices[1].target_weights, (100_000 + 4 * 90_200 + 100) * 4);
         let shape = drafter;
 
         // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.

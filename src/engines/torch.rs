@@ -2,6 +2,7 @@
 
 use super::pieces::{Most, add, in_pieces};
 use super::worker::{Worker, engine_error, panicked};
+use crate::config::{ROW_BYTES, TopK, feature_bytes_per_token};
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -28,7 +29,7 @@ pub struct TorchFeatures {
     /// `[tokens, taps * width]`.
     hidden: Tensor,
     ids: Vec<i32>,
-    /// What the target says at each place; `None` where the ids are the labels.
+    /// What the target says of each place; `None` where the ids are the labels.
     teacher: Option<Teacher>,
     loss_mask: Vec<u8>,
     lengths: Vec<u32>,
@@ -48,8 +49,8 @@ pub struct TargetOptions {
     pub features_on: Device,
     /// Tapped layers, in the order of the drafter's `target_layer_ids`.
     pub taps: Vec<usize>,
-    /// So many of the tokens that the target says at each place are sent along. It is then loaded and computed whole.
-    pub labels: Option<usize>,
+    /// So much of what the target says of each place is sent along. It is then loaded and computed whole.
+    pub labels: Option<TopK>,
 }
 
 /// A frozen target on one device.
@@ -91,7 +92,7 @@ struct Replica {
 
 impl Features for TorchFeatures {
     fn bytes(&self) -> u64 {
-        bytes(&self.shape, self.lengths.len(), self.teacher.as_ref().map(|teacher| teacher.each))
+        bytes(&self.shape, self.lengths.len(), self.teacher.as_ref().map(Teacher::top_k))
     }
 
     fn shape(&self) -> FeatureShape {
@@ -277,8 +278,9 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     }
     let (hidden, teacher) = target.taught(&rows, &options.taps, kind_of(options.features), options.labels)?;
     // Read before the copy, where the values were made.
-    let finite = all_finite(&hidden)?;
+    let finite = all_finite(&hidden)? && teacher.as_ref().map_or(Ok(true), Teacher::all_finite)?;
     let hidden = hidden.f_to_device(options.features_on)?;
+    let teacher = teacher.map(|teacher| teacher.on(options.features_on)).transpose()?;
     let cells: Vec<usize> = batch
         .lengths
         .iter()
@@ -305,9 +307,8 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     })
 }
 
-/// Hidden states, then an id, a mask entry and perhaps labels with their shares for each token, then a length for each row.
-fn bytes(shape: &FeatureShape, rows: usize, labels: Option<usize>) -> u64 {
-    let per_token = u64::from(shape.taps) * u64::from(shape.width) * shape.dtype.bytes();
-    let side = size_of::<i32>() + size_of::<u8>() + labels.unwrap_or(0) * (size_of::<i32>() + size_of::<f32>());
-    shape.tokens * (per_token + side as u64) + (rows * size_of::<u32>()) as u64
+/// What `draftmill check` counts for each token, and a length for each row.
+fn bytes(shape: &FeatureShape, rows: usize, labels: Option<TopK>) -> u64 {
+    let per_token = feature_bytes_per_token(shape.taps as usize, shape.width as usize, shape.dtype, labels);
+    shape.tokens * per_token + rows as u64 * ROW_BYTES
 }
