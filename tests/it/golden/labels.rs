@@ -262,14 +262,37 @@ async fn states_travel_with_their_batch_in_its_number_type_and_are_counted_in_it
     }
 }
 
+/// A state that is no number spoils its batch as a tap does.
+#[tokio::test]
+async fn a_last_state_that_is_no_number_is_told() {
+    let case = DraftCase::load();
+    let (from, folder) = (path(case.json["target_dir"].as_str().unwrap()), tempfile::tempdir().unwrap());
+    std::fs::copy(from.join("config.json"), folder.path().join("config.json")).unwrap();
+    let mut weights = std::fs::read(from.join("model.safetensors")).unwrap();
+    // A header of so many bytes, and behind it the numbers.
+    let start = 8 + u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&weights[8..start]).unwrap();
+    let at = start + header["model.norm.weight"]["data_offsets"][0].as_u64().unwrap() as usize;
+    weights[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(folder.path().join("model.safetensors"), weights).unwrap();
+    for (labels, finite) in [(TopK::Likeliest(1), true), (TopK::All, false)] {
+        let mut target = TorchTarget::load(folder.path(), taught_options(&case, labels, FeatureDtype::F32)).unwrap();
+        assert_eq!(target.extract(batch(&case, &[9])).await.unwrap().all_finite(), finite, "{labels}");
+    }
+}
+
 fn taught_engine(case: &DraftCase, labels: TopK, features: FeatureDtype) -> TorchTarget {
-    let options = TargetOptions {
+    let options = taught_options(case, labels, features);
+    TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap()
+}
+
+fn taught_options(case: &DraftCase, labels: TopK, features: FeatureDtype) -> TargetOptions {
+    TargetOptions {
         device: Device::Cpu,
         compute: FeatureDtype::F32,
         features,
         features_on: Device::Cpu,
         taps: case.config().target_layer_ids,
         labels: Some(labels),
-    };
-    TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap()
+    }
 }
