@@ -65,8 +65,7 @@ mod torch {
             fs::copy(golden, target.path().join(name)).unwrap();
         }
         let dir = format!("target.dir={}", target.path().display());
-        let taught = ["drafter.labels=target", "drafter.label_top_k=4"];
-        let run = Run::new(&[&[&dir, "checkpoint.every_steps=3", "run.epochs=4"][..], &taught].concat());
+        let run = Run::new(&[&dir, "checkpoint.every_steps=3", "run.epochs=4", "drafter.labels=target"]);
         let mut child = run.train_until(5);
         child.kill().unwrap();
         child.wait().unwrap();
