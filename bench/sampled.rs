@@ -21,7 +21,7 @@ impl<'a> Options<'a> {
         self.0.remove(name).ok_or_else(|| format!("--{name} is missing"))
     }
 
-    pub fn text_or(&mut self, name: &str, default: &'a str) -> &'a str {
+    pub fn word(&mut self, name: &str, default: &'a str) -> &'a str {
         self.0.remove(name).unwrap_or(default)
     }
 

@@ -76,7 +76,7 @@ pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
             tokens: given.number("tile-tokens", defaults.tile.tokens)?,
         },
         group_slots: given.number("group-slots", defaults.group_slots)?,
-        labels: given.text_or("labels", DATA).split(',').map(labels).collect::<Outcome<_>>()?,
+        labels: given.word("labels", DATA).split(',').map(labels).collect::<Outcome<_>>()?,
     };
     given.done().map(|()| shape)
 }
