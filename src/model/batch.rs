@@ -62,6 +62,15 @@ pub struct Teacher {
     pub shares: Vec<f32>,
 }
 
+impl Teacher {
+    /// Sets what is said of further tokens behind what is said of those before.
+    pub fn append(&mut self, next: Teacher) {
+        self.each = next.each;
+        self.ids.extend(next.ids);
+        self.shares.extend(next.shares);
+    }
+}
+
 /// Extracted rows, one after another without padding: what the drafter trains on.
 #[derive(Clone, Copy)]
 pub struct Packed<'a> {
