@@ -36,7 +36,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let depth = Depth::Layers(taps.iter().max().map_or(0, |last| last + 1));
     let target = if model.is_empty() {
         let config = widths.target()?;
-        Target::of(config, depth, kind, device, &random_weight(kind, device))
+        Target::of(config, depth, kind, device, random_weight(kind, device))
     } else {
         let folder = Path::new(model);
         let config = TargetConfig::load(folder).failed("read the target's configuration")?;

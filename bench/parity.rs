@@ -172,7 +172,7 @@ fn target(device: Device, widths: &Widths, figures: &mut Figures) -> Outcome<()>
             let missing = || ModelError::Input(format!("there is no `{name}`"));
             Ok(weights.get(name).ok_or_else(missing)?.f_to_device_(device, kind, false, false)?)
         };
-        let target = Target::of(config.clone(), Depth::Layers(taps[4] + 1), kind, device, &weight)?;
+        let target = Target::of(config.clone(), Depth::Layers(taps[4] + 1), kind, device, weight)?;
         target.taps(&rows, &taps, kind)
     };
     let exact = hidden(CPU, Kind::Double).failed("extract in f64")?;

@@ -108,7 +108,7 @@ impl Target {
         if let Some(error) = config.unexpected(files) {
             return Err(error.into());
         }
-        Target::of(config, depth, kind, device, &|name, shape| weight(files, name, shape, kind, device))
+        Target::of(config, depth, kind, device, |name, shape| weight(files, name, shape, kind, device))
     }
 
     /// Made of what `weight` gives for a name and a shape: tensors of `kind` on `device`.
@@ -117,7 +117,7 @@ impl Target {
         depth: Depth,
         kind: Kind,
         device: Device,
-        weight: &dyn Fn(&str, &[usize]) -> Result<Tensor, ModelError>,
+        weight: impl Fn(&str, &[usize]) -> Result<Tensor, ModelError>,
     ) -> Result<Target, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let shapes = config.tensor_shapes();
