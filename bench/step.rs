@@ -1,19 +1,19 @@
-//! One training step of a drafter on the CPU, alone: what `bench/peers` measures beside other trainers.
+//! One training step of a drafter, alone: what `bench/peers` measures beside other trainers.
 //!
 //! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
-//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads. `--labels data,16,all` takes a step
-//! with each of these labels in turn, from the same anchors, and prints a line for each; the peak is then that of all.
+//! how far the peak of memory rose above the weights. Random data and weights; on the CPU, in f32 and with two threads unless
+//! `--device cuda:0` and `--dtype bf16` say otherwise.
+//! `--labels data,16,all` takes a step with each of these labels in turn, from the same anchors, and prints a line for each;
+//! the peak is then that of all.
 
 use crate::{
     machine::{Failed, Outcome},
     sampled::{Options, Sampled},
+    widths::{Widths, widths},
 };
 use draftmill::{
     config::TopK,
-    hf::{
-        Dtype,
-        draft::{DraftConfig, LayerType},
-    },
+    hf::draft::DraftConfig,
     model::{
         adamw::{AdamW, Hyper},
         anchors::Anchors,
@@ -33,18 +33,19 @@ const PROMPT: usize = 64;
 /// Labels that are the data's own.
 const DATA: &str = "data";
 pub const SEED: u64 = 1;
-/// Layers whose outputs are extracted.
-pub const TAPS: [usize; 5] = [1, 7, 14, 20, 27];
 /// Threads of libtorch.
 pub const THREADS: i32 = 2;
 
 /// What is measured; every field is an option of the same name.
 pub struct Shape {
+    pub device: Device,
+    /// `dtype`: the number type of features and activations.
+    pub kind: Kind,
+    widths: Widths,
     rows: usize,
     length: usize,
     pub anchors: usize,
     layers: usize,
-    vocab: usize,
     pub steps: usize,
     pub tile: Tile,
     pub group_slots: usize,
@@ -63,13 +64,18 @@ pub struct Micro {
 
 pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
     let mut given = Options::read(arguments)?;
-    let defaults = DraftOptions::new(Device::Cpu);
+    let (device, kind) = (given.device()?, given.kind()?);
+    let defaults = DraftOptions::new(device);
+    let mut widths = widths(given.word("widths", "smollm2"))?;
+    widths.vocab = given.number("vocab", widths.vocab)?;
     let shape = Shape {
+        device,
+        kind,
+        widths,
         rows: given.number("rows", 2)?,
         length: given.number("length", 512)?,
         anchors: given.number("anchors", 64)?,
         layers: given.number("layers", 2)?,
-        vocab: given.number("vocab", 49_152)?,
         steps: given.number("steps", 5)?,
         tile: Tile {
             slots: given.number("tile-slots", defaults.tile.slots)?,
@@ -85,41 +91,28 @@ fn labels(text: &str) -> Outcome<Option<TopK>> {
     if text == DATA { Ok(None) } else { text.parse().map(Some) }
 }
 
-/// SmolLM2's widths.
 pub fn config(shape: &Shape) -> DraftConfig {
-    DraftConfig {
-        hidden_size: 576,
-        intermediate_size: 1536,
-        num_hidden_layers: shape.layers,
-        num_attention_heads: 9,
-        num_key_value_heads: 3,
-        head_dim: 64,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        vocab_size: shape.vocab,
-        block_size: 16,
-        mask_token_id: shape.vocab as u32 - 1,
-        target_layer_ids: TAPS.to_vec(),
-        num_target_layers: 30,
-        max_position_embeddings: 8192,
-        layer_types: vec![LayerType::Full; shape.layers],
-        sliding_window: None,
-        bos_token_id: None,
-        eos_token_ids: Vec::new(),
-        pad_token_id: None,
-        dtype: Dtype::F32,
-    }
+    shape.widths.drafter(shape.layers)
 }
 
 impl Micro {
     pub fn new(shape: &Shape, config: &DraftConfig) -> Micro {
-        let tokens = shape.rows * shape.length;
+        let supervised = |place: usize| place >= PROMPT.min(shape.length / 2);
+        let mut micro = Micro::of(vec![shape.length as u32; shape.rows], config, supervised);
+        micro.hidden = micro.hidden.to_device(shape.device).to_kind(shape.kind);
+        micro
+    }
+
+    /// In f32 on the CPU.
+    pub fn of(lengths: Vec<u32>, config: &DraftConfig, supervised: impl Fn(usize) -> bool) -> Micro {
+        let tokens = lengths.iter().map(|&length| length as usize).sum::<usize>();
         let width = config.target_layer_ids.len() * config.hidden_size;
+        let places = lengths.iter().flat_map(|&length| 0..length as usize);
         Micro {
-            hidden: random([tokens as i64, width as i64]),
-            ids: (0..tokens).map(|i| (i * 7919 % (shape.vocab - 1)) as i32).collect(),
-            loss_mask: (0..tokens).map(|i| u8::from(i % shape.length >= PROMPT)).collect(),
-            lengths: vec![shape.length as u32; shape.rows],
+            hidden: random([tokens as i64, width as i64], Device::Cpu),
+            ids: (0..tokens).map(|i| (i * 7919 % (config.vocab_size - 1)) as i32).collect(),
+            loss_mask: places.map(|place| u8::from(supervised(place))).collect(),
+            lengths,
             teacher: None,
         }
     }
@@ -133,7 +126,10 @@ impl Micro {
                 let ids = (0..tokens * each).map(|i| (i * 7919 % vocab) as i32).collect();
                 Teacher::Likeliest(Likeliest { each, ids, shares: vec![1.0 / each as f32; tokens * each] })
             }
-            TopK::All => Teacher::States(random([tokens as i64, config.hidden_size as i64])),
+            TopK::All => {
+                let states = random([tokens as i64, config.hidden_size as i64], Device::Cpu);
+                Teacher::States(states.to_device(self.hidden.device()).to_kind(self.hidden.kind()))
+            }
         });
         Micro { teacher, ..self }
     }
@@ -144,8 +140,8 @@ impl Micro {
     }
 }
 
-fn random(size: [i64; 2]) -> Tensor {
-    Tensor::randn(size, (Kind::Float, Device::Cpu))
+pub fn random(size: [i64; 2], device: Device) -> Tensor {
+    Tensor::randn(size, (Kind::Float, device))
 }
 
 /// Measures and prints.
@@ -158,14 +154,16 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         tile: shape.tile,
         group_slots: shape.group_slots,
         weighting: Weighting::Decay(Some(7.0)),
-        ..DraftOptions::new(Device::Cpu)
+        kind: shape.kind,
+        ..DraftOptions::new(shape.device)
     };
-    let table = [shape.vocab as i64, config.hidden_size as i64];
-    let shared = Shared { embedding: random(table) * 0.02, head: random(table) * 0.02 };
+    let table =
+        || (random([config.vocab_size as i64, config.hidden_size as i64], shape.device) * 0.02).to_kind(shape.kind);
+    let shared = Shared { embedding: table(), head: table() };
     let mut drafter = Drafter::new(config.clone(), shared, options).failed("make a drafter")?;
     let weights = init_params(&config, SEED).failed("draw weights")?;
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
-    let masters = weights.deep_copy(Device::Cpu, Kind::Float).failed("copy weights")?;
+    let masters = weights.deep_copy(shape.device, Kind::Float).failed("copy weights")?;
     let mut adamw = AdamW::new(masters, hyper).failed("make an optimizer")?;
     drafter.load_weights(weights).failed("load weights")?;
 
@@ -173,7 +171,10 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let micros: Vec<_> = shape.labels.iter().map(new).collect();
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
 
-    let mut sides: Vec<_> = micros.iter().map(|(labels, micro)| (labels, micro.batch(), Sampled::begin())).collect();
+    let mut sides = Vec::new();
+    for (labels, micro) in &micros {
+        sides.push((labels, micro.batch(), Sampled::begin(shape.device)?));
+    }
     for _ in 0..=shape.steps {
         let Some((_, first, _)) = sides.first() else { break };
         let anchors =
@@ -183,13 +184,13 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
                 let (report, gradient) = drafter.loss_and_gradient(batch, &anchors).failed("compute a gradient")?;
                 let gradient = gradient.ok_or("nothing was supervised")?;
                 adamw.step(gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
-                let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
+                let weights = adamw.masters.deep_copy(shape.device, Kind::Float).failed("publish weights")?;
                 drafter.load_weights(weights).failed("load weights")
             })?;
         }
     }
     for (labels, _, sampled) in sides {
-        let mut line = sampled.json();
+        let mut line = sampled.json()?;
         line["labels"] = labels.map_or_else(|| DATA.into(), |labels| labels.to_string().into());
         println!("{line}");
     }

@@ -90,6 +90,14 @@ pub struct Disk {
     pub total: u64,
 }
 
+impl Forecast {
+    /// GPUs that the run computes on, by name.
+    pub fn gpus(&self) -> Vec<String> {
+        let names = self.devices.iter().map(|memory| memory.device.clone());
+        names.filter(|name| *name != Device::Cpu.to_string()).collect()
+    }
+}
+
 /// Plans the first epoch and adds up. `models` are target and drafter; `None` where the engine is simulated.
 pub fn forecast(
     config: &Config,

@@ -118,6 +118,20 @@ impl Teacher {
             Teacher::States(_) => Ok(()),
         }
     }
+
+    /// Sets what is said of further tokens behind what is said of those before.
+    pub fn append(&mut self, next: Teacher) -> Result<(), ModelError> {
+        match (self, next) {
+            (Teacher::Likeliest(all), Teacher::Likeliest(next)) => {
+                all.each = next.each;
+                all.ids.extend(next.ids);
+                all.shares.extend(next.shares);
+            }
+            (Teacher::States(all), Teacher::States(next)) => *all = Tensor::f_cat(&[&*all, &next], 0)?,
+            _ => return Err(ModelError::Input("some rows have labels and others have states".into())),
+        }
+        Ok(())
+    }
 }
 
 /// Extracted rows, one after another without padding: what the drafter trains on.

@@ -106,13 +106,24 @@ impl Target {
         kind: Kind,
         device: Device,
     ) -> Result<Target, ModelError> {
-        let _no_grad = tch::no_grad_guard();
         if let Some(error) = config.unexpected(files) {
             return Err(error.into());
         }
+        Target::of(config, depth, kind, device, |name, shape| weight(files, name, shape, kind, device))
+    }
+
+    /// Made of what `weight` gives for a name and a shape: tensors of `kind` on `device`.
+    pub fn of(
+        config: TargetConfig,
+        depth: Depth,
+        kind: Kind,
+        device: Device,
+        weight: impl Fn(&str, &[usize]) -> Result<Tensor, ModelError>,
+    ) -> Result<Target, ModelError> {
+        let _no_grad = tch::no_grad_guard();
         let shapes = config.tensor_shapes();
         let read = |name: &str| match shapes.get(name) {
-            Some(shape) => weight(files, name, shape, kind, device).map(Some),
+            Some(shape) => weight(name, shape).map(Some),
             None => Ok(None),
         };
         let need = |name: String| {
