@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers conformance build clean tools prometheus
+.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance build clean tools prometheus
 
 TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
@@ -14,13 +14,13 @@ LONG_STORE := runs/demo-long-data.safetensors
 FETCH := python3 scripts/fetch.py
 MILL := cargo run --quiet --release --locked --
 DEVICES :=
-ANSWER_ON := cpu
+DEVICE := cpu
 
 # CUDA=1 takes the full set of libraries and puts target and drafter on the first GPU.
 ifneq ($(filter-out 0,$(CUDA)),)
 CUDA_SET := --cuda
 DEVICES := --set target.devices=cuda:0 --set drafter.devices=cuda:0
-ANSWER_ON := cuda:0
+DEVICE := cuda:0
 endif
 
 # Recipes that build begin with this: the same LIBTORCH every time, or cargo would build torch-sys anew.
@@ -68,6 +68,9 @@ bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside on
 bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about 25 minutes
 	@$(TORCH) python3 bench/peers/compare.py
 
+bench-gpu: tools ## measure parity, memory and speed of a GPU (CUDA=1), or look on the CPU whether all of it runs
+	@$(TORCH) cargo bench --locked --bench dispatch --no-run; DEVICE=$(DEVICE) bench/gpu.sh
+
 conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
 	@$(TORCH) $(MILL) --version >/dev/null; python3 bench/conformance/conform.py --mill "$(MILL)" $(CONFORM)
 
@@ -86,7 +89,7 @@ $(STORE): configs/demo.toml $(TARGET)/config.json | build
 
 $(ANSWERS): $(TARGET)/config.json | build
 	@$(TORCH) chats="$$($(FETCH) sharegpt)"; \
-	$(MILL) answer --target $(TARGET) --prompts "$$chats" --limit 1200 --turns 1 --max-prompt-tokens 128 --rows 128 --device $(ANSWER_ON) --out $@
+	$(MILL) answer --target $(TARGET) --prompts "$$chats" --limit 1200 --turns 1 --max-prompt-tokens 128 --rows 128 --device $(DEVICE) --out $@
 
 $(LONG_STORE): configs/demo-long.toml $(ANSWERS) | build
 	@$(TORCH) $(MILL) prepare --config $< $(DEVICES) --set data.inputs=$(ANSWERS)

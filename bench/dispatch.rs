@@ -7,10 +7,14 @@ mod draw;
 #[cfg(feature = "torch")]
 mod extract;
 mod free;
+#[cfg(feature = "torch")]
+mod gpu;
 mod ledger;
 mod machine;
 #[cfg(feature = "torch")]
 mod optimizer;
+#[cfg(feature = "torch")]
+mod parity;
 mod pipeline;
 #[cfg(feature = "torch")]
 mod products;
@@ -20,6 +24,8 @@ mod sim;
 #[cfg(feature = "torch")]
 mod step;
 mod table;
+#[cfg(feature = "torch")]
+mod widths;
 
 use draftmill::simulate::{Policy, Report};
 use draftmill_actors::metrics;
@@ -73,6 +79,10 @@ fn main() -> ExitCode {
         ["--products", ref options @ ..] => products::run(options),
         #[cfg(feature = "torch")]
         ["--extract", ref options @ ..] => extract::run(options),
+        #[cfg(feature = "torch")]
+        ["--parity", ref options @ ..] => parity::run(options),
+        #[cfg(feature = "torch")]
+        ["--gpu", ref options @ ..] => gpu::run(options),
         [] => bench(),
         _ => Err(
             "give no argument for the whole table, --pipeline for one run of the pipeline alone, or --losses for what \

@@ -13,7 +13,7 @@ use draftmill::model::{
     params::init_params,
 };
 use serde_json::{Value, json};
-use tch::{Device, Kind};
+use tch::Kind;
 
 /// Measures and prints.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
@@ -21,10 +21,11 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     tch::set_num_threads(THREADS);
     let weights = init_params(&config(shape), SEED).failed("draw weights")?;
     let parameters: usize = weights.tensors().iter().map(|t| t.numel()).sum();
-    let copy = || weights.deep_copy(Device::Cpu, Kind::Float).failed("copy weights");
+    let copy = || weights.deep_copy(shape.device, Kind::Float).failed("copy weights");
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
     let new = || AdamW::new(copy()?, hyper).failed("make an optimizer");
-    let mut sides = [(new()?, Sampled::begin()), (new()?.by_plain_operations(), Sampled::begin())];
+    let mut sides =
+        [(new()?, Sampled::begin(shape.device)?), (new()?.by_plain_operations(), Sampled::begin(shape.device)?)];
     for _ in 0..=shape.steps {
         for (adamw, sampled) in &mut sides {
             // Any values serve as a gradient, and each update uses one up.
@@ -32,7 +33,8 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
             sampled.step(|| adamw.step(gradient, 3.0, 1e-4, 1.0).failed("take a step").map(drop))?;
         }
     }
-    let [fused, plain] = sides.map(|(_, sampled)| sampled.json());
+    let [(_, fused), (_, plain)] = sides;
+    let (fused, plain) = (fused.json()?, plain.json()?);
     let times =
         |side: &Value| side["all"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect::<Vec<_>>();
     // Turn by turn, since what else the machine does at a moment slows both.

@@ -6,7 +6,7 @@
 use crate::{
     machine::{Failed, Outcome},
     sampled::Sampled,
-    step::{Micro, SEED, THREADS, config, shape},
+    step::{Micro, SEED, THREADS, config, random, shape},
 };
 use draftmill::{hf::draft::DraftConfig, model::anchors::Anchors};
 use rand::SeedableRng;
@@ -29,7 +29,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let micro = Micro::new(shape, &config);
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let mut products = Vec::new();
-    let mut sampled = Sampled::begin();
+    let mut sampled = Sampled::begin(shape.device)?;
     for _ in 0..=shape.steps {
         let batch = micro.batch();
         let anchors =
@@ -45,7 +45,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
             products.push(Product { rows, inner: config.hidden_size, columns: words, times });
             products.push(Product { rows, inner: words, columns: config.hidden_size, times });
         }
-        let operands = products.iter().map(|product| product.operands()).collect::<Vec<_>>();
+        let operands = products.iter().map(|product| product.operands(shape.device, shape.kind)).collect::<Vec<_>>();
         sampled.step(|| {
             for (product, (left, right, out)) in products.iter().zip(&operands) {
                 for _ in 0..product.times {
@@ -56,7 +56,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         })?;
     }
     let flops: usize = products.iter().map(|p| 2 * p.rows * p.inner * p.columns * p.times).sum();
-    let mut line = sampled.json();
+    let mut line = sampled.json()?;
     line["flops"] = flops.into();
     println!("{line}");
     Ok(())
@@ -103,9 +103,8 @@ fn attention(config: &DraftConfig, anchors: &Anchors, group_slots: usize, produc
 }
 
 impl Product {
-    fn operands(&self) -> (Tensor, Tensor, Tensor) {
-        let new =
-            |rows: usize, columns: usize| Tensor::randn([rows as i64, columns as i64], (Kind::Float, Device::Cpu));
+    fn operands(&self, device: Device, kind: Kind) -> (Tensor, Tensor, Tensor) {
+        let new = |rows: usize, columns: usize| random([rows as i64, columns as i64], device).to_kind(kind);
         (new(self.rows, self.inner), new(self.inner, self.columns), new(self.rows, self.columns))
     }
 }

@@ -1,22 +1,24 @@
-//! One training step of a drafter on the CPU, alone: what `bench/peers` measures beside other trainers.
+//! One training step of a drafter, alone: what `bench/peers` measures beside other trainers.
 //!
 //! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
-//! how far the peak of memory rose above the weights. Random data and weights, f32, two threads. `--attention kernel` or `plain` says how
-//! blocks attend to their context, where the device's default is not meant.
+//! how far the peak of memory rose above the weights. Random data and weights; on the CPU, in f32 and with two threads unless
+//! `--device cuda:0` and `--dtype bf16` say otherwise. `--attention kernel` or `plain` says how blocks attend to their context, where
+//! the device's default is not meant.
+//! `--labels data,16,all` takes a step with each of these labels in turn, from the same anchors, and prints a line for each;
+//! the peak is then that of all.
 
 use crate::{
     machine::{Failed, Outcome},
     sampled::{Options, Sampled},
+    widths::{Widths, widths},
 };
 use draftmill::{
-    hf::{
-        Dtype,
-        draft::{DraftConfig, LayerType},
-    },
+    config::TopK,
+    hf::draft::DraftConfig,
     model::{
         adamw::{AdamW, Hyper},
         anchors::Anchors,
-        batch::Packed,
+        batch::{Likeliest, Packed, Teacher},
         draft::{AttentionBy, DraftOptions, Drafter, Shared},
         loss::Tile,
         params::init_params,
@@ -29,23 +31,28 @@ use tch::{Device, Kind, Tensor};
 
 /// Tokens of a row that are prompt and so not supervised.
 const PROMPT: usize = 64;
+/// Labels that are the data's own.
+const DATA: &str = "data";
 pub const SEED: u64 = 1;
-/// Layers whose outputs are extracted.
-pub const TAPS: [usize; 5] = [1, 7, 14, 20, 27];
 /// Threads of libtorch.
 pub const THREADS: i32 = 2;
 
 /// What is measured; every field is an option of the same name.
 pub struct Shape {
+    pub device: Device,
+    /// `dtype`: the number type of features and activations.
+    pub kind: Kind,
+    widths: Widths,
     rows: usize,
     length: usize,
     pub anchors: usize,
     layers: usize,
-    vocab: usize,
     pub steps: usize,
     pub tile: Tile,
     pub group_slots: usize,
     attention: AttentionBy,
+    /// `None`: the data's own.
+    labels: Vec<Option<TopK>>,
 }
 
 /// A micro-batch of random features.
@@ -54,78 +61,95 @@ pub struct Micro {
     ids: Vec<i32>,
     loss_mask: Vec<u8>,
     lengths: Vec<u32>,
+    teacher: Option<Teacher>,
 }
 
 pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
     let mut given = Options::read(arguments)?;
-    let defaults = DraftOptions::new(Device::Cpu);
+    let (device, kind) = (given.device()?, given.kind()?);
+    let defaults = DraftOptions::new(device);
+    let mut widths = widths(given.word("widths", "smollm2"))?;
+    widths.vocab = given.number("vocab", widths.vocab)?;
     let shape = Shape {
+        device,
+        kind,
+        widths,
         rows: given.number("rows", 2)?,
         length: given.number("length", 512)?,
         anchors: given.number("anchors", 64)?,
         layers: given.number("layers", 2)?,
-        vocab: given.number("vocab", 49_152)?,
         steps: given.number("steps", 5)?,
         tile: Tile {
             slots: given.number("tile-slots", defaults.tile.slots)?,
             tokens: given.number("tile-tokens", defaults.tile.tokens)?,
         },
         group_slots: given.number("group-slots", defaults.group_slots)?,
-        attention: match given.text_or("attention", "default") {
+        attention: match given.word("attention", "default") {
             "default" => defaults.attention,
             "kernel" => AttentionBy::Kernel,
             "plain" => AttentionBy::Plain,
             other => return Err(format!("--attention is kernel or plain, not {other}")),
         },
+        labels: given.word("labels", DATA).split(',').map(labels).collect::<Outcome<_>>()?,
     };
     given.done().map(|()| shape)
 }
 
-/// SmolLM2's widths.
+fn labels(text: &str) -> Outcome<Option<TopK>> {
+    if text == DATA { Ok(None) } else { text.parse().map(Some) }
+}
+
 pub fn config(shape: &Shape) -> DraftConfig {
-    DraftConfig {
-        hidden_size: 576,
-        intermediate_size: 1536,
-        num_hidden_layers: shape.layers,
-        num_attention_heads: 9,
-        num_key_value_heads: 3,
-        head_dim: 64,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        vocab_size: shape.vocab,
-        block_size: 16,
-        mask_token_id: shape.vocab as u32 - 1,
-        target_layer_ids: TAPS.to_vec(),
-        num_target_layers: 30,
-        max_position_embeddings: 8192,
-        layer_types: vec![LayerType::Full; shape.layers],
-        sliding_window: None,
-        bos_token_id: None,
-        eos_token_ids: Vec::new(),
-        pad_token_id: None,
-        dtype: Dtype::F32,
-    }
+    shape.widths.drafter(shape.layers)
 }
 
 impl Micro {
     pub fn new(shape: &Shape, config: &DraftConfig) -> Micro {
-        let tokens = shape.rows * shape.length;
+        let supervised = |place: usize| place >= PROMPT.min(shape.length / 2);
+        let mut micro = Micro::of(vec![shape.length as u32; shape.rows], config, supervised);
+        micro.hidden = micro.hidden.to_device(shape.device).to_kind(shape.kind);
+        micro
+    }
+
+    /// In f32 on the CPU.
+    pub fn of(lengths: Vec<u32>, config: &DraftConfig, supervised: impl Fn(usize) -> bool) -> Micro {
+        let tokens = lengths.iter().map(|&length| length as usize).sum::<usize>();
         let width = config.target_layer_ids.len() * config.hidden_size;
+        let places = lengths.iter().flat_map(|&length| 0..length as usize);
         Micro {
-            hidden: random([tokens as i64, width as i64]),
-            ids: (0..tokens).map(|i| (i * 7919 % (shape.vocab - 1)) as i32).collect(),
-            loss_mask: (0..tokens).map(|i| u8::from(i % shape.length >= PROMPT)).collect(),
-            lengths: vec![shape.length as u32; shape.rows],
+            hidden: random([tokens as i64, width as i64], Device::Cpu),
+            ids: (0..tokens).map(|i| (i * 7919 % (config.vocab_size - 1)) as i32).collect(),
+            loss_mask: places.map(|place| u8::from(supervised(place))).collect(),
+            lengths,
+            teacher: None,
         }
     }
 
+    /// With what a target could say of its tokens.
+    fn taught(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
+        let tokens = self.ids.len();
+        let teacher = labels.map(|labels| match labels {
+            TopK::Likeliest(each) => {
+                let (each, vocab) = (each as usize, config.vocab_size);
+                let ids = (0..tokens * each).map(|i| (i * 7919 % vocab) as i32).collect();
+                Teacher::Likeliest(Likeliest { each, ids, shares: vec![1.0 / each as f32; tokens * each] })
+            }
+            TopK::All => {
+                let states = random([tokens as i64, config.hidden_size as i64], Device::Cpu);
+                Teacher::States(states.to_device(self.hidden.device()).to_kind(self.hidden.kind()))
+            }
+        });
+        Micro { teacher, ..self }
+    }
+
     pub fn batch(&self) -> Packed<'_> {
-        Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
+        let Micro { hidden, ids, loss_mask, lengths, teacher } = self;
+        Packed { teacher: teacher.as_ref(), ..Packed::of_ids(hidden, ids, loss_mask, lengths) }
     }
 }
 
-fn random(size: [i64; 2]) -> Tensor {
-    Tensor::randn(size, (Kind::Float, Device::Cpu))
+pub fn random(size: [i64; 2], device: Device) -> Tensor {
+    Tensor::randn(size, (Kind::Float, device))
 }
 
 /// Measures and prints.
@@ -139,33 +163,45 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         group_slots: shape.group_slots,
         attention: shape.attention,
         weighting: Weighting::Decay(Some(7.0)),
-        ..DraftOptions::new(Device::Cpu)
+        kind: shape.kind,
+        ..DraftOptions::new(shape.device)
     };
-    let table = [shape.vocab as i64, config.hidden_size as i64];
-    let shared = Shared { embedding: random(table) * 0.02, head: random(table) * 0.02 };
+    let table =
+        || (random([config.vocab_size as i64, config.hidden_size as i64], shape.device) * 0.02).to_kind(shape.kind);
+    let shared = Shared { embedding: table(), head: table() };
     let mut drafter = Drafter::new(config.clone(), shared, options).failed("make a drafter")?;
     let weights = init_params(&config, SEED).failed("draw weights")?;
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
-    let masters = weights.deep_copy(Device::Cpu, Kind::Float).failed("copy weights")?;
+    let masters = weights.deep_copy(shape.device, Kind::Float).failed("copy weights")?;
     let mut adamw = AdamW::new(masters, hyper).failed("make an optimizer")?;
     drafter.load_weights(weights).failed("load weights")?;
 
-    let micro = Micro::new(shape, &config);
-    let batch = micro.batch();
+    let new = |&labels| (labels, Micro::new(shape, &config).taught(labels, &config));
+    let micros: Vec<_> = shape.labels.iter().map(new).collect();
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
 
-    let mut sampled = Sampled::begin();
-    for _ in 0..=shape.steps {
-        let anchors =
-            Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
-        sampled.step(|| {
-            let (report, gradient) = drafter.loss_and_gradient(&batch, &anchors).failed("compute a gradient")?;
-            let gradient = gradient.ok_or("nothing was supervised")?;
-            adamw.step(gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
-            let weights = adamw.masters.deep_copy(Device::Cpu, Kind::Float).failed("publish weights")?;
-            drafter.load_weights(weights).failed("load weights")
-        })?;
+    let mut sides = Vec::new();
+    for (labels, micro) in &micros {
+        sides.push((labels, micro.batch(), Sampled::begin(shape.device)?));
     }
-    println!("{}", sampled.json());
+    for _ in 0..=shape.steps {
+        let Some((_, first, _)) = sides.first() else { break };
+        let anchors =
+            Anchors::sample(first.loss_mask, first.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        for (_, batch, sampled) in &mut sides {
+            sampled.step(|| {
+                let (report, gradient) = drafter.loss_and_gradient(batch, &anchors).failed("compute a gradient")?;
+                let gradient = gradient.ok_or("nothing was supervised")?;
+                adamw.step(gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
+                let weights = adamw.masters.deep_copy(shape.device, Kind::Float).failed("publish weights")?;
+                drafter.load_weights(weights).failed("load weights")
+            })?;
+        }
+    }
+    for (labels, _, sampled) in sides {
+        let mut line = sampled.json()?;
+        line["labels"] = labels.map_or_else(|| DATA.into(), |labels| labels.to_string().into());
+        println!("{line}");
+    }
     Ok(())
 }

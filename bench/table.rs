@@ -73,10 +73,14 @@ fn words(target: Target) -> String {
 }
 
 fn number(value: f64) -> String {
-    if value.abs() >= 100.0 {
+    if value.is_nan() {
+        "-".to_owned()
+    } else if value.abs() >= 100.0 {
         format!("{value:.0}")
     } else if value.abs() >= 10.0 {
         format!("{value:.1}")
+    } else if value != 0.0 && value.abs() < 1e-3 {
+        format!("{value:.1e}")
     } else {
         format!("{value:.4}").trim_end_matches('0').trim_end_matches('.').to_owned()
     }

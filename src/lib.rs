@@ -13,6 +13,7 @@ pub mod eval;
 pub mod exit;
 pub mod export;
 pub mod failpoint;
+pub mod gpus;
 pub mod hf;
 pub mod import;
 #[cfg(feature = "torch")]

@@ -200,6 +200,9 @@ table! {
     RUNTIME_TASKS = Gauge "draftmill_runtime_tasks" ["tasks"] {};
     /// Memory that this process may take: the tightest limit of its control groups, else what the machine has.
     MEMORY_LIMIT = Gauge "draftmill_memory_limit_bytes" ["bytes"] {};
+    /// Memory of a GPU that this run computes on: held by tensors now (allocated) and at most so far (peak), held by libtorch's
+    /// allocator (reserved), left for any process (free), and all that there is (total). Without a GPU there is none of it.
+    DEVICE_MEMORY = Gauge "draftmill_device_memory_bytes" ["bytes"] { device: [], kind: ["allocated", "reserved", "peak", "free", "total"] };
     /// Memory that this process holds.
     PROCESS_MEMORY = Gauge "process_resident_memory_bytes" ["bytes"] {};
     /// Addresses that this process has mapped, models and the store included.
@@ -227,6 +230,8 @@ pub struct Known {
     pub positions: usize,
     /// Longest sample of each length bucket, in tokens.
     pub buckets: Vec<u32>,
+    /// GPUs that are computed on, by name.
+    pub gpus: Vec<String>,
     pub version: &'static str,
     pub planned_steps: u64,
     /// Of the newest checkpoint, in seconds since 1970; 0 where there is none.
@@ -288,6 +293,13 @@ pub fn series(spec: &Spec, known: &Known) -> Vec<Vec<Label>> {
             }
             all
         }
+        [("device", []), (label, values)] => {
+            let named = |gpu: &String| {
+                let gpu = gpu.clone();
+                values.iter().map(move |value| vec![Label::new("device", gpu.clone()), Label::new(label, *value)])
+            };
+            known.gpus.iter().flat_map(named).collect()
+        }
         [(label, values), ..] => {
             let count = match label {
                 "bucket" => known.buckets.len(),
@@ -331,5 +343,14 @@ mod tests {
             assert!(s.help.ends_with('.') && !s.help.starts_with(' '), "{}", s.name);
             assert!(TABLE[..i].iter().all(|t| t.name != s.name), "{} stands twice", s.name);
         }
+    }
+    #[test]
+    fn a_gpu_has_a_series_of_each_kind_and_a_run_without_one_has_none() {
+        let spec = TABLE.iter().find(|spec| spec.name == DEVICE_MEMORY).unwrap();
+        assert!(series(spec, &Known::default()).is_empty());
+        let gpus = vec!["cuda:0".to_owned(), "cuda:2".to_owned()];
+        let all = series(spec, &Known { gpus, ..Known::default() });
+        assert_eq!(all.len(), 2 * spec.labels[1].1.len());
+        assert_eq!(all[5], [Label::new("device", "cuda:2"), Label::new("kind", "allocated")]);
     }
 }

@@ -60,6 +60,8 @@ unsafe extern "C" {
     pub fn draftmill_each(count: i64, work: extern "C" fn(*mut c_void, i64), context: *mut c_void) -> c_int;
     pub fn draftmill_empty_cache(index: c_int) -> c_int;
     pub fn draftmill_memory(index: c_int, memory: *mut Memory) -> c_int;
+    pub fn draftmill_expand_segments(expand: bool) -> c_int;
+    pub fn draftmill_segments_expand(expand: *mut bool) -> c_int;
     pub fn draftmill_allow_tf32(allow: bool) -> c_int;
     pub fn draftmill_tf32_allowed(allowed: *mut bool) -> c_int;
     pub fn draftmill_set_attention(kernels: *const Attention) -> c_int;

@@ -177,6 +177,22 @@ pub fn version() -> String {
     unsafe { CStr::from_ptr(ffi::draftmill_version()) }.to_string_lossy().into_owned()
 }
 
+/// Whether the allocator of GPUs takes one range of addresses and maps memory into it as need grows, so that what one shape gave
+/// back serves a larger one; else it takes each segment for itself, and sizes that differ from batch to batch leave gaps between
+/// them. Process-wide, for memory that is taken from now on.
+pub fn expand_segments(expand: bool) -> Result<(), Error> {
+    // SAFETY: sets a flag.
+    done(unsafe { ffi::draftmill_expand_segments(expand) })
+}
+
+/// Whether it does, as far as the machine's driver can.
+pub fn segments_expand() -> Result<bool, Error> {
+    let mut expand = false;
+    // SAFETY: fills a bool.
+    done(unsafe { ffi::draftmill_segments_expand(&mut expand) })?;
+    Ok(expand)
+}
+
 /// Whether products and convolutions of f32 on a GPU may round their operands to TF32 (10 bits of mantissa);
 /// process-wide, from the next operation on.
 pub fn allow_tf32(allow: bool) -> Result<(), Error> {

@@ -20,6 +20,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/headeronly/version.h>
@@ -289,6 +290,16 @@ int draftmill_memory(int index, DraftmillMemory* memory) noexcept {
         total,
     };
   });
+}
+
+int draftmill_expand_segments(bool expand) noexcept {
+  return guarded([&] {
+    c10::CachingAllocator::setAllocatorSettings(expand ? "expandable_segments:True" : "expandable_segments:False");
+  });
+}
+
+int draftmill_segments_expand(bool* expand) noexcept {
+  return guarded([&] { *expand = c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments(); });
 }
 
 int draftmill_allow_tf32(bool allow) noexcept {

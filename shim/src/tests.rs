@@ -116,10 +116,11 @@ fn only_a_gpu_has_memory_to_tell_of() {
 
 #[test]
 fn switches_are_read_back() {
-    let before = (tf32_allowed().unwrap(), attention().unwrap());
+    let before = (tf32_allowed().unwrap(), attention().unwrap(), segments_expand().unwrap());
     for allow in [true, false] {
         allow_tf32(allow).unwrap();
-        assert_eq!(tf32_allowed(), Ok(allow));
+        expand_segments(allow).unwrap();
+        assert_eq!((tf32_allowed(), segments_expand()), (Ok(allow), Ok(allow)));
     }
     for kernel in 0..4 {
         let kernels = Attention { flash: kernel == 0, efficient: kernel == 1, math: kernel == 2, cudnn: kernel == 3 };
@@ -128,6 +129,7 @@ fn switches_are_read_back() {
     }
     allow_tf32(before.0).unwrap();
     set_attention(before.1).unwrap();
+    expand_segments(before.2).unwrap();
 }
 
 #[test]

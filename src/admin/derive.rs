@@ -3,7 +3,7 @@
 use super::{
     faults::Faults,
     samples::Samples,
-    status::{Actor, Bucket, Checkpoint, Config, Jobs, Pool, Progress, Queue, Run, State, Status, Training},
+    status::{Actor, Bucket, Checkpoint, Config, Gpu, Jobs, Pool, Progress, Queue, Run, State, Status, Training},
 };
 use crate::service::facts::Facts;
 use draftmill_actors::{
@@ -11,7 +11,7 @@ use draftmill_actors::{
     metrics as m,
 };
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     time::Duration,
 };
 
@@ -107,6 +107,7 @@ impl Derivation {
             },
             actors: actors(samples, &moment, short),
             pool: pool(samples),
+            gpus: gpus(samples),
             checkpoint: checkpoint(samples),
             config: Config {
                 hash: facts.config_hash.clone(),
@@ -244,6 +245,23 @@ fn pool(samples: &Samples) -> Pool {
         draining: value(m::POOL_DRAINING) > 0,
         buckets,
     }
+}
+
+/// Those that have told of themselves.
+fn gpus(samples: &Samples) -> Vec<Gpu> {
+    let devices: BTreeSet<&str> = samples.by(m::DEVICE_MEMORY, "device").map(|(device, _)| device).collect();
+    let gpu = |device: &str| {
+        let bytes = |kind| samples.with(m::DEVICE_MEMORY, &[("device", device), ("kind", kind)]).max(0.0) as u64;
+        Gpu {
+            device: device.to_owned(),
+            allocated: bytes("allocated"),
+            peak: bytes("peak"),
+            reserved: bytes("reserved"),
+            free: bytes("free"),
+            total: bytes("total"),
+        }
+    };
+    devices.into_iter().map(gpu).filter(|gpu| gpu.total > 0).collect()
 }
 
 /// `answers`: whether any target serves.

@@ -22,6 +22,8 @@ pub struct Status {
     /// In the order in which a batch passes them.
     pub actors: Vec<Actor>,
     pub pool: Pool,
+    /// Those that the run computes on.
+    pub gpus: Vec<Gpu>,
     pub checkpoint: Checkpoint,
     pub config: Config,
     /// Warnings and errors, the newest last.
@@ -139,6 +141,20 @@ pub struct Bucket {
     pub longest: u32,
     pub batches: u64,
     pub drawn: u64,
+}
+
+/// Memory of a GPU, in bytes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Gpu {
+    pub device: String,
+    /// Held by tensors, and the most that they ever held.
+    pub allocated: u64,
+    pub peak: u64,
+    /// Held by libtorch's allocator, tensors included.
+    pub reserved: u64,
+    /// Left for any process.
+    pub free: u64,
+    pub total: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]

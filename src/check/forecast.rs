@@ -90,6 +90,14 @@ pub struct Disk {
     pub total: u64,
 }
 
+impl Forecast {
+    /// GPUs that the run computes on, by name.
+    pub fn gpus(&self) -> Vec<String> {
+        let names = self.devices.iter().map(|memory| memory.device.clone());
+        names.filter(|name| *name != Device::Cpu.to_string()).collect()
+    }
+}
+
 /// Plans the first epoch and adds up. `models` are target and drafter; `None` where the engine is simulated.
 pub fn forecast(
     config: &Config,
@@ -292,6 +300,12 @@ mod tests {
         let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
         let more = forecast(&config, &lengths, Some((&target, &drafter))).unwrap();
         assert_eq!(more.disk.checkpoints, 4 * checkpoint);
+        // One more state than the taps, and the whole target.
+        let sets = ["drafter.labels=target".into(), "drafter.label_top_k=all".into()];
+        let taught = load_text(TEXT, "x.toml", &sets).unwrap().config;
+        let taught = forecast(&taught, &lengths, Some((&target, &drafter))).unwrap();
+        assert_eq!((taught.bytes_per_token, taught.largest_job_bytes), (1205, 40 * 1205 + 4 * 4));
+        assert_eq!(taught.devices[1].target_weights, (100_000 + 4 * 90_200 + 100) * 4);
         let shape = drafter;
 
         // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.

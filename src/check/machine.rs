@@ -1,7 +1,17 @@
 //! What this machine has: devices, memory, disk, ports.
 
-use crate::config::{ByteSize, Config, Device, Engine, Problem, Written};
-use std::{collections::BTreeSet, ffi::CString, net::TcpListener, os::unix::ffi::OsStrExt, path::Path};
+use super::forecast::DeviceMemory;
+use crate::{
+    config::{ByteSize, Config, Device, Engine, Problem, Written},
+    gpus::Memory,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::CString,
+    net::TcpListener,
+    os::unix::ffi::OsStrExt,
+    path::Path,
+};
 
 /// What the rules below need to know of the machine; tests give their own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,6 +19,8 @@ pub struct Machine {
     /// This binary was built with libtorch.
     pub torch: bool,
     pub cuda_devices: usize,
+    /// Memory of those that the run computes on, by name, as far as they tell.
+    pub gpus: BTreeMap<String, Memory>,
     /// Memory of the host.
     pub memory: Option<u64>,
     /// Room on the disk of run.dir.
@@ -23,6 +35,7 @@ impl Machine {
         Machine {
             torch: cfg!(feature = "torch"),
             cuda_devices: cuda_devices(),
+            gpus: gpus(config),
             memory: host_memory(),
             free_disk: free_disk(&config.run.dir),
             ask_port: true,
@@ -113,11 +126,46 @@ pub fn room_problems(
     problems
 }
 
+/// GPUs whose memory does not hold what is known of it before the run: what keeps the run from beginning, and what may.
+pub fn gpu_problems(written: &Written, machine: &Machine, needs: &[DeviceMemory]) -> (Vec<Problem>, Vec<Problem>) {
+    let (mut problems, mut notes) = (Vec::new(), Vec::new());
+    for need in needs {
+        let Some(memory) = machine.gpus.get(&need.device) else { continue };
+        let key = match need {
+            DeviceMemory { targets: 1.., .. } => "target.devices",
+            DeviceMemory { drafters: 1.., .. } => "drafter.devices",
+            _ => "eval.device",
+        };
+        let (device, bytes) = (&need.device, ByteSize(need.total).rounded());
+        let [free, total] = [memory.free, memory.total].map(|bytes| ByteSize(bytes).rounded());
+        let takes = format!("weights and buffers on {device} take {bytes}, and forward and backward more");
+        if need.total > memory.total {
+            let remedy = "spread the work over more devices (target.devices, drafter.devices, eval.device), or compute in bf16 \
+                          (target.dtype, drafter.dtype)";
+            problems.push(written.problem(key, format!("{takes}; it has {total} of memory"), remedy));
+        } else if need.total > memory.free {
+            let remedy = "end the other programs that use it, or name another device";
+            notes.push(written.problem(key, format!("{takes}; of its {total} only {free} are free"), remedy));
+        }
+    }
+    (problems, notes)
+}
+
 fn exists(device: Device, machine: &Machine) -> bool {
     match device {
         Device::Cpu => true,
         Device::Cuda(index) => index < machine.cuda_devices,
     }
+}
+
+/// Only those of this run are asked: an answer takes a GPU into use.
+fn gpus(config: &Config) -> BTreeMap<String, Memory> {
+    if config.run.engine != Engine::Torch {
+        return BTreeMap::new();
+    }
+    let used = config.target.devices.iter().chain(&config.drafter.devices).chain([&config.eval.device]);
+    let names: BTreeSet<String> = used.map(Device::to_string).collect();
+    names.into_iter().filter_map(|name| Memory::of(&name).map(|memory| (name, memory))).collect()
 }
 
 #[cfg(feature = "torch")]
@@ -155,8 +203,14 @@ mod tests {
     use super::*;
     use crate::config::load_text;
 
-    const BARE: Machine =
-        Machine { torch: false, cuda_devices: 0, memory: Some(1 << 30), free_disk: Some(1 << 30), ask_port: true };
+    const BARE: Machine = Machine {
+        torch: false,
+        cuda_devices: 0,
+        gpus: BTreeMap::new(),
+        memory: Some(1 << 30),
+        free_disk: Some(1 << 30),
+        ask_port: true,
+    };
 
     fn keys(text: &str, machine: &Machine) -> Vec<String> {
         let loaded = load_text(&format!("{text}\n[admin]\nlisten = \"off\""), "x.toml", &[]).unwrap();
@@ -193,6 +247,35 @@ mod tests {
         let loaded = load_text("", "x.toml", &[]).unwrap();
         let room = |disk, host| room_problems(&loaded.config, &loaded.written, &BARE, disk, host).len();
         assert_eq!((room(1 << 30, 1 << 30), room(2 << 30, 0), room(2 << 30, 2 << 30)), (0, 1, 2));
+    }
+
+    #[test]
+    fn a_gpu_is_told_when_it_cannot_hold_the_weights_or_others_hold_it() {
+        let written = load_text("[target]\ndevices = [\"cuda:0\"]\n", "x.toml", &[]).unwrap().written;
+        let memory = Memory { free: 50 << 30, total: 80 << 30, ..Memory::default() };
+        let gpus = ["cuda:0", "cuda:1", "cuda:2"].map(|name| (name.to_owned(), memory));
+        let machine = Machine { gpus: gpus.into(), ..BARE };
+        let need = |device: &str, targets, drafters, gib: u64| DeviceMemory {
+            device: device.into(),
+            targets,
+            drafters,
+            total: gib << 30,
+            ..DeviceMemory::default()
+        };
+        let told = |need: DeviceMemory| gpu_problems(&written, &machine, &[need]);
+        assert_eq!(told(need("cuda:0", 1, 1, 50)), (Vec::new(), Vec::new()));
+        // Of a device that does not tell nothing is known.
+        assert_eq!(told(need("cpu", 1, 1, 500)), (Vec::new(), Vec::new()));
+        let (problems, notes) = told(need("cuda:0", 1, 1, 81));
+        assert_eq!((problems.len(), notes.len(), problems[0].line), (1, 0, Some(2)));
+        assert_eq!(
+            problems[0].message,
+            "weights and buffers on cuda:0 take 81.0 GiB, and forward and backward more; it has 80.0 GiB of memory"
+        );
+        let (problems, notes) = told(need("cuda:1", 0, 2, 51));
+        assert_eq!((problems.len(), notes[0].key.as_str()), (0, "drafter.devices"));
+        assert!(notes[0].message.ends_with("; of its 80.0 GiB only 50.0 GiB are free"), "{}", notes[0].message);
+        assert_eq!(told(need("cuda:2", 0, 0, 81)).0[0].key, "eval.device");
     }
 
     #[test]

@@ -82,6 +82,11 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
                 for problem in machine::room_problems(config, written, machine, forecast.disk.total, host) {
                     report.fail(Exit::Config, problem);
                 }
+                let (problems, notes) = machine::gpu_problems(written, machine, &forecast.devices);
+                for problem in problems {
+                    report.fail(Exit::Config, problem);
+                }
+                report.notes.extend(notes);
                 report.validation_samples = Some(samples.validation);
                 report.plan = Some(forecast);
             }

@@ -4,7 +4,7 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Device, Dtype, Engine, Labels, Overlong, SlotWeights, Start, UnknownRole},
+    values::{Device, Dtype, Engine, Labels, Overlong, SlotWeights, Start, TopK, UnknownRole},
     wire::{self, Wire},
 };
 use crate::{admin::Token, retention::Keep};
@@ -102,8 +102,8 @@ pub struct Drafter {
     /// D-PACE's alpha where slots are weighed by it.
     pub d_pace: Option<f64>,
     pub recompute_layers: bool,
-    /// Labels of each place that the target gives; `None`: the data's tokens are the labels.
-    pub labels: Option<usize>,
+    /// What the target says of each place; `None`: the data's tokens are the labels.
+    pub labels: Option<TopK>,
     pub prefetch: u32,
     /// 0: never.
     pub replica_check_every: u64,
@@ -219,7 +219,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             loss_decay_gamma: (gamma > 0.0).then_some(gamma),
             d_pace: (drafter.slot_weights == SlotWeights::DPace).then_some(drafter.d_pace_alpha),
             recompute_layers: drafter.recompute_layers,
-            labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k as usize),
+            labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k),
             prefetch: drafter.prefetch,
             replica_check_every: drafter.replica_check_every,
         },

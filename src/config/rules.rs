@@ -3,7 +3,7 @@
 use super::{
     load::Written,
     problem::{Problem, Problems},
-    values::{Auto, ByteSize, Dtype, Labels, Start, TimeSpan},
+    values::{Auto, ByteSize, Dtype, Labels, Start, TimeSpan, TopK},
     wire::Wire,
 };
 use std::time::Duration;
@@ -236,13 +236,13 @@ impl Audit<'_> {
             "choose \"random\", or leave drafter.init at \"auto\"",
         );
         self.require(
-            (1..=1024).contains(&drafter.label_top_k),
+            !matches!(drafter.label_top_k, TopK::Likeliest(0 | 1025..)),
             "drafter.label_top_k",
             "is out of range",
-            "choose a number from 1 to 1024; 16 is plenty",
+            "choose a number from 1 to 1024 (16 is plenty), or \"all\"",
         );
         self.require(
-            drafter.label_top_k <= 1 || drafter.labels == Labels::Target,
+            matches!(drafter.label_top_k, TopK::Likeliest(0 | 1)) || drafter.labels == Labels::Target,
             "drafter.label_top_k",
             "the data's tokens come without shares",
             "set drafter.labels = \"target\", or leave this at 1",
@@ -447,6 +447,8 @@ mod tests {
             ("drafter", "start = \"fitted\"\ninit = \"x\""),
             ("drafter", "label_top_k = 0"),
             ("drafter", "label_top_k = 16"),
+            ("drafter", "label_top_k = \"all\""),
+            ("drafter", "label_top_k = 1025\nlabels = \"target\""),
             ("optimizer", "learning_rate = 0.0"),
             ("optimizer", "min_learning_rate = 1e-3"),
             ("optimizer", "beta2 = 1.0"),

@@ -1,7 +1,7 @@
 //! What the configuration leaves to the target: the drafter's shape, the tapped layers, and bytes per token.
 
 use super::{
-    ByteSize, Config, Pool,
+    ByteSize, Config, Pool, TopK,
     load::Written,
     problem::{Problem, Problems},
 };
@@ -21,10 +21,16 @@ const LABEL_BYTES: u64 = 8;
 /// The length of a row.
 pub const ROW_BYTES: u64 = 4;
 
-/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id, its loss mask, and its labels
-/// where the target gives so many.
-pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype, labels: Option<usize>) -> u64 {
-    taps as u64 * width as u64 * dtype.bytes() + TOKEN_BYTES + labels.unwrap_or(0) as u64 * LABEL_BYTES
+/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id, its loss mask, and what the
+/// target says of it: so many labels, or the hidden state from which all that it says is made.
+pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype, labels: Option<TopK>) -> u64 {
+    let state = width as u64 * dtype.bytes();
+    let said = match labels {
+        None => 0,
+        Some(TopK::Likeliest(each)) => u64::from(each) * LABEL_BYTES,
+        Some(TopK::All) => state,
+    };
+    taps as u64 * state + TOKEN_BYTES + said
 }
 
 /// The drafter with nothing left open, or everything that does not fit the target.
@@ -67,11 +73,11 @@ pub fn draft_config(
             "choose a row that exists and that text never uses, or \"auto\"",
         ));
     }
-    if config.drafter.labels.is_some_and(|each| each > target.vocab_size) {
+    if matches!(drafter.labels, Some(TopK::Likeliest(each)) if each as usize > target.vocab_size) {
         problems.push(written.problem(
             "drafter.label_top_k",
             format!("the target's vocabulary has {} tokens only", target.vocab_size),
-            "choose a smaller number",
+            "choose a smaller number, or \"all\"",
         ));
     }
     if problems.is_empty() {
@@ -215,7 +221,8 @@ mod tests {
         let parameters: usize = shape.tensor_shapes().values().map(|dims| dims.iter().product::<usize>()).sum();
         assert_eq!(parameters / 1_000_000, 1_048);
         assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, None), 40_960 + 5);
-        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Some(3)), 40_960 + 29);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Some(TopK::Likeliest(3))), 40_960 + 29);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Some(TopK::All)), 6 * 8192 + 5);
     }
 
     #[test]

@@ -19,6 +19,15 @@ pub enum Auto<T> {
     Set(T),
 }
 
+/// How many of the target's tokens are learned at each place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TopK {
+    /// So many of the likeliest ones, written as a number.
+    Likeliest(u32),
+    /// Its whole vocabulary, written "all".
+    All,
+}
+
 /// An address to listen on, or "off".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listen(pub Option<SocketAddr>);
@@ -298,6 +307,26 @@ impl fmt::Display for Device {
     }
 }
 
+impl FromStr for TopK {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "all" => Ok(TopK::All),
+            _ => text.parse().map(TopK::Likeliest).map_err(|_| format!("{text:?} is neither a number nor \"all\"")),
+        }
+    }
+}
+
+impl fmt::Display for TopK {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TopK::Likeliest(tokens) => tokens.fmt(f),
+            TopK::All => f.write_str("all"),
+        }
+    }
+}
+
 impl FromStr for Listen {
     type Err = String;
 
@@ -329,15 +358,30 @@ macro_rules! as_text {
                 serializer.collect_str(self)
             }
         }
+        from_text!($type);
+    )* };
+}
 
+macro_rules! from_text {
+    ($type:ident) => {
         impl<'de> Deserialize<'de> for $type {
             fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
                 text_of(toml::Value::deserialize(deserializer)?).parse().map_err(serde::de::Error::custom)
             }
         }
-    )* };
+    };
 }
 as_text!(ByteSize, TimeSpan, Device, Listen);
+from_text!(TopK);
+
+impl Serialize for TopK {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            TopK::Likeliest(tokens) => tokens.serialize(serializer),
+            TopK::All => serializer.collect_str(self),
+        }
+    }
+}
 
 /// A string as it is; anything else as TOML writes it, for the parser to judge.
 fn text_of(value: toml::Value) -> String {
@@ -395,6 +439,18 @@ mod tests {
         assert_eq!("1.5ms".parse(), Ok(TimeSpan(Duration::from_micros(1500))));
         assert!("90".parse::<TimeSpan>().is_err());
         assert_eq!(TimeSpan(Duration::from_secs(120)).to_string(), "2m");
+    }
+
+    #[test]
+    fn top_k_is_a_number_or_all() {
+        for (text, value) in [("\"all\"", TopK::All), ("16", TopK::Likeliest(16))] {
+            let written: toml::Table = format!("x = {text}").parse().unwrap();
+            let read: TopK = written["x"].clone().try_into().unwrap();
+            assert_eq!((read, toml::Value::try_from(read).unwrap()), (value, written["x"].clone()));
+        }
+        for text in ["", "full", "-1", "1.5", "4294967296"] {
+            assert!(text.parse::<TopK>().unwrap_err().contains("neither a number nor \"all\""), "{text}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use super::values::{
     Auto, ByteSize, Device, Dtype, Ending, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, SlotWeights,
-    Start, TimeSpan, UnknownRole,
+    Start, TimeSpan, TopK, UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
@@ -237,8 +237,9 @@ sections! {
         /// did not write, whose tokens are the wrong teacher. Targets are then computed whole, head included.
         Restart labels: Labels = Labels::Data;
         /// For labels = "target": so many of its likeliest tokens are learned at each place, each with its share (their
-        /// Kullback-Leibler divergence is the loss); 1 = the likeliest alone. Each takes 8 bytes of the pool.
-        Restart label_top_k: u32 = 1;
+        /// Kullback-Leibler divergence is the loss); 1 = the likeliest alone. Each takes 8 bytes of the pool. "all" = its
+        /// whole distribution, which takes those of one more tapped layer, and the drafters make it again from that.
+        Restart label_top_k: TopK = TopK::Likeliest(1);
         /// Batches that each drafter draws ahead while it computes.
         Live prefetch: u32 = 1;
         /// With several drafters: steps between comparisons of their weights with those that they were given, by checksum, which find

@@ -4,6 +4,8 @@
 pub mod optimizer;
 #[cfg(feature = "torch")]
 mod pieces;
+#[cfg(feature = "torch")]
+mod rows;
 pub mod saving;
 pub mod simulated;
 #[cfg(feature = "torch")]

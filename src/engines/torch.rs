@@ -1,7 +1,9 @@
 //! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
 
-use super::pieces::{Most, add, in_pieces};
+use super::pieces::{Room, add, sums_in_pieces};
+use super::rows::Forward;
 use super::worker::{Worker, engine_error, panicked};
+use crate::config::{ROW_BYTES, TopK, feature_bytes_per_token};
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -26,14 +28,14 @@ pub use crate::model::libtorch::{init_libtorch, parse_device};
 /// Hidden states of one job's real tokens, with the ids and the loss mask that belong to them.
 pub struct TorchFeatures {
     /// `[tokens, taps * width]`.
-    hidden: Tensor,
-    ids: Vec<i32>,
-    /// What the target says at each place; `None` where the ids are the labels.
-    teacher: Option<Teacher>,
-    loss_mask: Vec<u8>,
-    lengths: Vec<u32>,
-    shape: FeatureShape,
-    finite: bool,
+    pub(super) hidden: Tensor,
+    pub(super) ids: Vec<i32>,
+    /// What the target says of each place; `None` where the ids are the labels.
+    pub(super) teacher: Option<Teacher>,
+    pub(super) loss_mask: Vec<u8>,
+    pub(super) lengths: Vec<u32>,
+    pub(super) shape: FeatureShape,
+    pub(super) finite: bool,
 }
 
 /// How a target extracts.
@@ -48,13 +50,13 @@ pub struct TargetOptions {
     pub features_on: Device,
     /// Tapped layers, in the order of the drafter's `target_layer_ids`.
     pub taps: Vec<usize>,
-    /// So many of the tokens that the target says at each place are sent along. It is then loaded and computed whole.
-    pub labels: Option<usize>,
+    /// So much of what the target says of each place is sent along. It is then loaded and computed whole.
+    pub labels: Option<TopK>,
 }
 
 /// A frozen target on one device.
 pub struct TorchTarget {
-    worker: Worker<Target>,
+    worker: Worker<Forward>,
     /// What the target is loaded from, once more after it was lost.
     source: Arc<Source>,
     options: TargetOptions,
@@ -86,12 +88,12 @@ struct Replica {
     drafter: Drafter,
     options: DrafterOptions,
     sum: Option<Gradient>,
-    most: Most,
+    room: Room,
 }
 
 impl Features for TorchFeatures {
     fn bytes(&self) -> u64 {
-        bytes(&self.shape, self.lengths.len(), self.teacher.as_ref().map(|teacher| teacher.each))
+        bytes(&self.shape, self.lengths.len(), self.teacher.as_ref().map(Teacher::top_k))
     }
 
     fn shape(&self) -> FeatureShape {
@@ -124,7 +126,7 @@ impl TorchTarget {
     ) -> Result<TorchTarget, ModelError> {
         let source = Arc::new(Source { config, files });
         let target = source.load(&options)?;
-        Ok(TorchTarget { worker: Worker::new(target), source, options })
+        Ok(TorchTarget { worker: Worker::new(Forward::new(target)), source, options })
     }
 }
 
@@ -157,7 +159,7 @@ impl TargetEngine for TorchTarget {
 
     async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<TorchFeatures, EngineError> {
         let options = self.options.clone();
-        self.worker.run(move |target| extract(target, &batch, &options)).await
+        self.worker.run(move |forward| forward.extract(&batch, &options)).await
     }
 
     async fn restart(&mut self) -> Result<(), EngineError> {
@@ -165,15 +167,15 @@ impl TargetEngine for TorchTarget {
         // The old weights go first: two copies may not fit on the device.
         self.worker = Worker::lost();
         let mut loading = Worker::new(());
-        let target = loading.run(move |()| {
-            let target = source.load(&options)?;
-            let features = extract(&target, &probe(), &options)?;
+        let forward = loading.run(move |()| {
+            let mut forward = Forward::new(source.load(&options)?);
+            let features = forward.extract(&probe(), &options)?;
             match features.finite {
-                true => Ok(target),
+                true => Ok(forward),
                 false => Err(ModelError::Input("the probe's hidden states are NaN or infinite".into())),
             }
         });
-        self.worker = Worker::new(target.await?);
+        self.worker = Worker::new(forward.await?);
         Ok(())
     }
 }
@@ -203,10 +205,8 @@ impl TorchDrafter {
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
         let drafter = Drafter::new(config, shared, options.model)?;
         let anchors = options.num_anchors;
-        Ok(TorchDrafter {
-            anchors,
-            worker: Worker::new(Replica { drafter, options, sum: None, most: Most(usize::MAX) }),
-        })
+        let room = Room::new(options.model.device);
+        Ok(TorchDrafter { anchors, worker: Worker::new(Replica { drafter, options, sum: None, room }) })
     }
 }
 
@@ -266,13 +266,18 @@ impl Replica {
         let mut rng = job_rng(options.seed, job);
         let anchors = Anchors::sample(batch.loss_mask, batch.lengths, options.num_anchors, &mut rng)?;
         let compute = |piece: &Anchors| self.drafter.loss_and_gradient(&batch, piece);
-        let (report, gradient) = in_pieces(&anchors, &mut self.most, compute)?;
+        let (report, gradient) = sums_in_pieces(&anchors, &mut self.room, compute)?;
         add(&mut self.sum, gradient)?;
         Ok(report)
     }
 }
 
-fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Result<TorchFeatures, ModelError> {
+/// One forward of the whole batch.
+pub(super) fn extract(
+    target: &Target,
+    batch: &PaddedBatch,
+    options: &TargetOptions,
+) -> Result<TorchFeatures, ModelError> {
     let _no_grad = tch::no_grad_guard();
     let rows = Rows::new(&batch.ids, &batch.lengths, batch.width)?;
     if batch.loss_mask.len() != batch.ids.len() {
@@ -281,8 +286,9 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     }
     let (hidden, teacher) = target.taught(&rows, &options.taps, kind_of(options.features), options.labels)?;
     // Read before the copy, where the values were made.
-    let finite = all_finite(&hidden)?;
+    let finite = all_finite(&hidden)? && teacher.as_ref().map_or(Ok(true), Teacher::all_finite)?;
     let hidden = hidden.f_to_device(options.features_on)?;
+    let teacher = teacher.map(|teacher| teacher.on(options.features_on)).transpose()?;
     let cells: Vec<usize> = batch
         .lengths
         .iter()
@@ -309,9 +315,8 @@ fn extract(target: &Target, batch: &PaddedBatch, options: &TargetOptions) -> Res
     })
 }
 
-/// Hidden states, then an id, a mask entry and perhaps labels with their shares for each token, then a length for each row.
-fn bytes(shape: &FeatureShape, rows: usize, labels: Option<usize>) -> u64 {
-    let per_token = u64::from(shape.taps) * u64::from(shape.width) * shape.dtype.bytes();
-    let side = size_of::<i32>() + size_of::<u8>() + labels.unwrap_or(0) * (size_of::<i32>() + size_of::<f32>());
-    shape.tokens * (per_token + side as u64) + (rows * size_of::<u32>()) as u64
+/// What `draftmill check` counts for each token, and a length for each row.
+fn bytes(shape: &FeatureShape, rows: usize, labels: Option<TopK>) -> u64 {
+    let per_token = feature_bytes_per_token(shape.taps as usize, shape.width as usize, shape.dtype, labels);
+    shape.tokens * per_token + rows as u64 * ROW_BYTES
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     checkpoint,
-    config::{Eval, Loaded},
+    config::{Eval, Loaded, TopK},
     data::{Split, Store},
     hf::{draft::DraftConfig, tensors::TensorFiles},
     model::{
@@ -90,8 +90,8 @@ pub struct Setup {
     pub draft: DraftConfig,
     pub gamma: Option<f64>,
     pub seed: u64,
-    /// Labels of each place that the target gives, where it does.
-    pub labels: Option<usize>,
+    /// What the target says of each place, where that is what is learned.
+    pub labels: Option<TopK>,
     pub store: Arc<Store>,
 }
 

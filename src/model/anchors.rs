@@ -1,7 +1,7 @@
 //! Where blocks start, and which of their slots are trained: pure functions of masks, lengths and a seed.
 
 use super::ModelError;
-use super::batch::{Packed, Teacher};
+use super::batch::{Likeliest, Packed, Teacher};
 use draftmill_actors::{plan::stream_seed, types::JobId};
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
@@ -17,7 +17,9 @@ pub struct Anchors {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Slots {
     pub places: Vec<i64>,
-    /// Labels of each slot.
+    /// The packed token before each slot's own position: where the target says what is to come there.
+    pub before: Vec<i64>,
+    /// Labels of each slot; none where they are made from the target's states.
     pub each: usize,
     /// Those at the slot's own position, `[slots, each]`: labels are not shifted.
     pub labels: Vec<i64>,
@@ -69,21 +71,18 @@ impl Anchors {
         self.rows.iter().map(|row| row.last().copied().unwrap_or(0).into()).collect()
     }
 
-    /// Its blocks in `count` parts of about the same size, for the same rows; none is empty where there are as many blocks.
-    pub fn parts(&self, count: usize) -> Vec<Anchors> {
+    /// Part `number` of `count` of about the same size, for the same rows; none is empty where there are as many blocks.
+    pub fn part(&self, number: usize, count: usize) -> Anchors {
         let all = self.count();
-        let part = |number: usize| {
-            let (from, to) = (all * number / count, all * (number + 1) / count);
-            let mut seen = 0;
-            let rows = self.rows.iter().map(|row| {
-                let place = |at: usize| at.saturating_sub(seen).min(row.len());
-                let mine = row[place(from)..place(to)].to_vec();
-                seen += row.len();
-                mine
-            });
-            Anchors { rows: rows.collect() }
-        };
-        (0..count).map(part).collect()
+        let (from, to) = (all * number / count, all * (number + 1) / count);
+        let mut seen = 0;
+        let rows = self.rows.iter().map(|row| {
+            let place = |at: usize| at.saturating_sub(seen).min(row.len());
+            let mine = row[place(from)..place(to)].to_vec();
+            seen += row.len();
+            mine
+        });
+        Anchors { rows: rows.collect() }
     }
 
     /// Refuses anchors outside their rows, out of order, or for another number of rows.
@@ -111,7 +110,14 @@ impl Anchors {
     /// its own slot only.
     pub fn slots(&self, batch: &Packed<'_>, block_size: usize, gamma: Option<f64>) -> Slots {
         let decay = decay(block_size, gamma);
-        let mut slots = Slots { each: batch.teacher.map_or(1, |teacher| teacher.each), ..Slots::default() };
+        let mut slots = Slots {
+            each: match batch.teacher {
+                None => 1,
+                Some(Teacher::Likeliest(said)) => said.each,
+                Some(Teacher::States(_)) => 0,
+            },
+            ..Slots::default()
+        };
         let rows = self.rows.iter().zip(batch.offsets()).zip(batch.lengths);
         let blocks = rows.flat_map(|((anchors, start), &len)| anchors.iter().map(move |&a| (start, a as usize, len)));
         for (block, (start, anchor, len)) in blocks.enumerate() {
@@ -119,12 +125,14 @@ impl Anchors {
                 let position = anchor + slot;
                 if position < len as usize && batch.loss_mask[start + position] > 0 {
                     slots.places.push((block * block_size + slot) as i64);
+                    slots.before.push((start + position) as i64 - 1);
                     match batch.teacher {
                         None => {
                             slots.labels.push(batch.ids[start + position].into());
                             slots.shares.push(1.0);
                         }
-                        Some(Teacher { each, ids, shares }) => {
+                        Some(Teacher::States(_)) => {}
+                        Some(Teacher::Likeliest(Likeliest { each, ids, shares })) => {
                             let at = (start + position) * each..(start + position + 1) * each;
                             slots.labels.extend(ids[at.clone()].iter().map(|&id| i64::from(id)));
                             slots.shares.extend(&shares[at]);
@@ -218,6 +226,7 @@ mod tests {
         // Slot j holds the token at anchor + j; slot 0 is given; nothing runs over into the next row.
         assert_eq!(slots.places, [1, 2, 5, 6]);
         assert_eq!(slots.labels, [12, 13, 21, 22]);
+        assert_eq!(slots.before, [1, 2, 4, 5]);
     }
 
     /// A hole in the loss mask takes out its own slot; it does not end the block.

@@ -1,6 +1,7 @@
 //! Token rows as models take them: padded for the target, packed for the drafter.
 
 use super::ModelError;
+use crate::config::TopK;
 use tch::{Device, Kind, Tensor};
 
 /// Rows of token ids, right-padded to one width, with their real lengths.
@@ -51,15 +52,86 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// What the target says at each token of packed rows: the likeliest tokens behind those before it, the likeliest first.
+/// What the target says of the places of packed rows.
+#[derive(Debug, PartialEq)]
+pub enum Teacher {
+    Likeliest(Likeliest),
+    /// All of it: the hidden state that its head reads, after the final norm, `[tokens, hidden]`. The state of a token is for
+    /// the one behind it.
+    States(Tensor),
+}
+
+/// At each token of packed rows: the likeliest tokens behind those before it, the likeliest first.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Teacher {
+pub struct Likeliest {
     /// Tokens at each place.
     pub each: usize,
     /// `[tokens, each]`.
     pub ids: Vec<i32>,
     /// Probabilities among the tokens of a place, which sum to 1, `[tokens, each]`.
     pub shares: Vec<f32>,
+}
+
+impl Teacher {
+    /// How it was asked for.
+    pub fn top_k(&self) -> TopK {
+        match self {
+            Teacher::Likeliest(said) => TopK::Likeliest(said.each as u32),
+            Teacher::States(_) => TopK::All,
+        }
+    }
+
+    /// The same, with its tensors on `device`.
+    pub fn on(self, device: Device) -> Result<Teacher, ModelError> {
+        Ok(match self {
+            Teacher::Likeliest(said) => Teacher::Likeliest(said),
+            Teacher::States(states) => Teacher::States(states.f_to_device(device)?),
+        })
+    }
+
+    /// True when none of its states is NaN or infinite.
+    pub fn all_finite(&self) -> Result<bool, ModelError> {
+        match self {
+            Teacher::Likeliest(_) => Ok(true),
+            Teacher::States(states) => all_finite(states),
+        }
+    }
+
+    fn check(&self, tokens: usize, hidden: usize, vocab_size: usize) -> Result<(), ModelError> {
+        match self {
+            Teacher::Likeliest(Likeliest { each, ids, shares }) => {
+                if *each == 0 || ids.len() != tokens * each || shares.len() != ids.len() {
+                    return Err(ModelError::Input(format!(
+                        "{} labels with {} shares do not make {each} for each of {tokens} tokens",
+                        ids.len(),
+                        shares.len()
+                    )));
+                }
+                check_ids(ids, vocab_size)
+            }
+            Teacher::States(states) if states.size() != [tokens as i64, hidden as i64] => {
+                let shape = states.size();
+                Err(ModelError::Input(format!(
+                    "the target's last states of shape {shape:?} do not make {tokens} of width {hidden}"
+                )))
+            }
+            Teacher::States(_) => Ok(()),
+        }
+    }
+
+    /// Sets what is said of further tokens behind what is said of those before.
+    pub fn append(&mut self, next: Teacher) -> Result<(), ModelError> {
+        match (self, next) {
+            (Teacher::Likeliest(all), Teacher::Likeliest(next)) => {
+                all.each = next.each;
+                all.ids.extend(next.ids);
+                all.shares.extend(next.shares);
+            }
+            (Teacher::States(all), Teacher::States(next)) => *all = Tensor::f_cat(&[&*all, &next], 0)?,
+            _ => return Err(ModelError::Input("some rows have labels and others have states".into())),
+        }
+        Ok(())
+    }
 }
 
 /// Extracted rows, one after another without padding: what the drafter trains on.
@@ -84,7 +156,8 @@ impl<'a> Packed<'a> {
     }
 
     /// Checks that all parts speak of the same tokens.
-    pub fn check(&self, width: usize, vocab_size: usize) -> Result<(), ModelError> {
+    pub fn check(&self, taps: usize, hidden: usize, vocab_size: usize) -> Result<(), ModelError> {
+        let width = taps * hidden;
         let tokens: usize = self.lengths.iter().map(|&len| len as usize).sum();
         let shape = self.hidden.size();
         if shape != [tokens as i64, width as i64] || self.ids.len() != tokens || self.loss_mask.len() != tokens {
@@ -95,15 +168,7 @@ impl<'a> Packed<'a> {
             )));
         }
         check_ids(self.ids, vocab_size)?;
-        let Some(Teacher { each, ids, shares }) = self.teacher else { return Ok(()) };
-        if *each == 0 || ids.len() != tokens * each || shares.len() != ids.len() {
-            return Err(ModelError::Input(format!(
-                "{} labels with {} shares do not make {each} for each of {tokens} tokens",
-                ids.len(),
-                shares.len()
-            )));
-        }
-        check_ids(ids, vocab_size)
+        self.teacher.map_or(Ok(()), |teacher| teacher.check(tokens, hidden, vocab_size))
     }
 
     /// First token of each row.

@@ -145,7 +145,8 @@ impl Drafter {
         let _no_grad = tch::no_grad_guard();
         let weights = pass::Weights::new(&self.config, &self.params, self.options.kind)?;
         let context = Context::new(batch, anchors, &weights, self.config.rms_norm_eps)?;
-        let shares = anchors.parts(self.shares(anchors));
+        let count = self.shares(anchors);
+        let shares: Vec<Anchors> = (0..count).map(|number| anchors.part(number, count)).collect();
         // SAFETY: a share makes tensors of its own from weights, context and features, and writes to none of these.
         let trained = unsafe { side_by_side(&shares, |share| self.share(batch, share, &weights, context.as_ref())) }?;
 
@@ -203,7 +204,8 @@ impl Drafter {
         let blocks = self.blocks(batch, anchors)?;
         let pass = self.pass(&blocks, anchors, weights, context)?;
         let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &places)?;
-        let mut loss = head_loss(&hidden, &self.shared.head, &Labels::of(&slots, device)?, self.options.tile)?;
+        let labels = Labels::of(&slots, batch.teacher, &self.shared.head)?;
+        let mut loss = head_loss(&hidden, &self.shared.head, &labels, self.options.tile)?;
         let weights = match self.options.weighting {
             Weighting::Decay(_) => Tensor::f_from_slice(&slots.weights)?.f_to(device)?,
             Weighting::DPace(alpha) => d_pace(&loss.surprise, &places, size as i64, alpha)?,
@@ -243,8 +245,8 @@ impl Drafter {
     }
 
     fn check(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<(), ModelError> {
-        let width = self.config.target_layer_ids.len() * self.config.hidden_size;
-        batch.check(width, self.config.vocab_size)?;
+        let DraftConfig { target_layer_ids, hidden_size, vocab_size, .. } = &self.config;
+        batch.check(target_layer_ids.len(), *hidden_size, *vocab_size)?;
         anchors.check(batch.lengths)?;
         if self.params.is_empty() {
             return Err(ModelError::Input("the drafter has no weights yet; load some first".into()));

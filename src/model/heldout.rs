@@ -30,17 +30,29 @@ impl Drafter {
         let device = self.options().device;
         let hidden =
             self.hidden(batch, anchors)?.f_index_select(0, &Tensor::f_from_slice(&slots.places)?.f_to(device)?)?;
+        let labels = Labels::of(&slots, batch.teacher, &self.shared().head)?;
         let head = self.shared().head.f_transpose(0, 1)?;
-        let Labels { ids, shares } = Labels::of(&slots, device)?;
         for part in spans(hidden.size()[0], HEAD_ROWS) {
-            let (start, ids, shares) = (part.start as usize, part.of(&ids, 0)?, part.of(&shares, 0)?);
-            let scores = part.of(&hidden, 0)?.f_mm(&head)?.f_log_softmax(-1, Kind::Float)?;
-            let terms = shares.f_xlogy(&shares)?.f_sub(&shares.f_mul(&scores.f_gather(1, &ids, false)?)?)?;
+            let start = part.start as usize;
+            let said = |x: &Tensor| x.f_mm(&head)?.f_log_softmax(-1, Kind::Float);
+            let scores = said(&part.of(&hidden, 0)?)?;
+            let (first, terms) = match &labels {
+                Labels::Tokens { ids, shares } => {
+                    let (ids, shares) = (part.of(ids, 0)?, part.of(shares, 0)?);
+                    let terms = shares.f_xlogy(&shares)?.f_sub(&shares.f_mul(&scores.f_gather(1, &ids, false)?)?)?;
+                    (ids.f_select(1, 0)?, terms)
+                }
+                Labels::States { states, of } => {
+                    let wanted = said(&states.f_index_select(0, &part.of(of, 0)?)?)?;
+                    (largest(&wanted)?, wanted.f_exp()?.f_mul(&wanted.f_sub(&scores)?)?)
+                }
+            };
+            let first = Vec::<i64>::try_from(first)?;
             let losses = Vec::<f64>::try_from(terms.f_sum_dim_intlist(&[1i64][..], false, Kind::Double)?)?;
             let best = Vec::<i64>::try_from(largest(&scores)?)?;
-            for (row, (loss, best)) in losses.iter().zip(best).enumerate() {
+            for (row, ((loss, best), first)) in losses.iter().zip(best).zip(first).enumerate() {
                 let at = start + row;
-                let right = best == slots.labels[at * slots.each];
+                let right = best == first;
                 report.loss_numerator += f64::from(slots.weights[at]) * loss;
                 report.loss_denominator += f64::from(slots.weights[at]);
                 report.correct += f64::from(u8::from(right));

@@ -10,6 +10,8 @@ const CPU_LIBRARY: &str = "libtorch_cpu.so";
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";
 /// libtorch's own way to choose when cuDNN's attention is taken; who sets it decides.
 const AVOID_CUDNN_ATTENTION: &str = "TORCH_CUDNN_SDPA_DEPRIORITIZED";
+/// libtorch's own ways to set its allocator up; who sets one decides all of it.
+const ALLOCATOR: [&str; 2] = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"];
 /// libtorch's own way to ask for TF32.
 const ALLOW_TF32: &str = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE";
 
@@ -32,6 +34,10 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
         // With an explicit mask it can give NaN gradients on Hopper (pytorch#196678), and it plans anew for every shape.
         draftmill_shim::set_attention(Attention { cudnn: false, ..draftmill_shim::attention()? })?;
     }
+    if !allocator_is_set_up() {
+        // Hardly two batches have the same shape, and a GPU that is nearly full has no room for gaps.
+        draftmill_shim::expand_segments(true)?;
+    }
     // Who writes f32 gets f32: TF32 keeps 10 bits of a factor, three digits, which neither the golden data nor a loss
     // that is compared between devices survives. libtorch's default differs by operation (cuDNN's convolutions round).
     draftmill_shim::allow_tf32(std::env::var_os(ALLOW_TF32).is_some_and(|asked| asked == "1"))?;
@@ -41,6 +47,10 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
 /// Whether this libtorch has a CUDA half, a device or not.
 pub fn has_cuda_half() -> bool {
     beside_cpu_library().is_some_and(|path| path.exists())
+}
+
+fn allocator_is_set_up() -> bool {
+    ALLOCATOR.iter().any(|name| std::env::var_os(name).is_some())
 }
 
 impl From<draftmill_shim::Error> for ModelError {
@@ -105,6 +115,12 @@ mod tests {
         let kernels = draftmill_shim::attention().unwrap();
         assert_eq!(kernels.cudnn, std::env::var_os(AVOID_CUDNN_ATTENTION).is_some());
         assert!(kernels.flash && kernels.efficient && kernels.math);
+    }
+
+    #[test]
+    fn segments_expand_unless_the_allocator_is_set_up_otherwise() {
+        init_libtorch().unwrap();
+        assert!(allocator_is_set_up() || draftmill_shim::segments_expand().unwrap());
     }
 
     #[test]

@@ -6,11 +6,12 @@ mod cached;
 pub use cached::Extended;
 
 use super::ModelError;
-use super::batch::{Rows, Teacher};
+use super::batch::{Likeliest, Rows, Teacher};
 use super::draft::Shared;
 use super::load::weight;
 use super::ops::{HEAD_ROWS, attention, largest, linear, rms_norm, spans};
 use super::rope::{Rope, RopeTable};
+use crate::config::TopK;
 use crate::hf::config::TargetConfig;
 use crate::hf::tensors::TensorFiles;
 use std::iter::{once, repeat_n};
@@ -105,13 +106,24 @@ impl Target {
         kind: Kind,
         device: Device,
     ) -> Result<Target, ModelError> {
-        let _no_grad = tch::no_grad_guard();
         if let Some(error) = config.unexpected(files) {
             return Err(error.into());
         }
+        Target::of(config, depth, kind, device, |name, shape| weight(files, name, shape, kind, device))
+    }
+
+    /// Made of what `weight` gives for a name and a shape: tensors of `kind` on `device`.
+    pub fn of(
+        config: TargetConfig,
+        depth: Depth,
+        kind: Kind,
+        device: Device,
+        weight: impl Fn(&str, &[usize]) -> Result<Tensor, ModelError>,
+    ) -> Result<Target, ModelError> {
+        let _no_grad = tch::no_grad_guard();
         let shapes = config.tensor_shapes();
         let read = |name: &str| match shapes.get(name) {
-            Some(shape) => weight(files, name, shape, kind, device).map(Some),
+            Some(shape) => weight(name, shape).map(Some),
             None => Ok(None),
         };
         let need = |name: String| {
@@ -196,13 +208,13 @@ impl Target {
 
     /// The same, and what the target says at each real token: its `each` most likely ones behind the tokens before it in the row,
     /// with their shares among themselves. The first token of a row has none before it, and stands for itself. Needs [`Depth::Whole`].
-    pub fn taps_and_teacher(
+    pub fn taps_and_likeliest(
         &self,
         rows: &Rows<'_>,
         taps: &[usize],
         out: Kind,
         each: usize,
-    ) -> Result<(Tensor, Teacher), ModelError> {
+    ) -> Result<(Tensor, Likeliest), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let vocab = self.config.vocab_size;
         if !(1..=vocab).contains(&each) {
@@ -225,7 +237,8 @@ impl Target {
             )?);
         }
         let (_, width) = rows.padded();
-        let mut teacher = Teacher { each, ids: Vec::with_capacity(said.len()), shares: Vec::with_capacity(said.len()) };
+        let mut teacher =
+            Likeliest { each, ids: Vec::with_capacity(said.len()), shares: Vec::with_capacity(said.len()) };
         let mut at = 0;
         for (row, &len) in rows.lengths.iter().enumerate().filter(|(_, len)| **len > 0) {
             let before = at..at + (len as usize - 1) * each;
@@ -238,29 +251,33 @@ impl Target {
         Ok((packed, teacher))
     }
 
-    /// The one or the other: with the teacher where `labels` says how many of its tokens.
+    /// The one or the other: with the teacher where `labels` says how much of it.
     pub fn taught(
         &self,
         rows: &Rows<'_>,
         taps: &[usize],
         out: Kind,
-        labels: Option<usize>,
+        labels: Option<TopK>,
     ) -> Result<(Tensor, Option<Teacher>), ModelError> {
         Ok(match labels {
             None => (self.taps(rows, taps, out)?, None),
-            Some(each) => {
-                let (hidden, teacher) = self.taps_and_teacher(rows, taps, out, each)?;
-                (hidden, Some(teacher))
+            Some(TopK::Likeliest(each)) => {
+                let (hidden, said) = self.taps_and_likeliest(rows, taps, out, each as usize)?;
+                (hidden, Some(Teacher::Likeliest(said)))
+            }
+            Some(TopK::All) => {
+                let (hidden, states) = self.taps_and_last(rows, taps, out)?;
+                (hidden, Some(Teacher::States(states)))
             }
         })
     }
 
-    /// Taps in the target's own number type, and what its head reads, `[tokens, hidden]`. Needs [`Depth::Whole`].
-    pub fn taps_and_last(&self, rows: &Rows<'_>, taps: &[usize]) -> Result<(Tensor, Tensor), ModelError> {
+    /// Taps, and what its head reads, `[tokens, hidden]`. Needs [`Depth::Whole`].
+    pub fn taps_and_last(&self, rows: &Rows<'_>, taps: &[usize], out: Kind) -> Result<(Tensor, Tensor), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let norm = self.final_norm()?;
-        let (packed, x) = self.tapped(rows, taps, self.kind, true)?;
-        Ok((packed, rms_norm(&x, norm, self.config.rms_norm_eps)?))
+        let (packed, x) = self.tapped(rows, taps, out, true)?;
+        Ok((packed, rms_norm(&x, norm, self.config.rms_norm_eps)?.f_to_kind(out)?))
     }
 
     /// Weight of the norm before the head, `[hidden]`. Needs [`Depth::Whole`].

@@ -62,7 +62,7 @@ fn fit(
         let (ids, mask) = store.sample(Split::Train, sample);
         let lengths = [ids.len() as u32];
         let rows = Rows::new(ids, &lengths, ids.len())?;
-        let (taps, last) = target.taps_and_last(&rows, &draft.target_layer_ids)?;
+        let (taps, last) = target.taps_and_last(&rows, &draft.target_layer_ids, target.kind())?;
         fit.add(ids, mask, &taps, &last)?;
         (tokens, samples) = (tokens + ids.len(), samples + 1);
     }

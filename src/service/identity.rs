@@ -2,7 +2,7 @@
 
 use super::{Failed, models::Models};
 use crate::{
-    config::{Config, Labels},
+    config::{Config, Labels, TopK},
     data::Store,
     exit::{Exit, Failure},
     state::Identity,
@@ -29,7 +29,7 @@ pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&M
     // Only where it is not the default, so that older runs go on.
     if let Some(each) = config.drafter.labels {
         identity.insert("drafter.labels".into(), Labels::Target.to_string());
-        if each > 1 {
+        if each != TopK::Likeliest(1) {
             identity.insert("drafter.label_top_k".into(), each.to_string());
         }
     }

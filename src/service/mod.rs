@@ -430,11 +430,12 @@ fn serve_metrics(
         drafters: config.drafter.devices.len(),
         positions: config.drafter.block_size as usize - 1,
         buckets: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
+        gpus: forecast.gpus(),
         version: env!("CARGO_PKG_VERSION"),
         planned_steps: forecast.steps,
         checkpoint_time,
     });
-    let watching = process::watch();
+    let watching = process::watch(forecast.gpus());
     let faults = admin::faults::recent();
     let server =
         admin::Server { listener, metrics: handle, facts, faults, orders, token, limits: admin::Limits::default() };

@@ -1,6 +1,6 @@
 //! What the process takes of the machine, and how busy the runtime is: sampled every few seconds into metrics.
 
-use crate::check::host_memory;
+use crate::{check::host_memory, gpus};
 use draftmill_actors::metrics as m;
 use metrics::{Gauge, counter, gauge};
 use std::{fs, io, path::Path, time::Duration};
@@ -12,17 +12,38 @@ use tokio::{
 /// Time between samples. [`m::RUNTIME_BUSY`] names it.
 const EVERY: Duration = Duration::from_secs(5);
 
-/// Samples until it is dropped; the first sample is taken before it returns.
-pub fn watch() -> impl Future<Output = ()> + Send {
+/// Samples until it is dropped; the first sample is taken before it returns. Of the GPUs the first one comes at once after that.
+pub fn watch(gpus: Vec<String>) -> impl Future<Output = ()> + Send {
     let mut sampler = Sampler::new();
     async move {
-        // The first tick is at once, and so would be a second sample.
         let mut ticks = interval(EVERY);
-        ticks.tick().await;
+        let mut first = true;
         loop {
             ticks.tick().await;
-            sampler.sample();
+            // Otherwise the first tick would be a second sample.
+            if !std::mem::take(&mut first) {
+                sampler.sample();
+            }
+            sample(&gpus).await;
         }
+    }
+}
+
+/// A driver that is busy answers late, so it is asked on a thread of its own.
+async fn sample(gpus: &[String]) {
+    if gpus.is_empty() {
+        return;
+    }
+    let gpus = gpus.to_vec();
+    let asked = tokio::task::spawn_blocking(move || {
+        for gpu in &gpus {
+            if let Some(memory) = gpus::Memory::of(gpu) {
+                memory.publish(gpu);
+            }
+        }
+    });
+    if let Err(error) = asked.await {
+        tracing::warn!(%error, "GPUs could not be asked for their memory");
     }
 }
 

@@ -31,3 +31,37 @@ fn the_python_pipeline_trains_each_job_once() {
         assert_eq!(steps, jobs.div_ceil(micro_batches), "{options:?}: {report}");
     }
 }
+
+/// What `bench/gpu.sh` does with a program and a libtorch of these files; its program says what it was given.
+fn gpu(program: Option<&str>, version: &str, variables: &[(&str, &str)]) -> (bool, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let place = |name: &str| folder.path().join(name);
+    std::fs::create_dir(place("lib")).unwrap();
+    std::fs::write(place("lib/libtorch_cpu.so"), "").unwrap();
+    std::fs::write(place("version.py"), format!("__version__ = '{version}'\n")).unwrap();
+    std::fs::write(place("program"), "#!/bin/sh\necho \"$@\"\necho \"libraries $LD_LIBRARY_PATH\"\n").unwrap();
+    std::fs::set_permissions(place("program"), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/gpu.sh");
+    let mut command = Command::new(script);
+    command.env_clear().env("PATH", "/usr/bin:/bin").env("LIBTORCH", folder.path()).envs(variables.iter().copied());
+    let output = command.args(program.map(place)).output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8(text).unwrap().replace(folder.path().to_str().unwrap(), "DIR"))
+}
+
+#[test]
+fn the_script_for_gpus_starts_a_program_that_is_there_with_libtorch_and_says_what_is_missing() {
+    let (done, text) = gpu(Some("program"), "2.11.0+cu130", &[("SIZE", "qwen3-8b"), ("OUT", "here")]);
+    assert!(done && text.starts_with("--gpu --device cuda:0 --date 20"), "{text}");
+    assert!(text.contains(" --out here --size qwen3-8b\nlibraries DIR/lib\n"), "{text}");
+    let (done, text) = gpu(Some("program"), "2.11.0", &[("DEVICE", "cpu"), ("LD_LIBRARY_PATH", "/more")]);
+    assert!(done && text.contains("--device cpu ") && !text.contains("--size"), "{text}");
+    assert!(text.contains("libraries DIR/lib:/more\n"), "{text}");
+
+    let (done, text) = gpu(Some("absent"), "2.11.0", &[]);
+    assert!(!done && text.contains("DIR/absent is no program; build one"), "{text}");
+    let (done, text) = gpu(Some("program"), "2.12.0", &[]);
+    assert!(!done && text.contains("DIR is another version than 2.11"), "{text}");
+    let (done, text) = gpu(Some("program"), "2.11.0", &[("LIBTORCH", "/nowhere")]);
+    assert!(!done && text.contains("libtorch 2.11.0 is not at '/nowhere'"), "{text}");
+}

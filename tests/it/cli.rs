@@ -4,6 +4,7 @@ use draftmill::{
     check::{Machine, Samples, Stored, examine},
     config,
     exit::{EXITS, Exit},
+    gpus::Memory,
 };
 use serde_json::{Value, json};
 use std::{
@@ -30,8 +31,14 @@ fn target(folder: &Path) {
     std::fs::write(folder.join("tokenizer.json"), json!({"model": {"vocab": vocab}}).to_string()).unwrap();
 }
 
-const LARGE: Machine =
-    Machine { torch: true, cuda_devices: 0, memory: Some(1 << 40), free_disk: Some(1 << 40), ask_port: true };
+const LARGE: Machine = Machine {
+    torch: true,
+    cuda_devices: 0,
+    gpus: std::collections::BTreeMap::new(),
+    memory: Some(1 << 40),
+    free_disk: Some(1 << 40),
+    ask_port: true,
+};
 
 fn set(values: &[String]) -> config::Loaded {
     let fixed = ["admin.listen=off", "drafter.layers=2", "data.min_supervised=1"].map(String::from);
@@ -155,6 +162,24 @@ fn check_refuses_a_pool_that_would_stop_for_good_and_a_disk_that_is_full() {
     assert_eq!(keys, ["pool.max_bytes", "run.dir"]);
     assert!(report.problems[0].message.contains("4 x 5835020 B"), "{}", report.problems[0]);
     assert!(report.plan.is_some(), "the table is told in spite of problems");
+}
+
+#[test]
+fn check_refuses_a_gpu_that_cannot_hold_what_it_is_given_and_tells_who_holds_it() {
+    let folder = tempfile::tempdir().unwrap();
+    target(folder.path());
+    let stored = Stored::Ready(Samples { lengths: vec![10, 20, 30, 40], validation: 0 });
+    let sets = [format!("target.dir={}", folder.path().display()), "target.devices=cuda:0".into()];
+    let gpu = |free, total| {
+        let memory = Memory { free, total, ..Memory::default() };
+        let machine = Machine { cuda_devices: 1, gpus: [("cuda:0".into(), memory)].into(), ..LARGE };
+        let report = examine(&set(&sets), &machine, &stored);
+        let keys = |all: Vec<config::Problem>| all.into_iter().map(|problem| problem.key).collect::<Vec<_>>();
+        (report.exit(), keys(report.problems), keys(report.notes))
+    };
+    assert_eq!(gpu(1000, 1000), (Exit::Config, vec!["target.devices".into()], vec![]));
+    assert_eq!(gpu(1000, 1 << 30), (Exit::Done, vec![], vec!["target.devices".into()]));
+    assert_eq!(gpu(1 << 30, 1 << 30), (Exit::Done, vec![], vec![]));
 }
 
 #[test]

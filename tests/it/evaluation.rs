@@ -105,16 +105,18 @@ fn prompts_that_cannot_be_used_cost_the_measure_and_not_the_run() {
 /// speculators#477: on data that the target did not write its own words are the teacher, in training and in the measures. Bytes
 /// that a batch brings and nobody counted would end a debug build.
 #[test]
-fn speculators_477_a_run_learns_what_the_target_says() {
-    let labels = ["drafter.labels=target", "run.epochs=8"];
-    let run = Run::new(&[MEASURED, &labels].concat());
-    let trained = run.train(&[]);
-    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
-    let (summary, measures) = (run.summary(), measures(&run));
-    let number = |key: &str| summary[key].as_f64().unwrap();
-    assert!(number("loss_last") < 0.9 * number("loss_first"), "{summary}");
-    let loss = |measured: &Value| measured["held_out"]["loss"].as_f64().unwrap();
-    assert!(loss(measures.last().unwrap()) < loss(&measures[0]), "{measures:#?}");
+fn speculators_477_a_run_learns_what_the_target_says_or_all_of_it() {
+    for top_k in ["1", "all"] {
+        let labels = ["drafter.labels=target", "run.epochs=8", &format!("drafter.label_top_k={top_k}")];
+        let run = Run::new(&[MEASURED, &labels].concat());
+        let trained = run.train(&[]);
+        assert_eq!(trained.status.code(), Some(0), "{top_k}: {}", text(&trained));
+        let (summary, measures) = (run.summary(), measures(&run));
+        let number = |key: &str| summary[key].as_f64().unwrap();
+        assert!(number("loss_last") < 0.9 * number("loss_first"), "{top_k}: {summary}");
+        let loss = |measured: &Value| measured["held_out"]["loss"].as_f64().unwrap();
+        assert!(loss(measures.last().unwrap()) < loss(&measures[0]), "{top_k}: {measures:#?}");
+    }
 }
 
 /// Fitted weights begin nearer to the target than random ones, learn from several labels at each place, and are fitted once.

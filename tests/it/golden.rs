@@ -9,6 +9,7 @@ mod exact;
 mod files;
 mod labels;
 mod ladder;
+mod memory;
 mod plain;
 mod random;
 mod target;

@@ -65,7 +65,7 @@ mod torch {
             fs::copy(golden, target.path().join(name)).unwrap();
         }
         let dir = format!("target.dir={}", target.path().display());
-        let run = Run::new(&[&dir, "checkpoint.every_steps=3", "run.epochs=4"]);
+        let run = Run::new(&[&dir, "checkpoint.every_steps=3", "run.epochs=4", "drafter.labels=target"]);
         let mut child = run.train_until(5);
         child.kill().unwrap();
         child.wait().unwrap();
@@ -74,6 +74,7 @@ mod torch {
             ("drafter.intermediate_size=96", "drafter shape"),
             ("drafter.block_size=3", "drafter shape"),
             ("drafter.mask_token_id=318", "drafter shape"),
+            ("drafter.label_top_k=all", "drafter.label_top_k"),
             ("run.seed=7", "run.seed"),
         ] {
             assert_refused(&run, &[set], name);

@@ -4,6 +4,7 @@
 
 mod admin;
 mod answer;
+mod bench;
 mod cli;
 mod config;
 mod dashboards;

@@ -42,6 +42,21 @@ fn every_file_says_its_job_and_is_short() {
     }
 }
 
+/// A module that a merge drops from the list is compiled no more, and no compiler says so.
+#[test]
+fn every_file_of_tests_is_a_module_of_theirs() {
+    for folder in ["tests/it", "actors/tests/it"] {
+        let list = read(&format!("{folder}/main.rs"));
+        for path in sources().iter().filter(|path| path.parent() == Some(&root().join(folder))) {
+            let name = path.file_stem().unwrap().to_str().unwrap();
+            assert!(
+                name == "main" || list.contains(&format!("\nmod {name};")),
+                "{folder}/main.rs does not name {name}"
+            );
+        }
+    }
+}
+
 /// Split so that this file does not find itself.
 #[test]
 fn actors_use_no_wall_clock_no_thread_rng_and_no_unbounded_channel() {

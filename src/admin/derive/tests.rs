@@ -201,3 +201,16 @@ async fn pool_loss_and_checkpoint_are_those_of_the_metrics() {
     let later = world.look(|| ());
     assert!(!later.differs(&Status { at: 0.0, ..later.clone() }) && later.differs(&before));
 }
+
+#[tokio::test(start_paused = true)]
+async fn gpus_are_told_once_they_told_of_themselves() {
+    let mut world = World::new();
+    assert!(world.look(|| ()).gpus.is_empty());
+    let memory = crate::gpus::Memory { allocated: 1, peak: 2, reserved: 3, free: 4, total: 9 };
+    let status = world.look(|| {
+        memory.publish("cuda:1");
+        crate::gpus::Memory::default().publish("cuda:0");
+    });
+    let gpu = Gpu { device: "cuda:1".into(), allocated: 1, peak: 2, reserved: 3, free: 4, total: 9 };
+    assert_eq!(status.gpus, [gpu]);
+}

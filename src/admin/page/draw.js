@@ -106,6 +106,23 @@ function drawPool(pool) {
   });
 }
 
+// === GPUs ===
+
+function drawGpus(gpus) {
+  $("gpus").hidden = gpus.length === 0;
+  const create = () => make("tr", {}, make("th", { scope: "row" }), make("td", { class: "time" }, make("span", { class: "bar", "aria-hidden": "true" })),
+    ...[1, 2, 3].map(() => make("td", { class: "number" })));
+  each($("gpus").querySelector("tbody"), gpus, create, (row, gpu) => {
+    const [name, bar, tensors, most, free] = row.children;
+    put(name, gpu.device);
+    // What the allocator keeps beside tensors, and what others hold, are no part of the run's need.
+    parts(bar.firstElementChild, [["busy", gpu.allocated / gpu.total], ["wait", 1 - (gpu.allocated + gpu.free) / gpu.total]]);
+    put(tensors, bytes(gpu.allocated));
+    put(most, bytes(gpu.peak));
+    put(free, bytes(gpu.free) + " of " + bytes(gpu.total));
+  });
+}
+
 // === lines of text ===
 
 function when(element, time, now) {
@@ -219,6 +236,7 @@ function draw(status, now) {
   document.title = word + ", step " + whole(step) + " · Draftmill";
   drawActors(status);
   drawPool(status.pool);
+  drawGpus(status.gpus);
   drawService(status, now);
   drawSeries(status);
 }

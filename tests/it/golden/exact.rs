@@ -6,7 +6,7 @@ use super::ladder::any_way;
 use super::random::scene;
 use draftmill::model::adamw::{AdamW, Hyper};
 use draftmill::model::anchors::Anchors;
-use draftmill::model::batch::{Packed, Teacher};
+use draftmill::model::batch::{Likeliest, Packed, Teacher};
 use draftmill::model::draft::Drafter;
 use draftmill::model::oracle::Dense;
 use draftmill::model::params::ParamSet;
@@ -103,27 +103,31 @@ fn slopes_agree(drafter: &mut Drafter, batch: &Packed<'_>, anchors: &Anchors, gr
     }
 }
 
-/// The same of the divergence from several labels, some of them without a share; a teacher of the data's own tokens changes nothing.
+/// The same of the divergence from several labels, some of them without a share, and from a target's states; a teacher of the data's own tokens changes nothing.
 #[test]
 fn finite_differences_hold_with_a_teacher() {
     let scene = scene(3);
     let mut drafter = scene.drafter_in(Kind::Double);
     let (tokens, vocab) = (scene.ids.len() as i32, drafter.config().vocab_size as i32);
-    let own = Teacher { each: 1, ids: scene.ids.clone(), shares: vec![1.0; scene.ids.len()] };
-    let several = Teacher {
+    let own = Teacher::Likeliest(Likeliest { each: 1, ids: scene.ids.clone(), shares: vec![1.0; scene.ids.len()] });
+    let several = Teacher::Likeliest(Likeliest {
         each: 3,
         ids: (0..3 * tokens).map(|i| i * 7 % vocab).collect(),
         shares: [0.75, 0.25, 0.0].repeat(scene.ids.len()),
-    };
+    });
+    let weights = drafter.params().deep_copy(Device::Cpu, Kind::Double).unwrap();
     let (plain, _) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
     let taught = Packed { teacher: Some(&own), ..scene.packed() };
     assert_eq!(drafter.loss_and_gradient(&taught, &scene.anchors).unwrap().0, plain);
 
-    let taught = Packed { teacher: Some(&several), ..scene.packed() };
-    let (report, gradient) = drafter.loss_and_gradient(&taught, &scene.anchors).unwrap();
-    let (held_out, _) = drafter.held_out(&taught, &scene.anchors, scene.gamma).unwrap();
-    assert!((held_out.loss() / report.loss() - 1.0).abs() < 1e-6 && held_out.correct == report.correct);
-    slopes_agree(&mut drafter, &taught, &scene.anchors, &gradient.unwrap(), 3);
+    for teacher in [several, scene.states()] {
+        drafter.load_weights(weights.deep_copy(Device::Cpu, Kind::Double).unwrap()).unwrap();
+        let taught = Packed { teacher: Some(&teacher), ..scene.packed() };
+        let (report, gradient) = drafter.loss_and_gradient(&taught, &scene.anchors).unwrap();
+        let (held_out, _) = drafter.held_out(&taught, &scene.anchors, scene.gamma).unwrap();
+        assert!((held_out.loss() / report.loss() - 1.0).abs() < 1e-6 && held_out.correct == report.correct);
+        slopes_agree(&mut drafter, &taught, &scene.anchors, &gradient.unwrap(), 3);
+    }
 }
 
 /// Two hundred updates, each side by its own gradients: the curves stay together, and they fall.

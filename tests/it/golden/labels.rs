@@ -1,15 +1,20 @@
-//! Labels from the target (speculators#477): what it would say at each place, by the plain forward and by speculators.
+//! Labels from the target (speculators#477): what it would say at each place, by the plain forward and by speculators, and
+//! its whole distribution (`kl_div`).
 
 use super::drafter::Case as DraftCase;
 use super::engine::{batch, target as engine};
-use super::files::{close, ints, path, tensor};
+use super::files::{close, close_to_largest, ints, path, tensor};
+use super::random::scene;
+use draftmill::config::TopK;
 use draftmill::engines::torch::{TargetOptions, TorchTarget};
 use draftmill::hf::{config::TargetConfig, tensors::TensorFiles};
-use draftmill::model::batch::Rows;
+use draftmill::model::anchors::Anchors;
+use draftmill::model::batch::{Packed, Rows, Teacher};
 use draftmill::model::loss::{Labels, Tile, head_loss};
 use draftmill::model::ops::rms_norm;
+use draftmill::model::params::Gradient;
 use draftmill::model::target::{Depth, Target};
-use draftmill_actors::engine::{FeatureDtype, Features, TargetEngine};
+use draftmill_actors::engine::{FeatureDtype, Features, MicroReport, TargetEngine};
 use tch::{Device, Kind, Tensor};
 
 fn load(folder: &str, depth: Depth) -> Target {
@@ -28,7 +33,7 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         let (ids, lengths) = (ids(&io), [24, 17, 9]);
         let rows = Rows::new(&ids, &lengths, 24).unwrap();
         let target = load(folder, Depth::Whole);
-        let (taps, teacher) = target.taps_and_teacher(&rows, &[0, 2], Kind::Float, 1).unwrap();
+        let (taps, teacher) = target.taps_and_likeliest(&rows, &[0, 2], Kind::Float, 1).unwrap();
         let labels = teacher.ids;
         assert_eq!(teacher.shares, vec![1.0; labels.len()]);
         assert!(taps.equal(&target.taps(&rows, &[0, 2], Kind::Float).unwrap()), "{folder}");
@@ -40,11 +45,11 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         }
         assert_eq!(labels, want, "{folder}");
         assert!(labels.iter().zip(&ids).any(|(label, id)| label != id), "{folder}: they are not the data");
-        assert!(load(folder, Depth::Layers(3)).taps_and_teacher(&rows, &[0], Kind::Float, 1).is_err());
-        assert!(target.taps_and_teacher(&rows, &[0], Kind::Float, target.config().vocab_size + 1).is_err());
+        assert!(load(folder, Depth::Layers(3)).taps_and_likeliest(&rows, &[0], Kind::Float, 1).is_err());
+        assert!(target.taps_and_likeliest(&rows, &[0], Kind::Float, target.config().vocab_size + 1).is_err());
 
         // Of several, the first is the same one, and their shares are those of a softmax over them.
-        let several = target.taps_and_teacher(&rows, &[0], Kind::Float, 5).unwrap().1;
+        let several = target.taps_and_likeliest(&rows, &[0], Kind::Float, 5).unwrap().1;
         assert_eq!(several.ids.iter().step_by(5).copied().collect::<Vec<_>>(), labels, "{folder}");
         let (best, _) = tensor(&io, "logits").get(0).get(0).topk(5, -1, true, true);
         let want = Vec::<f32>::try_from(best.softmax(-1, Kind::Float)).unwrap();
@@ -70,7 +75,7 @@ fn speculators_477_labels_are_those_of_speculators() {
     for (_, range) in &rows {
         let lengths = [range.len() as u32];
         let row = Rows::new(&ids[range.clone()], &lengths, range.len()).unwrap();
-        labels[range.clone()].copy_from_slice(&target.taps_and_teacher(&row, &[1], Kind::Float, 1).unwrap().1.ids);
+        labels[range.clone()].copy_from_slice(&target.taps_and_likeliest(&row, &[1], Kind::Float, 1).unwrap().1.ids);
     }
     let (anchors, valid) = (ints(&io, "anchors"), ints(&io, "anchor_valid"));
     let wanted = ints(&io, "label_ids");
@@ -108,31 +113,116 @@ fn the_divergence_from_the_whole_distribution_is_that_of_speculators() {
     let before = Tensor::from_slice(&before.collect::<Vec<_>>());
     let (values, ids) =
         verifier.linear(&head, None::<Tensor>).index_select(0, &before).topk(head.size()[0], -1, true, true);
-    let labels = Labels { ids, shares: values.softmax(-1, Kind::Float) };
+    let by_label = Labels::Tokens { ids, shares: values.softmax(-1, Kind::Float) };
+    let by_state = Labels::States { states: verifier, of: before };
 
     let decay: Vec<f64> = (0..slots).map(|slot| (-((slot % size - 1).max(0) as f64) / 4.0).exp()).collect();
     let mask = tensor(&io, "aligned_loss_mask").get(0).to_kind(Kind::Double);
-    let loss = head_loss(&hidden, &head, &labels, Tile { slots: 7, tokens: 100 }).unwrap().losses.to_kind(Kind::Double);
-    let loss = (loss * &mask * Tensor::from_slice(&decay)).sum(Kind::Double) / (mask.sum(Kind::Double) + 1e-5);
     let case: serde_json::Value =
         serde_json::from_slice(&std::fs::read(path("speculators_case.json")).unwrap()).unwrap();
     let want = case["cases"]["full_attention_kl_div_fixed-exp-decay_gamma4"]["loss"].as_f64().unwrap();
-    let got = f64::try_from(loss).unwrap();
-    assert!((got / want - 1.0).abs() < 2e-6, "{got} and {want}");
+    for labels in [by_label, by_state] {
+        let loss = head_loss(&hidden, &head, &labels, Tile { slots: 7, tokens: 100 }).unwrap().losses;
+        let loss = (loss.to_kind(Kind::Double) * &mask * Tensor::from_slice(&decay)).sum(Kind::Double);
+        let got = f64::try_from(loss / (mask.sum(Kind::Double) + 1e-5)).unwrap();
+        assert!((got / want - 1.0).abs() < 2e-6, "{got} and {want}");
+    }
+}
+
+/// Its states teach what so many labels as there are tokens teach: the same loss, the same gradient, in rows with padding and
+/// holes; in bf16 within its rounding.
+#[test]
+fn the_targets_states_teach_what_all_of_its_tokens_teach() {
+    let case = DraftCase::load();
+    let target = load(case.json["target_dir"].as_str().unwrap(), Depth::Whole);
+    let padded = batch(&case, &[12, 7, 20]);
+    let rows = Rows::new(&padded.ids, &padded.lengths, padded.width).unwrap();
+    let drafter = case.drafter(case.config(), case.gamma());
+    let real =
+        |x: &[i32]| (0..3).flat_map(|row| x[row * 20..][..padded.lengths[row] as usize].to_vec()).collect::<Vec<_>>();
+    let ids = real(&padded.ids);
+    let loss_mask: Vec<u8> =
+        real(&padded.loss_mask.iter().map(|&x| x.into()).collect::<Vec<_>>()).into_iter().map(|x| x as u8).collect();
+    // With the last token but one, blocks run past the end; with the first, nothing stands before the anchor.
+    let anchors = Anchors { rows: vec![vec![0, 2, 3, 10], vec![], vec![0, 1, 7, 18]] };
+    let taught = |labels, out| {
+        let (hidden, teacher) = target.taught(&rows, &case.config().target_layer_ids, out, Some(labels)).unwrap();
+        let (hidden, teacher) = (hidden.to_kind(Kind::Float), teacher.unwrap());
+        let packed = Packed {
+            hidden: &hidden,
+            ids: &ids,
+            teacher: Some(&teacher),
+            loss_mask: &loss_mask,
+            lengths: &padded.lengths,
+        };
+        let (report, gradient) = drafter.loss_and_gradient(&packed, &anchors).unwrap();
+        let (held_out, slots) = drafter.held_out(&packed, &anchors, case.gamma()).unwrap();
+        assert!((held_out.loss() / report.loss() - 1.0).abs() < 1e-5, "{} and {}", held_out.loss(), report.loss());
+        assert_eq!(
+            (held_out.correct, slots.iter().map(|s| s.right).sum::<u64>() as f64),
+            (report.correct, report.correct)
+        );
+        (report, gradient.unwrap())
+    };
+    let vocab = target.config().vocab_size as u32;
+    let (want, by_label) = taught(TopK::Likeliest(vocab), Kind::Float);
+    assert!(want.supervised > 20.0 && want.loss() > 0.1, "{want:?}");
+    let (got, by_state) = taught(TopK::All, Kind::Float);
+    assert!((got.loss_numerator / want.loss_numerator - 1.0).abs() < 2e-5, "{got:?} and {want:?}");
+    assert_eq!(
+        (got.supervised, got.correct, got.loss_denominator),
+        (want.supervised, want.correct, want.loss_denominator)
+    );
+    for ((name, got), want) in by_state.iter().zip(by_label.tensors()) {
+        close_to_largest(name, got, want, 5e-5);
+    }
+    let (rounded, _) = taught(TopK::All, Kind::BFloat16);
+    assert!((rounded.loss_numerator / want.loss_numerator - 1.0).abs() < 2e-2, "{rounded:?} and {want:?}");
+}
+
+/// Pieces of a micro-batch need different states of the same rows, and sum to the whole.
+#[test]
+fn a_micro_batch_in_pieces_learns_the_same_from_states() {
+    let scene = scene(21);
+    let drafter = scene.drafter_in(Kind::Double);
+    let states = scene.states();
+    let packed = Packed { teacher: Some(&states), ..scene.packed() };
+    let compute = |piece: &Anchors| drafter.loss_and_gradient(&packed, piece);
+    let (want, whole) = compute(&scene.anchors).unwrap();
+    assert!(scene.anchors.count() > 3 && whole.is_some(), "{:?}", scene.anchors);
+    let (mut got, mut sum) = (MicroReport::default(), None::<Gradient>);
+    for piece in (0..4).map(|number| scene.anchors.part(number, 4)) {
+        let (report, gradient) = compute(&piece).unwrap();
+        got.add(&report);
+        let Some(gradient) = gradient else { continue };
+        match &mut sum {
+            None => sum = Some(gradient),
+            Some(sum) => sum.tensors_mut().iter_mut().zip(gradient.tensors()).for_each(|(sum, part)| *sum += part),
+        }
+    }
+    assert!((got.loss_numerator / want.loss_numerator - 1.0).abs() < 1e-10, "{got:?} and {want:?}");
+    assert_eq!((got.correct, got.supervised, got.anchors), (want.correct, want.supervised, want.anchors));
+    for ((name, got), want) in sum.unwrap().iter().zip(whole.unwrap().tensors()) {
+        close_to_largest(name, got, want, 1e-10);
+    }
+}
+
+#[test]
+fn states_that_do_not_fit_their_rows_are_refused() {
+    let scene = scene(21);
+    let (drafter, tokens, width) = (scene.drafter(), scene.ids.len() as i64, scene.config.hidden_size as i64);
+    for size in [[tokens - 1, width], [tokens, width + 8], [tokens * width, 1]] {
+        let states = Teacher::States(Tensor::zeros(size, (Kind::Float, Device::Cpu)));
+        let packed = Packed { teacher: Some(&states), ..scene.packed() };
+        let error = drafter.loss_and_gradient(&packed, &scene.anchors).err().unwrap().to_string();
+        assert!(error.contains("last states of shape"), "{error}");
+    }
 }
 
 #[tokio::test]
 async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
     let case = DraftCase::load();
-    let options = TargetOptions {
-        device: Device::Cpu,
-        compute: FeatureDtype::F32,
-        features: FeatureDtype::F32,
-        features_on: Device::Cpu,
-        taps: case.config().target_layer_ids,
-        labels: Some(2),
-    };
-    let mut with = TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap();
+    let mut with = taught_engine(&case, TopK::Likeliest(2), FeatureDtype::F32);
     let mut without = engine(&case, FeatureDtype::F32);
     let padded = batch(&case, &[12, 7]);
     let (features, plain) =
@@ -143,10 +233,66 @@ async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
     let (one, two): (&Tensor, &Tensor) = (features.packed().hidden, plain.packed().hidden);
     assert!(one.equal(two));
     assert!(plain.packed().teacher.is_none());
-    let said = features.packed().teacher.unwrap();
+    let Some(Teacher::Likeliest(said)) = features.packed().teacher else { panic!("no labels came") };
     assert_eq!((said.ids.len(), said.shares.len()), (2 * 19, 2 * 19));
     assert_ne!(said.ids.iter().step_by(2).collect::<Vec<_>>(), features.packed().ids.iter().collect::<Vec<_>>());
     // A restarted target gives them too.
     with.restart().await.unwrap();
     assert_eq!(with.extract(padded).await.unwrap().packed().teacher, features.packed().teacher);
+}
+
+#[tokio::test]
+async fn states_travel_with_their_batch_in_its_number_type_and_are_counted_in_its_bytes() {
+    let case = DraftCase::load();
+    let width = case.config().hidden_size;
+    for (dtype, kind) in [(FeatureDtype::F32, Kind::Float), (FeatureDtype::Bf16, Kind::BFloat16)] {
+        let mut with = taught_engine(&case, TopK::All, dtype);
+        let mut without = engine(&case, dtype);
+        let padded = batch(&case, &[12, 7]);
+        let (features, plain) =
+            (with.extract(padded.clone()).await.unwrap(), without.extract(padded.clone()).await.unwrap());
+        assert_eq!(features.bytes(), plain.bytes() + (19 * width * kind.elt_size_in_bytes()) as u64);
+        assert_eq!(with.feature_bytes(&padded), features.bytes());
+        assert_eq!(features.shape(), plain.shape());
+        assert!(features.packed().hidden.equal(plain.packed().hidden));
+        let Some(Teacher::States(states)) = features.packed().teacher else { panic!("no states came") };
+        assert_eq!((states.size(), states.kind()), (vec![19, width as i64], kind));
+        with.restart().await.unwrap();
+        assert_eq!(with.extract(padded).await.unwrap().packed().teacher, features.packed().teacher);
+    }
+}
+
+/// A state that is no number spoils its batch as a tap does.
+#[tokio::test]
+async fn a_last_state_that_is_no_number_is_told() {
+    let case = DraftCase::load();
+    let (from, folder) = (path(case.json["target_dir"].as_str().unwrap()), tempfile::tempdir().unwrap());
+    std::fs::copy(from.join("config.json"), folder.path().join("config.json")).unwrap();
+    let mut weights = std::fs::read(from.join("model.safetensors")).unwrap();
+    // A header of so many bytes, and behind it the numbers.
+    let start = 8 + u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&weights[8..start]).unwrap();
+    let at = start + header["model.norm.weight"]["data_offsets"][0].as_u64().unwrap() as usize;
+    weights[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(folder.path().join("model.safetensors"), weights).unwrap();
+    for (labels, finite) in [(TopK::Likeliest(1), true), (TopK::All, false)] {
+        let mut target = TorchTarget::load(folder.path(), taught_options(&case, labels, FeatureDtype::F32)).unwrap();
+        assert_eq!(target.extract(batch(&case, &[9])).await.unwrap().all_finite(), finite, "{labels}");
+    }
+}
+
+fn taught_engine(case: &DraftCase, labels: TopK, features: FeatureDtype) -> TorchTarget {
+    let options = taught_options(case, labels, features);
+    TorchTarget::load(&path(case.json["target_dir"].as_str().unwrap()), options).unwrap()
+}
+
+fn taught_options(case: &DraftCase, labels: TopK, features: FeatureDtype) -> TargetOptions {
+    TargetOptions {
+        device: Device::Cpu,
+        compute: FeatureDtype::F32,
+        features,
+        features_on: Device::Cpu,
+        taps: case.config().target_layer_ids,
+        labels: Some(labels),
+    }
 }

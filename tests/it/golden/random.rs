@@ -3,7 +3,7 @@
 use draftmill::hf::Dtype;
 use draftmill::hf::draft::{DraftConfig, LayerType};
 use draftmill::model::anchors::Anchors;
-use draftmill::model::batch::Packed;
+use draftmill::model::batch::{Packed, Teacher};
 use draftmill::model::draft::{DraftOptions, Drafter, Shared};
 use draftmill::model::params::{ParamSet, init_params};
 use draftmill::model::weighting::Weighting;
@@ -107,6 +107,12 @@ fn uniform(rng: &mut ChaCha8Rng, size: &[i64], scale: f32) -> Tensor {
 impl Scene {
     pub fn packed(&self) -> Packed<'_> {
         Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
+    }
+
+    /// What a target's head could read at each token.
+    pub fn states(&self) -> Teacher {
+        let size = [self.ids.len() as i64, self.config.hidden_size as i64];
+        Teacher::States(uniform(&mut ChaCha8Rng::seed_from_u64(self.seed ^ 2), &size, 1.5))
     }
 
     pub fn drafter(&self) -> Drafter {
