@@ -17,6 +17,8 @@ mod optimizer;
 mod parity;
 mod pipeline;
 #[cfg(feature = "torch")]
+mod pressure;
+#[cfg(feature = "torch")]
 mod products;
 #[cfg(feature = "torch")]
 mod sampled;
@@ -81,6 +83,8 @@ fn main() -> ExitCode {
         ["--extract", ref options @ ..] => extract::run(options),
         #[cfg(feature = "torch")]
         ["--parity", ref options @ ..] => parity::run(options),
+        #[cfg(feature = "torch")]
+        ["--pressure", ref options @ ..] => pressure::run(options),
         #[cfg(feature = "torch")]
         ["--gpu", ref options @ ..] => gpu::run(options),
         [] => bench(),

@@ -103,7 +103,8 @@ struct Report<'a> {
 
 impl Report<'_> {
     fn parity(&mut self) {
-        for figure in self.measure("parity", "--parity", &[]).as_array().into_iter().flatten() {
+        let found = [self.measure("parity", "--parity", &[]), self.measure("pressure", "--pressure", &[])];
+        for figure in found.iter().filter_map(Value::as_array).flatten() {
             let name = figure["name"].as_str().unwrap_or_default();
             let value = figure["value"].as_f64().unwrap_or(f64::NAN);
             let limit = match (figure["below"].as_f64(), figure["at_least"].as_f64()) {

@@ -34,7 +34,7 @@ use tch::{Device, Kind, Tensor};
 
 const CPU: Device = Device::Cpu;
 /// Of a tensor's largest value.
-const F32: f64 = 1e-4;
+pub const F32: f64 = 1e-4;
 /// bf16 keeps 8 bits; a few layers add their roundings up.
 const BF16: f64 = 0.1;
 
@@ -53,16 +53,17 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         optimizer(device, &widths)
     });
     memory(device, &mut figures);
-    println!("{}", json!(figures.0));
+    println!("{}", json!(figures.into_lines()));
     Ok(())
 }
 
+/// What was found, and what it had to be.
 #[derive(Default)]
-struct Figures(Vec<Value>);
+pub struct Figures(Vec<Value>);
 
 impl Figures {
     /// One that cannot be had is told as such, and the others are still looked at.
-    fn add(&mut self, name: &str, limit: Limit, note: &str, compute: impl FnOnce() -> Outcome<f64>) {
+    pub fn add(&mut self, name: &str, limit: Limit, note: &str, compute: impl FnOnce() -> Outcome<f64>) {
         let (value, note) = match compute() {
             Ok(value) => (value, note.to_owned()),
             Err(error) => (f64::NAN, error),
@@ -73,6 +74,10 @@ impl Figures {
             Limit::None => ("none", 0.0),
         };
         self.0.push(json!({ "name": name, "value": value, key: limit, "note": note }));
+    }
+
+    pub fn into_lines(self) -> Vec<Value> {
+        self.0
     }
 }
 
@@ -244,14 +249,14 @@ fn memory(device: Device, figures: &mut Figures) {
 }
 
 /// The largest gap of any tensor, each by its largest entry.
-fn worst<'a>(got: impl Iterator<Item = (&'a str, &'a Tensor)>, want: &ParamSet) -> Outcome<f64> {
+pub fn worst<'a>(got: impl Iterator<Item = (&'a str, &'a Tensor)>, want: &ParamSet) -> Outcome<f64> {
     let gaps = got.map(|(name, got)| want.need(name).map(|want| gap(got, want)));
     let gaps: Vec<f64> = gaps.collect::<Result<_, _>>().failed("compare")?;
     // A fold with `max` would leave out what is no number.
     Ok(gaps.into_iter().fold(0.0, |worst, gap| if gap <= worst { worst } else { gap }))
 }
 
-fn gap(got: &Tensor, want: &Tensor) -> f64 {
+pub fn gap(got: &Tensor, want: &Tensor) -> f64 {
     let wide = |x: &Tensor| x.to_device(CPU).to_kind(Kind::Double);
     let (got, want) = (wide(got), wide(want));
     ((&got - &want).abs().max() / want.abs().max()).double_value(&[])

@@ -6,7 +6,7 @@ use draftmill::hf::{
     config::TargetConfig,
     draft::{DraftConfig, LayerType},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Slots of a block.
 const BLOCK: usize = 16;
@@ -92,12 +92,16 @@ impl Widths {
     }
 
     pub fn target(&self) -> Outcome<TargetConfig> {
-        let value = json!({
+        TargetConfig::from_json(&self.target_json()).failed("make a target's configuration")
+    }
+
+    /// As in a model folder.
+    pub fn target_json(&self) -> Value {
+        json!({
             "model_type": self.family, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim, "vocab_size": self.vocab, "max_position_embeddings": 8192, "rope_theta": 1e4,
             "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": false, "eos_token_id": 2,
-        });
-        TargetConfig::from_json(&value).failed("make a target's configuration")
+        })
     }
 }

@@ -108,5 +108,7 @@ mod tests {
         let error = Tensor::f_zeros([1 << 50], (tch::Kind::Float, Device::Cpu)).unwrap_err();
         let EngineError::OutOfMemory(text) = engine_error(error.into()) else { panic!("not out of memory") };
         assert_eq!(text.lines().count(), 1, "{text}");
+        // Where it was no tensor.
+        assert!(ModelError::Torch("std::bad_alloc".into()).is_out_of_memory());
     }
 }

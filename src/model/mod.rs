@@ -46,7 +46,7 @@ impl ModelError {
     pub fn is_out_of_memory(&self) -> bool {
         let ModelError::Torch(text) = self else { return false };
         let text = text.to_lowercase();
-        text.contains("out of memory") || text.contains("can't allocate memory")
+        ["out of memory", "can't allocate memory", "bad_alloc"].iter().any(|word| text.contains(word))
     }
 }
 
