@@ -16,7 +16,7 @@ mod tests;
 pub use attend::{attend, attend_backward, attends};
 use std::ffi::{CStr, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Mutex;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
@@ -123,20 +123,23 @@ pub fn norm(tensors: &[Tensor]) -> Result<f64, Error> {
 /// What `work` gives of each of `0..count`, shared out over the threads that an operation of the CPU may use. Operations inside stay
 /// on the thread that calls them. Threads have grad mode as its last user left it. A panic goes on in the caller.
 pub fn each<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Result<Vec<T>, Error> {
-    let call = Call { work, results: (0..count).map(|_| Mutex::new(None)).collect() };
+    let (results, done_with) = sync_channel(count);
+    let call = Call { work, results };
     // SAFETY: the call lives until all numbers are done, `run_one` is made for its type, and threads only share it.
     done(unsafe { ffi::draftmill_each(count as i64, run_one(&call), (&raw const call).cast_mut().cast()) })?;
-    let results = call.results.into_iter().map(|slot| match slot.into_inner() {
-        Ok(Some(Ok(result))) => Ok(result),
-        Ok(Some(Err(panic))) => resume_unwind(panic),
-        _ => Err(Error::Failed("libtorch left a share of the work out".into())),
-    });
-    results.collect()
+    drop(call);
+    let mut all = done_with.into_iter().collect::<Vec<_>>();
+    all.sort_by_key(|(number, _)| *number);
+    if all.len() != count {
+        return Err(Error::Failed("libtorch left a share of the work out".into()));
+    }
+    Ok(all.into_iter().map(|(_, result)| result.unwrap_or_else(|panic| resume_unwind(panic))).collect())
 }
 
 struct Call<T, W> {
     work: W,
-    results: Vec<Mutex<Option<thread::Result<T>>>>,
+    /// Has room for all.
+    results: SyncSender<(usize, thread::Result<T>)>,
 }
 
 /// The function that runs one number of such a call. No panic leaves it.
@@ -145,9 +148,8 @@ fn run_one<T: Send, W: Fn(usize) -> T + Sync>(_: &Call<T, W>) -> extern "C" fn(*
         // SAFETY: what `each` passes.
         let call = unsafe { &*context.cast_const().cast::<Call<T, W>>() };
         let result = catch_unwind(AssertUnwindSafe(|| (call.work)(number as usize)));
-        if let Some(Ok(mut slot)) = call.results.get(number as usize).map(Mutex::lock) {
-            *slot = Some(result);
-        }
+        // One that is lost is missed at the end.
+        let _ = call.results.try_send((number as usize, result));
     }
     run::<T, W>
 }
