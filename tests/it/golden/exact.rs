@@ -7,7 +7,7 @@ use super::random::scene;
 use draftmill::model::adamw::{AdamW, Hyper};
 use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::{Likeliest, Packed, Teacher};
-use draftmill::model::draft::Drafter;
+use draftmill::model::draft::{AttentionBy, Drafter};
 use draftmill::model::oracle::Dense;
 use draftmill::model::params::ParamSet;
 use proptest::prelude::*;
@@ -81,6 +81,38 @@ proptest! {
         let (_, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         let Some(gradient) = gradient else { return Ok(()) };
         slopes_agree(&mut drafter, &scene.packed(), &scene.anchors, &gradient, seed as i64);
+    }
+}
+
+/// What the gradient loses to bf16 activations it loses in the dense oracle too, where autograd goes through every rounding: by
+/// root mean square over many scenes hardly more, and in no tensor many times as much.
+#[test]
+fn in_bf16_the_path_that_trains_is_as_close_to_fp64_as_the_oracle() {
+    let strayed = |got: &ParamSet, want: &ParamSet| -> Vec<f64> {
+        let pairs = got.tensors().iter().zip(want.tensors()).filter(|(_, want)| largest(want) > 0.0);
+        pairs.map(|(got, want)| f64::try_from((got - want).norm() / want.norm()).unwrap()).collect()
+    };
+    for attention in [AttentionBy::Plain, AttentionBy::Kernel] {
+        let (mut path, mut oracle) = (Vec::new(), Vec::new());
+        for seed in 0..25 {
+            let scene = scene(seed);
+            let (_, Some(exact)) =
+                scene.drafter_in(Kind::Double).loss_and_gradient(&scene.packed(), &scene.anchors).unwrap()
+            else {
+                continue;
+            };
+            let drafter = scene.drafter_with(|options| (options.kind, options.attention) = (Kind::BFloat16, attention));
+            let (_, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
+            path.extend(strayed(&gradient.unwrap(), &exact));
+            let dense = Dense::pad(&scene.packed(), &scene.anchors).unwrap();
+            oracle.extend(strayed(&drafter.trace(&dense).unwrap().gradient, &exact));
+        }
+        assert!(path.len() > 100 && path.len() == oracle.len(), "{} tensors", path.len());
+        let mean = |errors: &[f64]| (errors.iter().map(|x| x * x).sum::<f64>() / errors.len() as f64).sqrt();
+        let worst = path.iter().zip(&oracle).map(|(a, b)| a / b.max(1.0 / 256.0)).fold(0.0, f64::max);
+        println!("{attention:?}: {} beside the oracle's {}, at worst {worst} times", mean(&path), mean(&oracle));
+        assert!(mean(&oracle) > 1.0 / 1024.0, "nothing was rounded");
+        assert!(mean(&path) <= 1.2 * mean(&oracle) && worst < 6.0, "{attention:?}");
     }
 }
 
