@@ -29,6 +29,8 @@ fn compile() {
         // As a system folder, so that only our own lines are warned about.
         build.flag("-isystem").flag(root.join(include));
     }
+    // What is instantiated from libtorch's headers is warned about here all the same, when optimised.
+    build.flag_if_supported("-Wno-maybe-uninitialized");
     build.flag(format!("-D_GLIBCXX_USE_CXX11_ABI={abi}")).compile("draftmill_shim");
     let mut rows = cc::Build::new();
     rows.cpp(true).std("c++17").debug(false).extra_warnings(true).file("src/rows.cpp");

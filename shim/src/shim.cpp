@@ -256,7 +256,7 @@ int draftmill_norm(at::Tensor* const* tensors, size_t count, double* norm) noexc
 
 // Hands each number from 0 to one thread of those that an operation may use. An iterator over the numbers does that without
 // OpenMP here, whose runtime has to be libtorch's own; what is called inside finds itself in parallel and stays on its thread.
-int draftmill_each(int64_t count, void (*work)(void*, int64_t), void* context) {
+int draftmill_each(int64_t count, void (*work)(void*, int64_t), void* context) noexcept {
   return guarded([&] {
     const at::Tensor numbers = at::arange(count, at::kLong);
     auto iterator = at::TensorIterator::borrowing_nullary_op(numbers);
