@@ -65,7 +65,7 @@ lint: tools ## check the format, and clippy with warnings as errors
 bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside one in Python; about 6 minutes
 	@$(TORCH) cargo bench --locked --bench dispatch
 
-bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about 25 minutes
+bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about an hour
 	@$(TORCH) python3 bench/peers/compare.py
 
 bench-gpu: tools ## measure parity, memory and speed of a GPU (CUDA=1), or look on the CPU whether all of it runs
