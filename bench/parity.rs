@@ -5,8 +5,8 @@
 
 use crate::{
     machine::{Failed, Outcome},
-    sampled::{Options, wait_for},
-    step::{Micro, SEED, THREADS, random},
+    sampled::wait_for,
+    step::{Micro, SEED, device_alone, random},
     table::Target::{self as Limit, AtLeast, Below},
     widths::{Widths, widths},
 };
@@ -40,11 +40,7 @@ const BF16: f64 = 0.1;
 
 /// Measures and prints.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
-    let mut given = Options::read(arguments)?;
-    let device = given.device()?;
-    given.done()?;
-    tch::set_num_threads(THREADS);
-    tch::manual_seed(SEED as i64);
+    let device = device_alone(arguments)?;
     let widths = widths("tiny")?;
     let mut figures = Figures::default();
     drafter(device, &widths, &mut figures)?;

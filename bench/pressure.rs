@@ -6,8 +6,7 @@
 use crate::{
     machine::{Failed, Outcome, status},
     parity::{F32, Figures, gap, worst},
-    sampled::Options,
-    step::{SEED, THREADS},
+    step::{SEED, device_alone},
     table::Target::{AtLeast, Below},
     widths::widths,
 };
@@ -45,11 +44,7 @@ const ROOMS: [u64; 5] = [512, 48, 32, 24, 16];
 
 /// Measures and prints.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
-    let mut given = Options::read(arguments)?;
-    let device = given.device()?;
-    given.done()?;
-    tch::set_num_threads(THREADS);
-    tch::manual_seed(SEED as i64);
+    let device = device_alone(arguments)?;
     // Tensors come and go with their addresses; otherwise the heap keeps what they gave back, and the limit bounds nothing.
     // SAFETY: sets a number of the allocator.
     unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, 256 << 10) };

@@ -103,6 +103,16 @@ pub fn config(shape: &Shape) -> DraftConfig {
     shape.widths.drafter(shape.layers)
 }
 
+/// The device that a mode with no other option is given, ready to draw the same numbers in every run.
+pub fn device_alone(arguments: &[&str]) -> Outcome<Device> {
+    let mut given = Options::read(arguments)?;
+    let device = given.device()?;
+    given.done()?;
+    tch::set_num_threads(THREADS);
+    tch::manual_seed(SEED as i64);
+    Ok(device)
+}
+
 impl Micro {
     pub fn new(shape: &Shape, config: &DraftConfig) -> Micro {
         let supervised = |place: usize| place >= PROMPT.min(shape.length / 2);

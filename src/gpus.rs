@@ -2,9 +2,10 @@
 
 use draftmill_actors::metrics as m;
 use metrics::gauge;
+use serde::Serialize;
 
 /// In bytes, at one moment.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Memory {
     /// Held by this process's tensors, and the most that they ever held.
     pub allocated: u64,
@@ -26,6 +27,12 @@ impl Memory {
     pub fn series(&self) -> [(&'static str, u64); 5] {
         let Memory { allocated, peak, reserved, free, total } = *self;
         [("allocated", allocated), ("reserved", reserved), ("peak", peak), ("free", free), ("total", total)]
+    }
+
+    /// The other way round: from what each kind's series says.
+    pub fn of_series(bytes: impl Fn(&'static str) -> u64) -> Memory {
+        let [allocated, reserved, peak, free, total] = Memory::default().series().map(|(kind, _)| bytes(kind));
+        Memory { allocated, peak, reserved, free, total }
     }
 
     pub fn publish(&self, device: &str) {

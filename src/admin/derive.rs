@@ -5,7 +5,7 @@ use super::{
     samples::Samples,
     status::{Actor, Bucket, Checkpoint, Config, Gpu, Jobs, Pool, Progress, Queue, Run, State, Status, Training},
 };
-use crate::service::facts::Facts;
+use crate::{gpus::Memory, service::facts::Facts};
 use draftmill_actors::{
     meter::{ACTORS, BUSY},
     metrics as m,
@@ -252,16 +252,9 @@ fn gpus(samples: &Samples) -> Vec<Gpu> {
     let devices: BTreeSet<&str> = samples.by(m::DEVICE_MEMORY, "device").map(|(device, _)| device).collect();
     let gpu = |device: &str| {
         let bytes = |kind| samples.with(m::DEVICE_MEMORY, &[("device", device), ("kind", kind)]).max(0.0) as u64;
-        Gpu {
-            device: device.to_owned(),
-            allocated: bytes("allocated"),
-            peak: bytes("peak"),
-            reserved: bytes("reserved"),
-            free: bytes("free"),
-            total: bytes("total"),
-        }
+        Gpu { device: device.to_owned(), memory: Memory::of_series(bytes) }
     };
-    devices.into_iter().map(gpu).filter(|gpu| gpu.total > 0).collect()
+    devices.into_iter().map(gpu).filter(|gpu| gpu.memory.total > 0).collect()
 }
 
 /// `answers`: whether any target serves.

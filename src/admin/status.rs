@@ -1,7 +1,7 @@
 //! What `/status`, `/events` and the page tell of a run: one value, of which everything on the page is a part.
 
 use super::faults::Faults;
-use crate::service::facts::Reload;
+use crate::{gpus::Memory, service::facts::Reload};
 use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
 
@@ -143,18 +143,12 @@ pub struct Bucket {
     pub drawn: u64,
 }
 
-/// Memory of a GPU, in bytes.
+/// A GPU and its memory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Gpu {
     pub device: String,
-    /// Held by tensors, and the most that they ever held.
-    pub allocated: u64,
-    pub peak: u64,
-    /// Held by libtorch's allocator, tensors included.
-    pub reserved: u64,
-    /// Left for any process.
-    pub free: u64,
-    pub total: u64,
+    #[serde(flatten)]
+    pub memory: Memory,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]

@@ -153,13 +153,10 @@ impl Said {
         let (mut best, mut surprise, mut mean) = (Vec::new(), Vec::new(), Vec::new());
         for part in spans(states.size()[0], tile.slots) {
             let states = part.of(states, 0)?;
-            let on = (wide(states.f_kind()?), states.device());
-            let mut first = Tensor::f_zeros([part.len, 1], (Kind::Int64, on.1))?;
-            let mut most = Tensor::f_full([part.len, 1], f64::NEG_INFINITY, on)?;
-            let sums = sums(&states, head, tile.tokens, |scores, tile| {
+            let mut first = Tensor::f_zeros([part.len, 1], (Kind::Int64, states.device()))?;
+            let sums = sums(&states, head, tile.tokens, |scores, tile, most| {
                 let (largest, place) = scores.f_max_dim(1, true)?;
-                first = place.f_add_scalar(tile.start)?.f_where_self(&largest.f_gt_tensor(&most)?, &first)?;
-                most = most.f_maximum(&largest)?;
+                first = place.f_add_scalar(tile.start)?.f_where_self(&largest.f_gt_tensor(most)?, &first)?;
                 Ok(())
             })?;
             best.push(first);
@@ -193,7 +190,7 @@ fn sums_and_logits(
     tokens: usize,
 ) -> Result<(Sums, Tensor), ModelError> {
     let mut of_labels = Tensor::f_zeros(labels.size(), (wide(hidden.f_kind()?), hidden.device()))?;
-    let sums = sums(hidden, head, tokens, |scores, tile| {
+    let sums = sums(hidden, head, tokens, |scores, tile, _| {
         let place = labels.f_sub_scalar(tile.start)?;
         let inside = place.f_ge(0)?.f_logical_and(&place.f_lt(tile.len)?)?;
         let logits = scores.f_gather(1, &place.f_clamp(0, tile.len - 1)?, false)?;
@@ -203,12 +200,12 @@ fn sums_and_logits(
     Ok((sums, of_labels))
 }
 
-/// `look` is shown each tile of logits, `[slots, tokens]`, and which tokens they are of.
+/// `look` is shown each tile of logits, `[slots, tokens]`, which tokens they are of, and the largest logits before, `[slots, 1]`.
 fn sums(
     hidden: &Tensor,
     head: &Tensor,
     tokens: usize,
-    mut look: impl FnMut(&Tensor, Span) -> Result<(), ModelError>,
+    mut look: impl FnMut(&Tensor, Span, &Tensor) -> Result<(), ModelError>,
 ) -> Result<Sums, ModelError> {
     let (kind, device, slots) = (hidden.f_kind()?, hidden.device(), hidden.size()[0]);
     let exact = (wide(kind), device);
@@ -221,7 +218,7 @@ fn sums(
         let rows = part.of(head, 0)?;
         let scores = room.f_narrow(0, 0, slots * part.len)?.f_view([slots, part.len])?;
         let mut scores = hidden.f_mm_out(&scores, &rows.f_transpose(0, 1)?)?.f_to_kind(exact.0)?;
-        look(&scores, part)?;
+        look(&scores, part, &most)?;
         let _ = product.f_mul_(&soften(&mut scores, &mut most, &mut sum)?)?;
         product = if kind == exact.0 {
             product.f_addmm_(&scores, &rows)?

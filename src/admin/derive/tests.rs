@@ -211,6 +211,9 @@ async fn gpus_are_told_once_they_told_of_themselves() {
         memory.publish("cuda:1");
         crate::gpus::Memory::default().publish("cuda:0");
     });
-    let gpu = Gpu { device: "cuda:1".into(), allocated: 1, peak: 2, reserved: 3, free: 4, total: 9 };
-    assert_eq!(status.gpus, [gpu]);
+    assert_eq!(status.gpus, [Gpu { device: "cuda:1".into(), memory }]);
+    let told = serde_json::to_value(&status.gpus).unwrap();
+    let want =
+        serde_json::json!([{ "device": "cuda:1", "allocated": 1, "peak": 2, "reserved": 3, "free": 4, "total": 9 }]);
+    assert_eq!(told, want);
 }

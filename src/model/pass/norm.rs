@@ -30,8 +30,10 @@ pub fn apply(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Tensor, Mode
 /// `dx = r (dy w - u mean(dy w u))`, `dw = sum(dy u)`.
 pub fn backward(dy: &Tensor, x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
     let dx = Tensor::f_empty(x.size(), (scale.f_kind()?, x.device()))?;
-    let d_weight = backward_to(&dx, dy, x, scale, weight)?;
-    Ok((dx, d_weight))
+    match rows::rms_norm_backward(dy, x, scale, weight, &dx)? {
+        Some(d_weight) => Ok((dx, d_weight)),
+        None => by_plain_operations(dy, x, scale, weight),
+    }
 }
 
 /// The same with `dx` as the place of the first, in its kind and order.
@@ -42,9 +44,20 @@ pub fn backward_to(
     scale: &Tensor,
     weight: &Tensor,
 ) -> Result<Tensor, ModelError> {
-    if let Some(done) = rows::rms_norm_backward(dy, x, scale, weight, dx)? {
-        return Ok(done);
+    if let Some(d_weight) = rows::rms_norm_backward(dy, x, scale, weight, dx)? {
+        return Ok(d_weight);
     }
+    let (gradient, d_weight) = by_plain_operations(dy, x, scale, weight)?;
+    dx.shallow_clone().f_copy_(&gradient)?;
+    Ok(d_weight)
+}
+
+fn by_plain_operations(
+    dy: &Tensor,
+    x: &Tensor,
+    scale: &Tensor,
+    weight: &Tensor,
+) -> Result<(Tensor, Tensor), ModelError> {
     let exact = scale.f_kind()?;
     let (dy, weight) = (dy.f_to_kind(exact)?, weight.f_to_kind(exact)?);
     let mut unit = x.f_to_kind(exact)?.f_mul(scale)?;
@@ -52,7 +65,6 @@ pub fn backward_to(
     let width = weight.size()[0];
     let d_weight = product.f_reshape([-1, width])?.f_sum_dim_intlist(&[0i64][..], false, exact)?;
     let mean = product.f_matmul(&weight)?.f_mul_scalar_(1.0 / width as f64)?.f_unsqueeze(-1)?;
-    let gradient = dy.f_mul(&weight)?.f_sub_(&unit.f_mul_(&mean)?)?.f_mul_(scale)?;
-    dx.shallow_clone().f_copy_(&gradient)?;
-    Ok(d_weight)
+    let dx = dy.f_mul(&weight)?.f_sub_(&unit.f_mul_(&mean)?)?.f_mul_(scale)?;
+    Ok((dx, d_weight))
 }

@@ -1,7 +1,7 @@
 //! What a training step takes of memory, in a process of its own so that nobody else's counts.
 
-use draftmill::hf::Dtype;
-use draftmill::hf::draft::{DraftConfig, LayerType};
+use draftmill::hf::config::TargetConfig;
+use draftmill::hf::draft::DraftConfig;
 use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
 use draftmill::model::draft::{DraftOptions, Drafter, Shared};
@@ -27,28 +27,11 @@ fn status(name: &str) -> u64 {
 }
 
 fn config() -> DraftConfig {
-    DraftConfig {
-        hidden_size: WIDTH as usize,
-        intermediate_size: 32,
-        num_hidden_layers: 1,
-        num_attention_heads: 2,
-        num_key_value_heads: 1,
-        head_dim: 8,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        vocab_size: VOCAB as usize,
-        block_size: BLOCK,
-        mask_token_id: VOCAB as u32 - 1,
-        target_layer_ids: vec![0],
-        num_target_layers: 2,
-        max_position_embeddings: 512,
-        layer_types: vec![LayerType::Full],
-        sliding_window: None,
-        bos_token_id: None,
-        eos_token_ids: Vec::new(),
-        pad_token_id: None,
-        dtype: Dtype::F32,
-    }
+    let target = serde_json::json!({
+        "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB, "max_position_embeddings": 512,
+    });
+    DraftConfig::for_target(&TargetConfig::from_json(&target).unwrap(), 1, vec![0], BLOCK, VOCAB as u32 - 1)
 }
 
 /// Prints by how much the peak of memory rose in a step, and by how much once all logits were there.
