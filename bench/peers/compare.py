@@ -3,12 +3,13 @@
 
 Installs the pinned packages into a virtual environment in the cache, builds our bench, and runs each pair alternately, each run in a process
 of its own. A ratio is the median of the pairs: theirs over ours in seconds, ours over theirs in memory. Writes
-`target/bench-peers.json` and prints the table of bench/README.md. Takes about 25 minutes on two quiet cores; what else the machine does
+`target/bench-peers.json` and prints the table of bench/README.md. Takes about an hour on two quiet cores; what else the machine does
 disturbs it, so its load stands in the result.
 
     python3 bench/peers/compare.py [--pairs 3] [--steps 3] [--only NAME] [--prototype FILE.py]
 
-`--prototype` measures a script beside the rest that takes rows, anchors, layers, length and steps and prints a line like measure.py's.
+`--prototype` measures a training step in plain torch operators beside the rest: `forward` of that module, which measure.py calls. Unless named
+it is that of the reference notes, where they lie beside the repository.
 """
 import argparse
 import json
@@ -101,8 +102,7 @@ def steps(args, python, program, table, details):
         if name == "2x64x2":
             sides["speculators"] = [*peer, "speculators", *options]
         if args.prototype:
-            numbers = [shape["rows"], shape["anchors"], shape["layers"], 512, args.steps]
-            sides["prototype"] = [python, args.prototype, *numbers]
+            sides["prototype"] = [*peer, "prototype", "--module", args.prototype, *options]
         say(f"training step {name}")
         runs = in_turns(args.pairs, sides)
         # In turns of their own: what a step takes beside its products is a small difference of large times, and machines stray.
@@ -196,7 +196,8 @@ def main():
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", choices=["steps", "extraction", "pipeline", "growth"])
-    parser.add_argument("--prototype")
+    beside = ROOT.parent / "shared" / "reference" / "prototype.py"
+    parser.add_argument("--prototype", default=beside if beside.exists() else None)
     args = parser.parse_args()
     python, program = environment("peers-1", HERE), ours()
     before, table, details = os.getloadavg()[0], Table(), {}

@@ -2,12 +2,14 @@
 
     python measure.py specforge    --rows 2 --anchors 64 --layers 2 [--chunk-blocks 128]
     python measure.py speculators  --rows 2 --anchors 64 --layers 2
+    python measure.py prototype    --rows 2 --anchors 64 --layers 2 --module FILE.py
     python measure.py transformers --model DIR --lengths 256,230,... [--padded]
 
 The shapes are those of `bench/step.rs`: SmolLM2's widths, five taps, blocks of 16, rows of 512 tokens whose first 64 are prompt, f32, two
 threads, random data. The trainers run as a user could set them at best on a CPU: with `sdpa`, since flex_attention has no backward there.
 """
 import argparse
+import importlib.util
 import json
 import resource
 import time
@@ -136,6 +138,41 @@ def speculators(args):
     measured(args.steps, step)
 
 
+def prototype(args):
+    """A step in plain torch operators that does only what the loss needs: `forward` of a module with SpecForge's names for its weights."""
+    spec = importlib.util.spec_from_file_location("prototype", args.module)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    key_value = KV_HEADS * HEAD_DIM
+    layer = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (key_value, HIDDEN), "self_attn.v_proj": (key_value, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN), "self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN), "mlp.up_proj": (INTERMEDIATE, HIDDEN), "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+        "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+    }
+    shapes = {"fc": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm": (HIDDEN,), "norm": (HIDDEN,)}
+    shapes.update({f"layers.{number}.{name}": shape for number in range(args.layers) for name, shape in layer.items()})
+    start = lambda shape: torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)
+    weights = {f"{name}.weight": start(shape).requires_grad_() for name, shape in shapes.items()}
+    head, embedding = torch.randn(args.vocab, HIDDEN) * 0.02, torch.randn(args.vocab, HIDDEN) * 0.02
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-4, fused=True)
+    ids, hidden, loss_mask = data(args)
+    # As many as a row has places for: an anchor is in the answer and has a token behind it.
+    places = args.length - PROMPT - 1
+    count = min(args.anchors, places)
+
+    def step():
+        anchors = torch.stack([torch.randperm(places)[:count].sort().values + PROMPT for _ in range(args.rows)])
+        kept = torch.ones(args.rows, count, dtype=torch.bool)
+        loss, _ = module.forward(weights, head, embedding, ids, hidden, loss_mask, anchors, kept, args.layers)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured(args.steps, step)
+
+
 def transformers(args):
     from transformers import AutoModelForCausalLM
 
@@ -168,17 +205,21 @@ def make_model(args):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["specforge", "speculators", "transformers", "make-model"])
+    kinds = {
+        "specforge": specforge, "speculators": speculators, "prototype": prototype, "transformers": transformers, "make-model": make_model,
+    }
+    parser.add_argument("what", choices=kinds)
     for name, default in [("rows", 2), ("length", 512), ("anchors", 64), ("layers", 2), ("vocab", 49152), ("steps", 5),
                           ("chunk-blocks", 128)]:
         parser.add_argument("--" + name, type=int, default=default)
     parser.add_argument("--model")
+    parser.add_argument("--module")
     parser.add_argument("--lengths")
     parser.add_argument("--padded", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    {"specforge": specforge, "speculators": speculators, "transformers": transformers, "make-model": make_model}[args.what](args)
+    kinds[args.what](args)
 
 
 if __name__ == "__main__":
