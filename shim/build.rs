@@ -1,4 +1,4 @@
-//! Compiles shim.cpp against the libtorch that torch-sys links, and rows.cpp, which needs none.
+//! Compiles shim.cpp, streams.cpp and fake.cpp against the libtorch that torch-sys links, and rows.cpp, which needs none.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -14,8 +14,9 @@ fn compile() {
         println!("cargo:rerun-if-env-changed={name}");
         env::var(name).ok()
     };
-    println!("cargo:rerun-if-changed=src/shim.cpp");
-    println!("cargo:rerun-if-changed=src/rows.cpp");
+    for file in ["guard.h", "shim.cpp", "streams.cpp", "fake.cpp", "rows.cpp"] {
+        println!("cargo:rerun-if-changed=src/{file}");
+    }
     let Some(lib) = read("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from) else {
         println!("cargo:warning=torch-sys did not say where libtorch lies: set LIBTORCH to a libtorch 2.11.0");
         return;
@@ -24,7 +25,9 @@ fn compile() {
     let root = read("LIBTORCH_INCLUDE").map_or_else(|| lib.join(".."), PathBuf::from);
     let abi = read("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".into());
     let mut build = cc::Build::new();
-    build.cpp(true).std("c++17").debug(false).extra_warnings(true).file("src/shim.cpp");
+    build.cpp(true).std("c++17").debug(false).extra_warnings(true);
+    // The last one is linked by tests alone: nobody else calls it.
+    build.files(["src/shim.cpp", "src/streams.cpp", "src/fake.cpp"]);
     for include in ["include", "include/torch/csrc/api/include"] {
         // As a system folder, so that only our own lines are warned about.
         build.flag("-isystem").flag(root.join(include));

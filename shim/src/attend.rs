@@ -1,10 +1,9 @@
 //! Attention by libtorch's own kernels, which store no score, with the logarithm of each row's sum: what joins the
 //! attention over two sets of keys to that over both, and what the gradient of the joined one asks for.
 
-use crate::{Error, done, ffi};
+use crate::{Error, done, ffi, owned};
 use std::{ffi::c_int, ptr};
 use tch::{Device, Kind, Tensor};
-use torch_sys::C_tensor;
 
 /// libtorch's kernels, by the numbers of `shim.cpp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,12 +82,6 @@ pub fn attend_backward(
         )
     })?;
     Ok(out.map(owned))
-}
-
-/// A tensor that the shim made for us.
-fn owned(tensor: *mut C_tensor) -> Tensor {
-    // SAFETY: after success each pointer is a tensor of libtorch on the heap that nobody else holds.
-    unsafe { Tensor::from_ptr(tensor) }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The C functions of `shim.cpp` and `rows.cpp`, as they are declared there.
+//! The C functions of `shim.cpp`, `streams.cpp` and `rows.cpp`, as they are declared there.
 
 use crate::{Attention, Memory};
 use std::ffi::{c_char, c_int, c_void};
@@ -16,7 +16,22 @@ pub struct Update {
     pub eps: f64,
     pub weight_decay: f64,
     pub step: f64,
-    pub divisor: f64,
+    pub denominator: f64,
+    pub max_norm: f64,
+}
+
+/// Which GPU's, and which of its streams.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stream {
+    pub id: i64,
+    pub gpu: c_int,
+}
+
+/// libtorch's `c10::Event`.
+#[repr(C)]
+pub struct Event {
+    _opaque: [u8; 0],
 }
 
 #[repr(C)]
@@ -43,6 +58,14 @@ unsafe extern "C" {
     pub fn draftmill_gated(gate_up: &Rows, width: i64, out: *mut f32);
     pub fn draftmill_gated_backward(d_out: *const f32, gate_up: &Rows, width: i64, out: *mut f32, d_gate_up: *mut f32);
     pub fn draftmill_soften(scores: *mut f32, rows: i64, width: i64, most: *mut f32, sum: *mut f32, shrink: *mut f32);
+    pub fn draftmill_soften_backward(
+        scores: *mut f32,
+        d_weights: *mut f32,
+        rows: i64,
+        width: i64,
+        log_sum: *const f32,
+        delta: *const f32,
+    );
 }
 
 unsafe extern "C" {
@@ -54,9 +77,10 @@ unsafe extern "C" {
         exp_avg: *const *const C_tensor,
         exp_avg_sq: *const *const C_tensor,
         count: usize,
+        norm: *const C_tensor,
         update: *const Update,
     ) -> c_int;
-    pub fn draftmill_norm(tensors: *const *const C_tensor, count: usize, norm: *mut f64) -> c_int;
+    pub fn draftmill_norm(tensors: *const *const C_tensor, count: usize, norm: *mut *mut C_tensor) -> c_int;
     pub fn draftmill_each(count: i64, work: extern "C" fn(*mut c_void, i64), context: *mut c_void) -> c_int;
     pub fn draftmill_empty_cache(index: c_int) -> c_int;
     pub fn draftmill_memory(index: c_int, memory: *mut Memory) -> c_int;
@@ -88,4 +112,23 @@ unsafe extern "C" {
     /// Throws inside what its number says: see `shim.cpp`.
     #[cfg(test)]
     pub fn draftmill_throw(what: c_int) -> c_int;
+}
+
+unsafe extern "C" {
+    pub fn draftmill_stream_current(gpu: c_int, stream: *mut Stream) -> c_int;
+    pub fn draftmill_stream_new(gpu: c_int, stream: *mut Stream) -> c_int;
+    pub fn draftmill_stream_enter(stream: *const Stream, before: *mut Stream) -> c_int;
+    pub fn draftmill_stream_wait(stream: *const Stream, event: *const Event) -> c_int;
+    pub fn draftmill_stream_uses(stream: *const Stream, tensor: *const C_tensor) -> c_int;
+    pub fn draftmill_event_record(stream: *const Stream, event: *mut *mut Event) -> c_int;
+    pub fn draftmill_event_passed(event: *const Event, passed: *mut bool) -> c_int;
+    pub fn draftmill_event_wait(event: *const Event) -> c_int;
+    pub fn draftmill_event_drop(event: *mut Event);
+    pub fn draftmill_pinned(bytes: i64, memory: *mut *mut C_tensor) -> c_int;
+    pub fn draftmill_copy(to: *const C_tensor, from: *const C_tensor) -> c_int;
+    /// See `fake.cpp`.
+    #[cfg(test)]
+    pub fn draftmill_fake_gpus();
+    #[cfg(test)]
+    pub fn draftmill_fake_told() -> *const c_char;
 }

@@ -1,23 +1,28 @@
 //! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, attention kernels that tell their sums,
-//! work shared out over an operation's threads, a GPU's memory, and switches.
+//! work shared out over an operation's threads, streams, events and copies that nobody waits for, a GPU's memory, and switches.
 //!
-//! `shim.cpp` beside this file does the work, against the libtorch that tch links and without any CUDA header: what
+//! `shim.cpp` and `streams.cpp` beside this file do the work, against the libtorch that tch links and without any CUDA header: what
 //! only a GPU has answers with a sentence where there is none. Errors have a slot of their own, so nothing is left
 //! in tch's, and no exception leaves C++. Without the feature `torch` this package is empty.
 
 #![cfg(feature = "torch")]
 
 mod attend;
+mod ferry;
 mod ffi;
 pub mod rows;
+mod streams;
 #[cfg(test)]
 mod tests;
 
 pub use attend::{attend, attend_backward, attends};
+pub use ferry::{Arrival, Ferry};
 use std::ffi::{CStr, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::ptr;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
+pub use streams::{Event, Reading, Stream, pinned};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
@@ -47,8 +52,10 @@ pub struct Update {
     pub weight_decay: f64,
     /// Number of this update, from 1: it corrects the moments' bias.
     pub step: u64,
-    /// Each gradient is divided by this first: a mean's denominator over a clip's factor.
-    pub divisor: f64,
+    /// Each gradient is divided by this first, and so is the norm.
+    pub denominator: f64,
+    /// What is divided is then scaled to a norm of at most this, by `min(1, max_norm / (norm + 1e-6))`.
+    pub max_norm: f64,
 }
 
 /// A GPU's memory as its caching allocator and its driver tell it, in bytes.
@@ -76,10 +83,13 @@ pub struct Attention {
     pub cudnn: bool,
 }
 
-/// Updates masters and both moments in place, in one kernel per device (a few for long lists), and never waits for it.
+/// Updates masters and both moments in place, in one kernel per device (a few for long lists). Waits neither for it nor for
+/// the norm.
 ///
 /// Item `i` of the four lists belongs together; all are f32, contiguous, of one size per item and on one device, the
 /// CPU or a GPU. A gradient may lie in any order, and holds the divided gradient or the given one afterwards: it is used up.
+/// `norm` is what [`norm`] gives of all gradients. Where the update does not fit it ([`Update::fits`]) nothing is
+/// changed, and nothing says so: only the device knows by then.
 ///
 /// Whatever the kernel would refuse, or would take silently and get wrong, is [`Error::Unsuitable`]; nothing is changed then.
 pub fn fused_adamw(
@@ -87,15 +97,17 @@ pub fn fused_adamw(
     gradients: &mut [Tensor],
     exp_avg: &mut [Tensor],
     exp_avg_sq: &mut [Tensor],
+    norm: &Tensor,
     update: &Update,
 ) -> Result<(), Error> {
     let count = masters.len();
     if [gradients.len(), exp_avg.len(), exp_avg_sq.len()] != [count; 3] {
         return Err(Error::Unsuitable("fused AdamW takes a gradient and two moments for each master".into()));
     }
-    let Update { learning_rate, beta1, beta2, eps, weight_decay, step, divisor } = *update;
+    let Update { learning_rate, beta1, beta2, eps, weight_decay, step, denominator, max_norm } = *update;
     // Inexact past 2^53, and f32 in the kernel: by then no bias is left to correct.
-    let update = ffi::Update { learning_rate, beta1, beta2, eps, weight_decay, step: step as f64, divisor };
+    let step = step as f64;
+    let update = ffi::Update { learning_rate, beta1, beta2, eps, weight_decay, step, denominator, max_norm };
     let [masters, gradients] = [pointers(masters), pointers(gradients)];
     let [exp_avg, exp_avg_sq] = [pointers(exp_avg), pointers(exp_avg_sq)];
     // SAFETY: four lists of `count` live tensors, borrowed for the call; sizes, kinds and devices are checked inside.
@@ -106,18 +118,33 @@ pub fn fused_adamw(
             exp_avg.as_ptr(),
             exp_avg_sq.as_ptr(),
             count,
+            norm.as_ptr(),
             &update,
         )
     })
 }
 
-/// The L2 norm of all values of all tensors, 0 of none. The host waits for the device once.
-pub fn norm(tensors: &[Tensor]) -> Result<f64, Error> {
-    let mut norm = 0.0;
+impl Update {
+    /// What gradients are divided by in all, where their norm is `norm`. The kernel has it in f32.
+    pub fn divisor(&self, norm: f64) -> f64 {
+        let clip = self.max_norm / (norm / self.denominator + 1e-6);
+        // Not by `min`, which takes NaN for no number at all.
+        self.denominator / if clip > 1.0 { 1.0 } else { clip }
+    }
+
+    /// Whether that is finite for the kernel, too: else nothing is updated.
+    pub fn fits(&self, norm: f64) -> bool {
+        (self.divisor(norm) as f32).is_finite()
+    }
+}
+
+/// The L2 norm of all values of all tensors, 0 of none: one f64 beside them, for which the host does not wait. [`Reading`] brings it.
+pub fn norm(tensors: &[Tensor]) -> Result<Tensor, Error> {
+    let mut norm = ptr::null_mut();
     let tensors = pointers(tensors);
-    // SAFETY: a list of live tensors, borrowed for the call.
+    // SAFETY: a list of live tensors, borrowed for the call, which gives one tensor.
     done(unsafe { ffi::draftmill_norm(tensors.as_ptr(), tensors.len(), &mut norm) })?;
-    Ok(norm)
+    Ok(owned(norm))
 }
 
 /// What `work` gives of each of `0..count`, shared out over the threads that an operation of the CPU may use. Operations inside stay
@@ -227,6 +254,12 @@ pub fn attention() -> Result<Attention, Error> {
 /// As libtorch's C++ takes them: tch's tensor is a pointer to libtorch's.
 fn pointers(tensors: &[Tensor]) -> Vec<*const C_tensor> {
     tensors.iter().map(Tensor::as_ptr).collect()
+}
+
+/// A tensor that the shim made for us.
+fn owned(tensor: *mut C_tensor) -> Tensor {
+    // SAFETY: after success each pointer is a tensor of libtorch on the heap that nobody else holds.
+    unsafe { Tensor::from_ptr(tensor) }
 }
 
 /// One that is too large for libtorch is none of its devices, and refused as such.

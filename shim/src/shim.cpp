@@ -1,7 +1,9 @@
 // What tch lacks of libtorch, as C functions. Only device-neutral headers are included: no CUDA header, so that this
 // compiles wherever libtorch does, and the CUDA half answers when it was loaded.
 //
-// Each function returns a code; the message of one that failed waits in the slot of its thread. Nothing is thrown out.
+// Each function returns a code; guard.h says what becomes of failures.
+
+#include "guard.h"
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
@@ -20,68 +22,29 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <torch/headeronly/version.h>
 
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <exception>
 #include <limits>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <vector>
 
+using namespace draftmill;
+
 namespace {
 
-// The same numbers as in lib.rs.
-enum Code : int { kDone = 0, kFailed = 1, kOutOfMemory = 2, kUnsuitable = 3 };
-
-// Asked for something that this shim or this process cannot do; nothing was changed.
-struct Unsuitable : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// Not a std::string: to keep a message must not need memory when memory is what lacks.
-thread_local char slot[1024];
-
-int keep(Code code, const char* text) noexcept {
-  std::snprintf(slot, sizeof slot, "%s", text);
-  return code;
-}
-
-bool tells_of_memory(const c10::Error& error, const char* text) noexcept {
-  // The allocator of the CPU throws a plain Error.
-  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
-      std::strstr(text, "DefaultCPUAllocator") != nullptr;
-}
-
-template <typename Work>
-int guarded(Work&& work) noexcept {
-  slot[0] = '\0';
-  try {
-    work();
-    return kDone;
-  } catch (const Unsuitable& error) {
-    return keep(kUnsuitable, error.what());
-  } catch (const c10::Error& error) {
-    const char* text = error.what_without_backtrace();
-    return keep(tells_of_memory(error, text) ? kOutOfMemory : kFailed, text);
-  } catch (const std::bad_alloc& error) {
-    return keep(kOutOfMemory, error.what());
-  } catch (const std::exception& error) {
-    return keep(kFailed, error.what());
-  } catch (...) {
-    return keep(kFailed, "libtorch threw something that is no std::exception");
-  }
-}
-
 using Tensors = std::vector<at::Tensor>;
+
+at::Tensor norm_of(const Tensors& list) {
+  return at::linalg_vector_norm(at::stack(at::_foreach_norm(list, 2)), 2).to(at::kDouble);
+}
 
 // What the fused kernels take for granted and do not check everywhere: on the CPU they walk over `numel` values from
 // each tensor's first, whatever its size, stride and kind.
@@ -170,7 +133,8 @@ struct DraftmillUpdate {
   double eps;
   double weight_decay;
   double step;
-  double divisor;
+  double denominator;
+  double max_norm;
 };
 
 struct DraftmillMemory {
@@ -203,12 +167,13 @@ int draftmill_fused_adamw(
     at::Tensor* const* exp_avg,
     at::Tensor* const* exp_avg_sq,
     size_t count,
+    const at::Tensor* norm,
     const DraftmillUpdate* update) noexcept {
   return guarded([&] {
     const c10::AutoGradMode no_grad(false);
-    const float divisor = static_cast<float>(update->divisor);
-    if (!std::isfinite(divisor) || divisor <= 0) {
-      throw Unsuitable("fused AdamW divides gradients by a finite f32 above zero alone");
+    const double denominator = update->denominator;
+    if (!std::isfinite(denominator) || denominator <= 0) {
+      throw Unsuitable("fused AdamW divides gradients by a finite number above zero alone");
     }
     Tensors m, g, a, s;
     for (size_t i = 0; i < count; ++i) {
@@ -230,27 +195,30 @@ int draftmill_fused_adamw(
       s.push_back(*exp_avg_sq[i]);
     }
     if (m.empty()) return;
+    if (!norm->defined() || norm->dim() != 0 || norm->scalar_type() != at::kDouble || norm->device() != m[0].device()) {
+      throw Unsuitable("fused AdamW takes no norm that is not a single f64 beside the masters");
+    }
     // The kernels read the step and the divisor from their device, and write neither: one of each serves all tensors.
-    // Filled there, not copied there, so the host need not wait.
+    // Filled and computed there, so that the host need not know the norm, nor wait for it.
     const auto options = m[0].options().requires_grad(false);
+    const auto number = [&](double value) { return at::full({}, value, options.dtype(at::kDouble)); };
+    const at::Tensor clip = number(update->max_norm).div(norm->div(denominator).add(1e-6)).clamp_max(1.0);
+    const at::Tensor divisor = number(denominator).div(clip).to(at::kFloat);
+    const at::Tensor unfit = divisor.isfinite().logical_not().to(at::kFloat);
     const Tensors steps(m.size(), at::full({}, update->step, options));
-    const at::Tensor scale = at::full({}, divisor, options);
     at::_fused_adamw_(
         m, g, a, s, {}, steps, update->learning_rate, update->beta1, update->beta2, update->weight_decay, update->eps,
-        /*amsgrad=*/false, /*maximize=*/false, scale, std::nullopt);
+        /*amsgrad=*/false, /*maximize=*/false, divisor, unfit);
   });
 }
 
-int draftmill_norm(at::Tensor* const* tensors, size_t count, double* norm) noexcept {
+// Gives a single f64 where the tensors are; the host waits for nothing.
+int draftmill_norm(at::Tensor* const* tensors, size_t count, at::Tensor** norm) noexcept {
   return guarded([&] {
     const c10::AutoGradMode no_grad(false);
     Tensors list;
     for (size_t i = 0; i < count; ++i) list.push_back(*tensors[i]);
-    *norm = 0;
-    if (list.empty()) return;
-    const Tensors each = at::_foreach_norm(list, 2);
-    // The one moment at which the host waits for the device.
-    *norm = at::linalg_vector_norm(at::stack(each), 2).item<double>();
+    hand_over<1>({list.empty() ? at::zeros({}, at::kDouble) : norm_of(list)}, norm);
   });
 }
 

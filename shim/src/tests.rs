@@ -5,8 +5,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::Kind;
 
 const CPU: Device = Device::Cpu;
-const UPDATE: Update =
-    Update { learning_rate: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step: 3, divisor: 4.0 };
+/// The norm that [`run`] tells is small beside the largest one, unless a test says otherwise.
+const UPDATE: Update = Update {
+    learning_rate: 1e-2,
+    beta1: 0.9,
+    beta2: 0.99,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    step: 3,
+    denominator: 4.0,
+    max_norm: 1e3,
+};
 
 fn values(seed: i64, size: &[i64]) -> Tensor {
     let count: i64 = size.iter().product();
@@ -25,8 +34,16 @@ fn copies(lists: &[Vec<Tensor>; 4]) -> [Vec<Tensor>; 4] {
 }
 
 fn run(lists: &mut [Vec<Tensor>; 4], update: &Update) -> Result<(), Error> {
+    run_told(lists, &Tensor::from(1f64), update)
+}
+
+fn run_told(lists: &mut [Vec<Tensor>; 4], norm: &Tensor, update: &Update) -> Result<(), Error> {
     let [masters, gradients, exp_avg, exp_avg_sq] = lists;
-    fused_adamw(masters, gradients, exp_avg, exp_avg_sq, update)
+    fused_adamw(masters, gradients, exp_avg, exp_avg_sq, norm, update)
+}
+
+fn value(norm: Tensor) -> f64 {
+    Reading::begin(&norm).unwrap().value().unwrap()
 }
 
 fn gap(a: &Tensor, b: &Tensor) -> f64 {
@@ -44,8 +61,13 @@ fn fused_adamw_is_the_formula() {
     // A gradient in another order serves as well as one in order.
     lists[1][0] = values(11, &[5, 33]).transpose(0, 1);
     let before = copies(&lists).map(|list| list.into_iter().map(|t| t.to_kind(Kind::Double)).collect::<Vec<_>>());
-    run(&mut lists, &UPDATE).unwrap();
-    let Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, divisor } = UPDATE;
+    // So long that it is clipped to a fifth.
+    let norm = norm(&lists[1]).unwrap();
+    let update = Update { max_norm: norm.double_value(&[]) / 20.0, ..UPDATE };
+    run_told(&mut lists, &norm, &update).unwrap();
+    let divisor = update.divisor(norm.double_value(&[]));
+    assert!((divisor - 20.0).abs() < 1e-4, "{divisor}");
+    let Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, .. } = update;
     for i in 0..before[0].len() {
         let g = &before[1][i] / divisor;
         let m = &before[2][i] * beta1 + &g * (1.0 - beta1);
@@ -86,22 +108,41 @@ fn what_the_kernel_would_get_wrong_is_refused_and_nothing_is_changed() {
         spoil(&mut lists);
         refused(&mut lists, &UPDATE, what);
     }
-    for divisor in [0.0, -1.0, 1e300, f64::NAN] {
-        refused(&mut lists(), &Update { divisor, ..UPDATE }, "a finite f32 above zero");
+    for denominator in [0.0, -1.0, f64::INFINITY, f64::NAN] {
+        refused(&mut lists(), &Update { denominator, ..UPDATE }, "a finite number above zero");
+    }
+    for norm in [Tensor::from(1f32), Tensor::from_slice(&[1f64]), Tensor::new()] {
+        let refused = run_told(&mut lists(), &norm, &UPDATE);
+        assert!(matches!(refused, Err(Error::Unsuitable(_))), "{norm:?}");
     }
     run(&mut lists(), &UPDATE).unwrap();
     run(&mut [vec![], vec![], vec![], vec![]], &UPDATE).unwrap();
+}
+
+/// The host has not seen the norm by then, so the device has to know.
+#[test]
+fn where_it_does_not_fit_the_norm_nothing_is_changed() {
+    let unchanged = |norm: f64, update: &Update| {
+        let (mut lists, before) = (lists(), lists());
+        run_told(&mut lists, &Tensor::from(norm), update).unwrap();
+        [0, 2, 3].iter().all(|&i| lists[i].iter().zip(&before[i]).all(|(now, before)| now.equal(before)))
+    };
+    for norm in [f64::NAN, f64::INFINITY, 1e300, 1.0, 0.0] {
+        let fits = norm <= 1.0;
+        assert_eq!((unchanged(norm, &UPDATE), UPDATE.fits(norm)), (!fits, fits), "{norm}");
+    }
+    assert!(unchanged(1.0, &Update { denominator: 1e300, ..UPDATE }));
 }
 
 #[test]
 fn the_norm_is_that_of_all_values() {
     let [list, ..] = lists();
     let want = list.iter().map(|t| t.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])).sum::<f64>();
-    let got = norm(&list).unwrap();
+    let got = value(norm(&list).unwrap());
     assert!((got / want.sqrt() - 1.0).abs() < 1e-6, "{got} {want}");
-    assert_eq!(norm(&[]), Ok(0.0));
-    assert!(norm(&[list[0].shallow_clone(), Tensor::from(f32::NAN)]).unwrap().is_nan());
-    assert_eq!(norm(&[Tensor::from(f32::INFINITY)]), Ok(f64::INFINITY));
+    assert_eq!(value(norm(&[]).unwrap()), 0.0);
+    assert!(value(norm(&[list[0].shallow_clone(), Tensor::from(f32::NAN)]).unwrap()).is_nan());
+    assert_eq!(value(norm(&[Tensor::from(f32::INFINITY)]).unwrap()), f64::INFINITY);
 }
 
 #[test]
@@ -144,20 +185,20 @@ fn whatever_is_thrown_comes_back_as_an_error() {
     assert_eq!(thrown(4), Error::Failed("a shape".into()));
     assert!(thrown(0).to_string().contains("no std::exception"), "{}", thrown(0));
     // What went wrong before does not stick.
-    assert_eq!(norm(&[]), Ok(0.0));
+    assert_eq!(value(norm(&[]).unwrap()), 0.0);
 }
 
 #[test]
 fn the_thread_tracks_gradients_as_before() {
     let leaf = Tensor::ones([2], (Kind::Float, CPU)).set_requires_grad(true);
     let tracked = || (&leaf * 2.0).requires_grad();
-    norm(&[leaf.shallow_clone()]).unwrap();
+    drop(norm(&[leaf.shallow_clone()]).unwrap());
     let mut broken = lists();
     broken[0][0] = broken[0][0].to_kind(Kind::Double);
     run(&mut broken, &UPDATE).unwrap_err();
     assert!(tracked());
     let _no_grad = tch::no_grad_guard();
-    norm(&[leaf.shallow_clone()]).unwrap();
+    drop(norm(&[leaf.shallow_clone()]).unwrap());
     assert!(!tracked());
 }
 

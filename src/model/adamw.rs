@@ -4,7 +4,8 @@ use super::{
     ModelError,
     params::{Gradient, ParamSet},
 };
-use draftmill_shim::Update;
+use draftmill_shim::{Reading, Update};
+use tch::Tensor;
 
 /// What shapes an update, the learning rate aside.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,7 +52,7 @@ impl AdamW {
     /// `min(1, max_norm / (norm + 1e-6))`, as torch does), and updates. Returns the norm before clipping. The gradient
     /// is used up: its storage serves as scratch.
     ///
-    /// A norm that is not finite changes nothing and is an error.
+    /// A norm that is not finite, or so large that what it asks for is no f32, changes nothing and is an error.
     pub fn step(
         &mut self,
         mut gradient: Gradient,
@@ -63,20 +64,27 @@ impl AdamW {
         if gradient.names() != self.masters.names() {
             return Err(ModelError::Input("the gradient has other parameters than the optimizer".into()));
         }
-        let norm = draftmill_shim::norm(gradient.tensors())? / denominator;
-        if !norm.is_finite() {
+        let next = self.steps + 1;
+        let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
+        // One divisor for mean and clip, so that the update reads the gradient once more and no pass is made for either.
+        let update = Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step: next, denominator, max_norm };
+        let norm = draftmill_shim::norm(gradient.tensors())?;
+        // Its way to the host begins here, so that the device is at the update while the host still waits for the number.
+        let reading = Reading::begin(&norm)?;
+        let fused = !self.plain && self.fused(&mut gradient, &norm, &update)?;
+        let norm = reading.value()?;
+        // The fused update has found the same, and changed nothing.
+        if !update.fits(norm) {
+            let norm = norm / denominator;
             return Err(ModelError::Input(format!(
                 "the gradient's norm is {norm}; the weights were left as they are. Lower optimizer.learning_rate, or train in f32"
             )));
         }
-        // One factor for mean and clip, so that the update reads the gradient once more and no pass is made for either.
-        let clip = (max_norm / (norm + 1e-6)).min(1.0);
-        let next = self.steps + 1;
-        if self.plain || !self.fused(&mut gradient, denominator / clip, lr, next)? {
-            self.by_definition(&gradient, clip / denominator, lr, next)?;
+        if !fused {
+            self.by_definition(&gradient, norm, &update)?;
         }
         self.steps = next;
-        Ok(norm)
+        Ok(norm / denominator)
     }
 
     /// From now on every update is made of plain operations: what the fused kernel is held to.
@@ -86,11 +94,9 @@ impl AdamW {
     }
 
     /// The update in libtorch's fused kernel; false where it takes no such tensors, and nothing was changed.
-    fn fused(&mut self, gradient: &mut Gradient, divisor: f64, lr: f64, step: u64) -> Result<bool, ModelError> {
-        let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
-        let update = Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, divisor };
+    fn fused(&mut self, gradient: &mut Gradient, norm: &Tensor, update: &Update) -> Result<bool, ModelError> {
         let (m, v) = (self.exp_avg.tensors_mut(), self.exp_avg_sq.tensors_mut());
-        match draftmill_shim::fused_adamw(self.masters.tensors_mut(), gradient.tensors_mut(), m, v, &update) {
+        match draftmill_shim::fused_adamw(self.masters.tensors_mut(), gradient.tensors_mut(), m, v, norm, update) {
             Ok(()) => Ok(true),
             Err(draftmill_shim::Error::Unsuitable(_)) => Ok(false),
             Err(error) => Err(error.into()),
@@ -98,13 +104,14 @@ impl AdamW {
     }
 
     /// The same, operation by operation, on any device and kind.
-    fn by_definition(&mut self, gradient: &Gradient, scale: f64, lr: f64, step: u64) -> Result<(), ModelError> {
-        let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
+    fn by_definition(&mut self, gradient: &Gradient, norm: f64, update: &Update) -> Result<(), ModelError> {
+        let Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, .. } = *update;
+        let divisor = update.divisor(norm);
         let exponent = i32::try_from(step).unwrap_or(i32::MAX);
         let (correction1, correction2) = (1.0 - beta1.powi(exponent), 1.0 - beta2.powi(exponent));
         let moments = self.exp_avg.tensors_mut().iter_mut().zip(self.exp_avg_sq.tensors_mut());
         for ((master, gradient), (m, v)) in self.masters.tensors_mut().iter_mut().zip(gradient.tensors()).zip(moments) {
-            let g = gradient.f_mul_scalar(scale)?;
+            let g = gradient.f_div_scalar(divisor)?;
             if weight_decay != 0.0 {
                 let _ = master.f_mul_scalar_(1.0 - lr * weight_decay)?;
             }
@@ -124,7 +131,7 @@ mod tests {
     use proptest::prelude::*;
     use rand::{RngExt, SeedableRng};
     use rand_chacha::ChaCha8Rng;
-    use tch::{Kind, Tensor};
+    use tch::Kind;
 
     const HYPER: Hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
 
@@ -207,7 +214,10 @@ mod tests {
             let mut adamw = AdamW::resume(masters, m, v, 0, HYPER);
             let before = copy(&adamw.masters);
             let mut gradient = set(rng, &shapes, kind);
-            assert_eq!(adamw.fused(&mut gradient, 2.0, 0.1, 1).unwrap(), expected, "{kind:?}");
+            let Hyper { beta1, beta2, eps, weight_decay } = HYPER;
+            let (denominator, max_norm) = (2.0, 1.0);
+            let update = Update { learning_rate: 0.1, beta1, beta2, eps, weight_decay, step: 1, denominator, max_norm };
+            assert_eq!(adamw.fused(&mut gradient, &Tensor::from(1f64), &update).unwrap(), expected, "{kind:?}");
             assert_eq!(gaps(&before, &adamw.masters).last().is_some_and(|&gap| gap > 1e-3), expected, "{kind:?}");
             // What the kernel refuses takes a step nevertheless.
             adamw.step(set(rng, &shapes, kind), 1.0, 0.1, 1.0).unwrap();
