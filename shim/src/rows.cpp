@@ -155,4 +155,19 @@ WIDEST void draftmill_soften(
   }
 }
 
+// Of each row, the logarithm of whose sum is known: scores become weights, exp(score - log_sum), and the gradients of weights
+// those of scores, weight * (d_weight - delta).
+WIDEST void draftmill_soften_backward(
+    float* scores, float* d_weights, int64_t rows, int64_t width, const float* log_sum, const float* delta) {
+  for (int64_t i = 0; i < rows; ++i, scores += width, d_weights += width) {
+    const float whole = log_sum[i], mean = delta[i];
+#pragma omp simd
+    for (int64_t k = 0; k < width; ++k) {
+      const float weight = power(scores[k] - whole);
+      d_weights[k] = (d_weights[k] - mean) * weight;
+      scores[k] = weight;
+    }
+  }
+}
+
 }  // extern "C"

@@ -63,18 +63,45 @@ pub fn gated_backward(d_out: &Tensor, gate_up: &Tensor) -> Result<Option<(Tensor
     Ok(Some((out, d_gate_up)))
 }
 
-/// One part of an online softmax over `scores [rows, width]`. In place: `most [rows, 1]` grows to the largest score so far, scores become
-/// `exp(score - most)`, and `sum [rows, 1]` shrinks and takes them in. Gives by how much what was summed before shrinks, `[rows, 1]`.
+/// One part of an online softmax over `scores [.., width]`. In place: `most [.., 1]` grows to the largest score so far, scores become
+/// `exp(score - most)`, and `sum [.., 1]` shrinks and takes them in. Gives by how much what was summed before shrinks, `[.., 1]`.
 pub fn soften(scores: &mut Tensor, most: &mut Tensor, sum: &mut Tensor) -> Result<Option<Tensor>, Error> {
-    let [count, width] = scores.size()[..] else { return Ok(None) };
-    let (Some(_), Some(_), Some(_)) = (row(scores), row(most), row(sum)) else { return Ok(None) };
-    if most.numel() != count as usize || sum.numel() != count as usize {
-        return Ok(None);
-    }
+    let Some((count, width)) = softened(scores, most, sum) else { return Ok(None) };
     let shrink = like(most)?;
     // SAFETY: contiguous tensors of the sizes that were checked, borrowed for writing.
     unsafe { ffi::draftmill_soften(data(scores), count, width, data(most), data(sum), data(&shrink)) };
     Ok(Some(shrink))
+}
+
+/// Where the logarithm of each row's sum is known, `[.., 1]`, and `delta [.., 1]` is what a row's weights times their gradients sum up to.
+/// In place: `scores [.., width]` become the weights `exp(score - log_sum)`, and the gradients of these become those of the scores,
+/// `weight (d_weight - delta)`. False where nothing was done.
+pub fn soften_backward(
+    scores: &mut Tensor,
+    d_weights: &mut Tensor,
+    log_sum: &Tensor,
+    delta: &Tensor,
+) -> Result<bool, Error> {
+    let Some((count, width)) = softened(scores, log_sum, delta).filter(|_| row(d_weights).is_some()) else {
+        return Ok(false);
+    };
+    if d_weights.size() != scores.size() {
+        return Ok(false);
+    }
+    // SAFETY: as above; the last two are read alone.
+    unsafe {
+        ffi::draftmill_soften_backward(data(scores), data(d_weights), count, width, data(log_sum), data(delta));
+    }
+    Ok(true)
+}
+
+/// Rows of scores, each with two numbers of its own, and their width.
+fn softened(scores: &Tensor, one: &Tensor, two: &Tensor) -> Option<(i64, i64)> {
+    let (Some(_), Some(_), Some(_)) = (row(scores), row(one), row(two)) else { return None };
+    let size = scores.size();
+    let (&width, outer) = size.split_last()?;
+    let count: i64 = outer.iter().product();
+    (one.numel() == count as usize && two.numel() == count as usize).then_some((count, width))
 }
 
 fn suits(x: &Tensor) -> bool {
@@ -218,6 +245,23 @@ mod tests {
         assert!(sum.double_value(&[0, 0]).is_nan());
     }
 
+    #[test]
+    fn weights_and_the_gradient_of_scores_come_from_the_logarithm_of_the_sum() {
+        let size = [2, 3, 37];
+        let scores = values(1.0, &size, Kind::Float) * 5.0;
+        let _ = scores.narrow(2, 30, 7).narrow(1, 0, 1).fill_(f64::NEG_INFINITY);
+        let exact = scores.to_kind(Kind::Double).set_requires_grad(true);
+        let weights = exact.softmax(-1, Kind::Double);
+        let d_weights = values(2.0, &size, Kind::Double);
+        (&weights * &d_weights).sum(Kind::Double).backward();
+        let log_sum = exact.detach().logsumexp([-1i64].as_slice(), true).to_kind(Kind::Float);
+        let delta = (&weights * &d_weights).detach().sum_dim_intlist([-1i64].as_slice(), true, Kind::Double);
+        let (mut got, mut gradient) = (scores.copy(), d_weights.to_kind(Kind::Float));
+        assert!(soften_backward(&mut got, &mut gradient, &log_sum, &delta.to_kind(Kind::Float)).unwrap());
+        close("weights", &got, &weights.detach());
+        close_for("gradient", &gradient, &exact.grad(), 4.0);
+    }
+
     /// Whatever a pass would read astray is left to plain operations.
     #[test]
     fn other_kinds_orders_and_sizes_are_left_alone() {
@@ -235,5 +279,12 @@ mod tests {
         let mut most = Tensor::zeros([3, 1], (Kind::Float, Device::Cpu));
         let mut sum = most.copy();
         assert!(soften(&mut x.copy(), &mut most, &mut sum).unwrap().is_none());
+        let (log_sum, delta) = (Tensor::zeros([4, 1], (Kind::Float, Device::Cpu)), scale);
+        let wrong =
+            [(x.to_kind(Kind::Double), x.copy()), (x.copy(), x.transpose(0, 1)), (x.copy(), x.narrow(1, 0, 5).copy())];
+        for (mut scores, mut d_weights) in wrong {
+            assert!(!soften_backward(&mut scores, &mut d_weights, &log_sum, &delta).unwrap());
+        }
+        assert!(!soften_backward(&mut x.copy(), &mut x.copy(), &most, &delta).unwrap());
     }
 }

@@ -3,8 +3,7 @@
 use super::ModelError;
 use super::anchors::Slots;
 use super::batch::Teacher;
-use super::ops::{Span, spans, wide};
-use draftmill_shim::rows;
+use super::ops::{Span, soften, spans, wide};
 use tch::{Kind, Tensor};
 
 /// What the head says of some hidden states.
@@ -227,19 +226,6 @@ fn sums(
         };
     }
     Ok(Sums { most, sum, product })
-}
-
-/// One part of an online softmax, in place: see [`rows::soften`].
-fn soften(scores: &mut Tensor, most: &mut Tensor, sum: &mut Tensor) -> Result<Tensor, ModelError> {
-    if let Some(shrink) = rows::soften(scores, most, sum)? {
-        return Ok(shrink);
-    }
-    let larger = most.f_maximum(&scores.f_amax(&[1i64][..], true)?)?;
-    let shrink = most.f_sub(&larger)?.f_exp_()?;
-    let _ = scores.f_sub_(&larger)?.f_exp_()?;
-    let _ = sum.f_mul_(&shrink)?.f_add_(&scores.f_sum_dim_intlist(&[1i64][..], true, sum.f_kind()?)?)?;
-    *most = larger;
-    Ok(shrink)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The few operations that target and drafter are made of, in fallible form.
 
 use super::ModelError;
+use draftmill_shim::rows;
 use tch::{Device, Kind, Tensor};
 
 /// What a masked score is set to: large and finite, so that a row of masked scores stays a number.
@@ -71,6 +72,34 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// times as long as its `max`.)
 pub fn largest(x: &Tensor) -> Result<Tensor, ModelError> {
     Ok(x.f_max_dim(-1, false)?.1)
+}
+
+/// One part of an online softmax, in place: see [`rows::soften`].
+pub fn soften(scores: &mut Tensor, most: &mut Tensor, sum: &mut Tensor) -> Result<Tensor, ModelError> {
+    if let Some(shrink) = rows::soften(scores, most, sum)? {
+        return Ok(shrink);
+    }
+    let larger = most.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
+    let shrink = most.f_sub(&larger)?.f_exp_()?;
+    let _ = scores.f_sub_(&larger)?.f_exp_()?;
+    let _ = sum.f_mul_(&shrink)?.f_add_(&scores.f_sum_dim_intlist(&[-1i64][..], true, sum.f_kind()?)?)?;
+    *most = larger;
+    Ok(shrink)
+}
+
+/// From the logarithms of sums and the gradients of weights to weights and the gradients of scores, in place: see
+/// [`rows::soften_backward`].
+pub fn soften_backward(
+    scores: &mut Tensor,
+    d_weights: &mut Tensor,
+    log_sum: &Tensor,
+    delta: &Tensor,
+) -> Result<(), ModelError> {
+    if !rows::soften_backward(scores, d_weights, log_sum, delta)? {
+        let _ = scores.f_sub_(log_sum)?.f_exp_()?;
+        let _ = d_weights.f_sub_(delta)?.f_mul_(scores)?;
+    }
+    Ok(())
 }
 
 /// Attention of `q [B, heads, Lq, head_dim]` over `k`, `v [B, kv_heads, Lk, head_dim]`, where each key/value head serves

@@ -10,7 +10,7 @@
 use super::super::ModelError;
 use super::super::blocks::{Sight, View};
 use super::super::draft::AttentionBy;
-use super::super::ops::{Span, wide};
+use super::super::ops::{Span, soften, soften_backward, wide};
 use draftmill_shim::{attend, attend_backward, attends};
 use tch::{Kind, Tensor};
 
@@ -75,9 +75,9 @@ impl Inputs<'_> {
     pub fn backward(&self, output: &Output, d_gathered: &Tensor) -> Result<Gradients, ModelError> {
         let exact = output.log_sum.f_kind()?;
         let delta = output.gathered.f_mul(d_gathered)?.f_sum_dim_intlist(&[-1i64][..], true, exact)?;
-        let weights = self.own_scores()?.f_sub_(&output.log_sum)?.f_exp_()?;
-        let d_weights = self.own_scores_of(d_gathered, self.own.1)?.f_to_kind(exact)?;
-        let d_scores = d_weights.f_sub(&delta)?.f_mul_(&weights)?;
+        let (mut weights, mut d_scores) =
+            (self.own_scores()?, self.own_scores_of(d_gathered, self.own.1)?.f_to_kind(exact)?);
+        soften_backward(&mut weights, &mut d_scores, &output.log_sum, &delta)?;
         let d_own = (self.own_key_gradient(&d_scores, self.queries)?, self.own_key_gradient(&weights, d_gathered)?);
         let d_queries = self.own_product(&d_scores, self.own.0)?;
 
@@ -89,7 +89,7 @@ impl Inputs<'_> {
         for view in self.sight.views {
             let rows = self.rows(view);
             let (queries, d_gathered) = (rows.of(&self.by_row(self.queries)?, 1)?, rows.of(d_gathered, 1)?);
-            let log_sum = rows.of(&output.log_sum, 1)?;
+            let (log_sum, delta) = (rows.of(&output.log_sum, 1)?.f_contiguous()?, rows.of(&delta, 1)?.f_contiguous()?);
             let add = |part: &Part<'_>, [d_q, d_k, d_v]: [Tensor; 3]| -> Result<(), ModelError> {
                 let _ = rows.of(&d_queries, 1)?.f_add_(&d_q)?;
                 let _ = part.span.of(&d_keys, 1)?.f_add_(&d_k)?;
@@ -102,10 +102,10 @@ impl Inputs<'_> {
                 add(&part, attend_backward(&d_gathered, inputs, &gathered, &log_sum, 1.0)?)?;
             }
             for part in self.scored(view)? {
-                let weights = self.scores(view, &part)?.f_sub_(&log_sum)?.f_exp_()?;
-                let d_weights = d_gathered.f_bmm(&part.values.f_transpose(1, 2)?)?.f_to_kind(exact)?;
-                let d_scores = d_weights.f_sub(&rows.of(&delta, 1)?)?.f_mul_(&weights)?.f_to_kind(self.kind()?)?;
-                let weights = weights.f_to_kind(self.kind()?)?;
+                let mut weights = self.scores(view, &part)?;
+                let mut d_scores = d_gathered.f_bmm(&part.values.f_transpose(1, 2)?)?.f_to_kind(exact)?;
+                soften_backward(&mut weights, &mut d_scores, &log_sum, &delta)?;
+                let (weights, d_scores) = (weights.f_to_kind(self.kind()?)?, d_scores.f_to_kind(self.kind()?)?);
                 let d_keys = d_scores.f_transpose(1, 2)?.f_bmm(&queries)?;
                 let d_values = weights.f_transpose(1, 2)?.f_bmm(&d_gathered)?;
                 add(&part, [d_scores.f_bmm(&part.keys)?, d_keys, d_values])?;
@@ -140,41 +140,34 @@ impl Inputs<'_> {
     /// What a group gathers from its context, not yet divided: the largest score, that of the own blocks included; the
     /// sum of the weights, and what they gather, both over its exponential. `[kv_heads, rows, 1 or head_dim]` each.
     fn over_context(&self, view: &View, own_most: Tensor) -> Result<[Tensor; 3], ModelError> {
-        let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
-        let mut most = own_most;
-        let mut scored = Vec::new();
+        let mut most = own_most.f_to_device_(own_most.device(), own_most.f_kind()?, false, true)?;
+        let mut sum = most.f_zeros_like()?;
+        let mut gathered: Option<Tensor> = None;
         for part in self.scored(view)? {
-            let scores = self.scores(view, &part)?;
-            most = most.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
-            scored.push((scores, part.values));
+            let mut scores = self.scores(view, &part)?;
+            let shrink = soften(&mut scores, &mut most, &mut sum)?;
+            let more = scores.f_to_kind(self.kind()?)?.f_bmm(&part.values)?;
+            gathered = Some(match gathered {
+                None => more,
+                Some(before) => before.f_mul(&shrink)?.f_add_(&more)?,
+            });
         }
-        let mut attended = None;
         if let Some(part) = self.attended(view)? {
-            let (gathered, log_sum) = attend(&queries, &part.keys, &part.values, 1.0)?;
-            let log_sum = log_sum.f_unsqueeze(-1)?;
-            most = most.f_maximum(&log_sum)?;
-            attended = Some((gathered, log_sum));
+            let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
+            let (more, log_sum) = attend(&queries, &part.keys, &part.values, 1.0)?;
+            // One more score, whose value is what the kernel gathered.
+            let mut weight = log_sum.f_unsqueeze(-1)?.f_contiguous()?;
+            let shrink = soften(&mut weight, &mut most, &mut sum)?;
+            let mut more = more.f_mul(&weight)?;
+            gathered = Some(match gathered {
+                None => more,
+                Some(before) => more.f_add_(&before.f_mul(&shrink)?)?,
+            });
         }
-        let mut shares = Vec::new();
-        for (mut scores, values) in scored {
-            let weights = scores.f_sub_(&most)?.f_exp_()?;
-            let sum = weights.f_sum_dim_intlist(&[-1i64][..], true, weights.f_kind()?)?;
-            shares.push([sum, weights.f_to_kind(self.kind()?)?.f_bmm(&values)?]);
-        }
-        if let Some((gathered, mut log_sum)) = attended {
-            let weight = log_sum.f_sub_(&most)?.f_exp_()?;
-            let gathered = gathered.f_mul(&weight)?.f_to_kind(self.kind()?)?;
-            shares.push([weight, gathered]);
-        }
-        let mut shares = shares.into_iter();
-        let [mut sum, mut gathered] = match shares.next() {
-            Some(share) => share,
-            None => [most.f_zeros_like()?, queries.f_zeros_like()?],
+        let gathered = match gathered {
+            Some(gathered) => gathered.f_to_kind(self.kind()?)?,
+            None => self.rows(view).of(&self.by_row(self.queries)?, 1)?.f_zeros_like()?,
         };
-        for share in shares {
-            sum = sum.f_add_(&share[0])?;
-            gathered = gathered.f_add_(&share[1])?;
-        }
         Ok([most, sum, gathered])
     }
 
