@@ -2,14 +2,14 @@
 //! gradient for the new weights.
 //!
 //! In: loans from the pool, tickets, the trainer's phase. Out: reports and gradients. It draws `prefetch` batches ahead, so
-//! that the next one is there when a ticket is. A batch that it could not train goes back to the pool, and its ticket to the
+//! that the next one is there when a ticket is, and has the engine bring it closer at once, also while another one is in work. A batch that it could not train goes back to the pool, and its ticket to the
 //! trainer; after `max_attempts`, or where the features are lost, the job is skipped. It ends when the trainer says so, after
 //! handing in what it has. While it is paused it draws nothing, trains what it has in hand, and takes part in every step.
 //! Invariants: T1, T2.
 
 use crate::{
     ask::{answer, changed},
-    engine::{DraftEngine, EngineError, MicroFailure},
+    engine::{DraftEngine, EngineError, MicroFailure, Staging},
     fault::{Fault, Gone, Stops},
     job::Job,
     journal::journal,
@@ -21,7 +21,10 @@ use crate::{
     types::JobId,
 };
 use metrics::{Counter, counter};
-use std::collections::{BTreeSet, VecDeque};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    pin::pin,
+};
 use tokio::sync::{oneshot, watch};
 
 /// What shapes the drafters' work.
@@ -53,12 +56,8 @@ struct Drafter<E: DraftEngine> {
     engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
-    /// In their order, where they have one.
-    in_hand: VecDeque<Loan<E::Features>>,
-    draw: Option<oneshot::Receiver<Option<Loan<E::Features>>>>,
+    hand: Hand<E::Features>,
     ticket: Option<oneshot::Receiver<Option<Ticket>>>,
-    /// The pool has nothing more to give.
-    exhausted: bool,
     /// The trainer needs nothing more from this drafter, and knows that nothing comes.
     finished: bool,
     /// Where batches have an order: those below this place may be trained now.
@@ -71,6 +70,16 @@ struct Drafter<E: DraftEngine> {
     meter: Meter,
     series: Series,
     work: Work,
+}
+
+/// What the pool gave, and what it was asked for.
+struct Hand<F> {
+    /// In their order, where they have one.
+    loans: VecDeque<Loan<F>>,
+    draw: Option<oneshot::Receiver<Option<Loan<F>>>>,
+    /// The pool has nothing more to give.
+    exhausted: bool,
+    staging: Staging<F>,
 }
 
 /// The drafter's own series, looked up once.
@@ -95,21 +104,20 @@ impl Series {
 pub async fn run<E: DraftEngine>(
     index: usize,
     settings: watch::Receiver<Settings>,
-    engine: E,
+    mut engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
     stops: Stops,
 ) -> Result<Work, Fault> {
+    let staging = engine.staging();
     let mut drafter = Drafter {
         index,
         name: format!("drafter {index}"),
         engine,
         pool,
         trainer,
-        in_hand: VecDeque::new(),
-        draw: None,
+        hand: Hand { loans: VecDeque::new(), draw: None, exhausted: false, staging },
         ticket: None,
-        exhausted: false,
         finished: false,
         below: 0,
         owes_draw: false,
@@ -148,14 +156,14 @@ impl<E: DraftEngine> Drafter<E> {
                 Phase::Collect { below, .. } => self.below = below,
             }
             self.ask().await?;
-            let cause = if self.in_hand.is_empty() && !self.exhausted { Cause::Batch } else { Cause::Step };
+            let cause = if self.hand.loans.is_empty() && !self.hand.exhausted { Cause::Batch } else { Cause::Step };
             let next = async {
                 // A finished step comes first: the others wait for this drafter's gradient.
                 tokio::select! {
                     biased;
                     changed = phase.changed() => Event::Phase(changed),
                     ticket = answer(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
-                    loan = answer(&mut self.draw), if self.draw.is_some() => Event::Loan(loan),
+                    loan = answer(&mut self.hand.draw), if self.hand.draw.is_some() => Event::Loan(loan),
                     () = changed(&mut self.settings) => Event::Changed,
                 }
             };
@@ -169,12 +177,12 @@ impl<E: DraftEngine> Drafter<E> {
                     }
                 }
                 Event::Loan(loan) => {
-                    self.draw = None;
-                    self.on_loan(loan.map_err(|_| self.gone(Gone("pool")))?);
+                    self.hand.draw = None;
+                    self.hand.answered(loan.map_err(|_| self.gone(Gone("pool")))?);
                 }
                 Event::Changed => {
                     if self.is_paused() {
-                        self.withdraw();
+                        self.hand.withdraw();
                     }
                 }
             }
@@ -188,9 +196,9 @@ impl<E: DraftEngine> Drafter<E> {
             return Ok(());
         }
         let index = self.index;
-        if self.in_hand.front().is_some_and(|next| next.order.is_none_or(|order| order < self.below)) {
+        if self.hand.loans.front().is_some_and(|next| next.order.is_none_or(|order| order < self.below)) {
             self.ticket = Some(self.trainer.ticket(index).await.map_err(|g| self.gone(g))?);
-        } else if self.exhausted && self.in_hand.is_empty() {
+        } else if self.hand.exhausted && self.hand.loans.is_empty() {
             self.trainer.finished(index).await.map_err(|g| self.gone(g))?;
             self.finished = true;
         }
@@ -198,14 +206,14 @@ impl<E: DraftEngine> Drafter<E> {
     }
 
     async fn ask_for_batch(&mut self) -> Result<(), Fault> {
-        if !self.exhausted
+        if !self.hand.exhausted
             && !self.finished
             && !self.is_paused()
-            && self.draw.is_none()
-            && (self.in_hand.len() < self.settings.borrow().prefetch.max(1) || self.owes_draw)
+            && self.hand.draw.is_none()
+            && (self.hand.loans.len() < self.settings.borrow().prefetch.max(1) || self.owes_draw)
         {
             self.owes_draw = false;
-            self.draw = Some(self.pool.draw().await.map_err(|g| self.gone(g))?);
+            self.hand.draw = Some(self.pool.draw().await.map_err(|g| self.gone(g))?);
         }
         Ok(())
     }
@@ -214,37 +222,16 @@ impl<E: DraftEngine> Drafter<E> {
         self.settings.borrow().paused.contains(&self.index)
     }
 
-    /// Takes back its draw. Where the pool has answered already, the batch is in hand like any other.
-    fn withdraw(&mut self) {
-        if let Some(mut draw) = self.draw.take() {
-            draw.close();
-            if let Ok(loan) = draw.try_recv() {
-                self.on_loan(loan);
-            }
-        }
-    }
-
-    fn on_loan(&mut self, loan: Option<Loan<E::Features>>) {
-        match loan {
-            Some(loan) => self.take(loan),
-            None => self.exhausted = true,
-        }
-    }
-
-    fn take(&mut self, loan: Loan<E::Features>) {
-        let at = self.in_hand.partition_point(|other| other.order <= loan.order);
-        self.in_hand.insert(at, loan);
-    }
-
     async fn train(&mut self, ticket: Ticket) -> Result<(), Fault> {
-        let Some(Loan { batch, order, room }) = self.in_hand.pop_front() else {
+        let Some(Loan { batch, order, room }) = self.hand.loans.pop_front() else {
             return self.trainer.give_back(ticket, false).await.map_err(|g| self.gone(g));
         };
         // The next batch is on its way while this one is in work.
         self.ask_for_batch().await?;
         let job = batch.job;
         self.engine.set_anchors(ticket.anchors);
-        let result = self.meter.busy(self.engine.micro_batch(job.id(), batch.features)).await;
+        let work = self.engine.micro_batch(job.id(), batch.features);
+        let result = self.meter.busy(self.hand.filled_during(work)).await;
         match result {
             Ok(report) if !report.loss_numerator.is_finite() => {
                 counter!(m::NON_FINITE_LOSSES).increment(1);
@@ -329,5 +316,45 @@ impl<E: DraftEngine> Drafter<E> {
 
     fn gone(&self, gone: Gone) -> Fault {
         Fault::gone(self.name.clone(), gone)
+    }
+}
+
+impl<F> Hand<F> {
+    /// Does the work, and takes what the pool answers meanwhile.
+    async fn filled_during<T>(&mut self, work: impl Future<Output = T>) -> T {
+        let mut work = pin!(work);
+        loop {
+            let answered = tokio::select! {
+                biased;
+                done = &mut work => return done,
+                answered = answer(&mut self.draw), if self.draw.is_some() => answered,
+            };
+            self.draw = None;
+            // That the pool is gone is told by the next draw.
+            if let Ok(loan) = answered {
+                self.answered(loan);
+            }
+        }
+    }
+
+    fn answered(&mut self, loan: Option<Loan<F>>) {
+        match loan {
+            Some(mut loan) => {
+                (self.staging)(&mut loan.batch.features);
+                let at = self.loans.partition_point(|other| other.order <= loan.order);
+                self.loans.insert(at, loan);
+            }
+            None => self.exhausted = true,
+        }
+    }
+
+    /// Takes back its draw. Where the pool has answered already, the batch is in hand like any other.
+    fn withdraw(&mut self) {
+        if let Some(mut draw) = self.draw.take() {
+            draw.close();
+            if let Ok(loan) = draw.try_recv() {
+                self.answered(loan);
+            }
+        }
     }
 }

@@ -138,6 +138,9 @@ impl MicroReport {
     }
 }
 
+/// Begins to bring features to where an engine computes, and returns at once.
+pub type Staging<F> = Box<dyn FnMut(&mut F) + Send>;
+
 /// A drafter's replica on one device: adds up gradients of loss *numerators*, micro-batch by micro-batch.
 pub trait DraftEngine: Send + 'static {
     type Features: Features;
@@ -147,6 +150,12 @@ pub trait DraftEngine: Send + 'static {
     /// From the next micro-batch on, so many blocks are trained in each sample. An engine without blocks ignores it.
     fn set_anchors(&mut self, anchors: usize) {
         let _ = anchors;
+    }
+
+    /// What is done with each batch as soon as the drafter has it in hand, often while another one is in work: the
+    /// features are on their way by the time that `micro_batch` needs them. An engine that reads them where they are brings nothing.
+    fn staging(&mut self) -> Staging<Self::Features> {
+        Box::new(|_| ())
     }
 
     /// Samples anchors from a stream seeded by (run seed, job), runs forward and backward, and adds the gradient of the

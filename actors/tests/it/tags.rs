@@ -1,9 +1,13 @@
-//! Hidden states belong to their job: whatever targets do at the same time, a drafter gets what its job's ids gave.
+//! Hidden states belong to their job: whatever targets do at the same time, a drafter gets what its job's ids gave, and has it brought
+//! closer before it asks.
 
 use draftmill_actors::{
     buckets::optimal_bounds,
     dispatcher,
-    engine::{DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, TargetEngine},
+    engine::{
+        DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Staging,
+        TargetEngine,
+    },
     fault::Stops,
     ledger::MemoryLedger,
     mill::{self, Parts},
@@ -14,7 +18,14 @@ use draftmill_actors::{
     trainer,
     types::{BatchSource, JobId, JobSpec, PaddedBatch},
 };
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 use tokio::sync::mpsc;
 
 /// Pads with each sample's own number in the place of its tokens.
@@ -33,7 +44,11 @@ fn tag(ids: &[i32]) -> u64 {
     ids.iter().fold(7, |tag, &id| (tag ^ id as u64).wrapping_mul(0x0100_0000_01b3).rotate_left(5))
 }
 
-struct Tagged(u64);
+struct Tagged {
+    tag: u64,
+    /// So often a drafter had it brought closer.
+    brought: u32,
+}
 
 const SHAPE: FeatureShape = FeatureShape { tokens: 1, taps: 1, width: 1, dtype: FeatureDtype::F32 };
 
@@ -74,7 +89,7 @@ impl TargetEngine for Tagger {
         tokio::time::sleep(Duration::from_millis(tag % 97 * self.slowness)).await;
         match self.done % 5 {
             0 => Err(EngineError::Failed("every fifth".into())),
-            _ => Ok(Tagged(tag)),
+            _ => Ok(Tagged { tag, brought: 0 }),
         }
     }
 
@@ -83,10 +98,19 @@ impl TargetEngine for Tagger {
     }
 }
 
+#[derive(Default)]
+struct Seen {
+    trained: AtomicU64,
+    /// Batches that were brought while the drafter was at work with another.
+    brought_beside: AtomicU64,
+}
+
 /// Compares what it gets with what the job's ids must give.
 struct Judge {
     tags: Arc<BTreeMap<JobId, u64>>,
-    seen: Arc<std::sync::atomic::AtomicU64>,
+    seen: Arc<Seen>,
+    millis: u64,
+    at_work: Arc<AtomicBool>,
 }
 
 impl DraftEngine for Judge {
@@ -94,10 +118,21 @@ impl DraftEngine for Judge {
     type Gradient = f64;
     type Weights = f64;
 
+    fn staging(&mut self) -> Staging<Tagged> {
+        let (seen, at_work) = (self.seen.clone(), self.at_work.clone());
+        Box::new(move |features| {
+            features.brought += 1;
+            seen.brought_beside.fetch_add(at_work.load(Relaxed).into(), Relaxed);
+        })
+    }
+
     async fn micro_batch(&mut self, job: JobId, features: Tagged) -> Result<MicroReport, MicroFailure<Tagged>> {
-        assert_eq!(features.0, self.tags[&job], "job {job} got the hidden states of another");
-        self.seen.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        tokio::time::sleep(Duration::from_millis(3)).await;
+        assert_eq!(features.tag, self.tags[&job], "job {job} got the hidden states of another");
+        assert_eq!(features.brought, 1, "job {job}");
+        self.at_work.store(true, Relaxed);
+        tokio::time::sleep(Duration::from_millis(self.millis)).await;
+        self.at_work.store(false, Relaxed);
+        self.seen.trained.fetch_add(1, Relaxed);
         Ok(MicroReport { loss_numerator: 1.0, loss_denominator: 1.0, ..MicroReport::default() })
     }
 
@@ -110,13 +145,13 @@ impl DraftEngine for Judge {
     }
 }
 
-#[test]
-fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
+/// Trains some hundred jobs on drafters that take so many milliseconds for each.
+fn train(millis: u64) -> (u64, Arc<Seen>) {
     let lengths: Arc<[u32]> = (0..500).map(|i| 10 + (i * 37) % 300).collect();
     let plan = PlanSettings { seed: 3, job_tokens: 1000, order: Order::Spread, bounds: optimal_bounds(&lengths, 4) };
     let jobs = plan_epoch(&lengths, &plan, 0).unwrap().jobs;
     let tags: BTreeMap<JobId, u64> = jobs.iter().map(|j| (j.id, tag(&Numbered.pad(j).unwrap().ids))).collect();
-    let (tags, seen) = (Arc::new(tags), Arc::default());
+    let (tags, seen) = (Arc::new(tags), Arc::<Seen>::default());
     let settings = mill::Settings {
         planner: planner::Settings { plan, lengths, epochs: 1, epoch_barrier: false, max_skip_fraction: 0.0 },
         dispatcher: dispatcher::Settings {
@@ -163,7 +198,9 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
     let costs = CostModel::default();
     let parts = Parts {
         targets: (1..5).map(|slowness| Tagger { slowness, done: 0 }).collect(),
-        drafters: (0..3).map(|_| Judge { tags: tags.clone(), seen: Arc::clone(&seen) }).collect(),
+        drafters: (0..3)
+            .map(|_| Judge { tags: tags.clone(), seen: seen.clone(), millis, at_work: Arc::default() })
+            .collect(),
         optimizer: SimOptimizer::new(costs, 0.0),
         source: Arc::new(Numbered),
         ledger: MemoryLedger::default(),
@@ -175,5 +212,20 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
         mill::run(settings, parts, Stops::default()).await.unwrap()
     });
     assert_eq!(report.jobs.trained as usize, tags.len());
-    assert_eq!(seen.load(std::sync::atomic::Ordering::Relaxed) as usize, tags.len());
+    assert_eq!(seen.trained.load(Relaxed), report.jobs.trained);
+    (report.jobs.trained, seen)
+}
+
+#[test]
+fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
+    train(3);
+}
+
+/// The next batch is on its way to a drafter while one is in work: where drafters are the slower stage, that is each but the first
+/// few.
+#[test]
+fn a_batch_is_brought_while_the_one_before_it_is_in_work() {
+    let (trained, seen) = train(500);
+    let beside = seen.brought_beside.load(Relaxed);
+    assert!(beside > trained * 3 / 4, "{beside} of {trained}");
 }
