@@ -67,7 +67,7 @@ pub struct DeviceMemory {
     pub drafters: usize,
     /// Target weights up to the last tapped layer, embedding included; all of them where labels come from the target.
     pub target_weights: u64,
-    /// Hidden states of the largest job while a target fills them.
+    /// Hidden states of the largest job while a target fills them, and on a GPU of each that a drafter has in hand.
     pub features: u64,
     /// Drafter weights and gradients, and the target's frozen embedding and head.
     pub drafter_weights: u64,
@@ -194,6 +194,10 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
         let memory = devices.entry(*device).or_default();
         memory.drafters += 1;
         memory.drafter_weights += (trained + frozen) * config.drafter.dtype.bytes() + trained * F32;
+        if *device != Device::Cpu {
+            // What a drafter reads on the CPU is what waited in the pool.
+            memory.features += job_bytes * (1 + u64::from(config.drafter.prefetch));
+        }
         memory.optimizer += if index == 0 { trained * 3 * F32 } else { 0 };
     }
     if config.measures(config.data.validation_fraction > 0.0) {
@@ -311,6 +315,8 @@ mod tests {
         // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.
         let (weights, drafter) = ((100_000 + 2 * 90_200) * 4, (trained + 100_000) * 2 + trained * 4);
         let devices: Vec<_> = seen.devices.iter().map(|d| (d.device.as_str(), d.total)).collect();
+        // A drafter has the batch in work and one more in hand.
+        let drafter = drafter + 2 * 32_216;
         let cuda0 = weights + 32_216 + drafter + trained * 12;
         assert_eq!(devices, [("cpu", weights + 32_216 + 1_000_000), ("cuda:0", cuda0), ("cuda:1", drafter)]);
 

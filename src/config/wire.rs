@@ -240,7 +240,8 @@ sections! {
         /// Kullback-Leibler divergence is the loss); 1 = the likeliest alone. Each takes 8 bytes of the pool. "all" = its
         /// whole distribution, which takes those of one more tapped layer, and the drafters make it again from that.
         Restart label_top_k: TopK = TopK::Likeliest(1);
-        /// Batches that each drafter draws ahead while it computes.
+        /// Batches that each drafter draws ahead while it computes. On a GPU their hidden states are copied to it meanwhile,
+        /// and take room there.
         Live prefetch: u32 = 1;
         /// With several drafters: steps between comparisons of their weights with those that they were given, by checksum, which find
         /// a device or a copy between devices that brings wrong values; 0 = never.

@@ -3,6 +3,7 @@
 use super::Report;
 use crate::{
     config::ByteSize,
+    engines::staging::tried,
     model::{
         ModelError,
         libtorch::{has_cuda_half, init_libtorch},
@@ -81,6 +82,16 @@ fn device(report: &mut Report, device: Device, kinds: &[Kind]) {
             }
             Err(error) => return report.fail(&name, format!("{about}{product} failed: {error}"), COMPUTES_WRONG),
         }
+    }
+    if let Err(error) = tried(device) {
+        let found = format!(
+            "{about}computes right, but copies beside its work fail ({error}); a run makes them between, which is slower"
+        );
+        return report.warn(
+            &name,
+            found,
+            "the host may have too little memory that can be pinned (ulimit -l), or the GPU no room; see dmesg",
+        );
     }
     let found = format!("{about}computes right");
     match crowded {

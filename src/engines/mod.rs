@@ -9,6 +9,8 @@ mod rows;
 pub mod saving;
 pub mod simulated;
 #[cfg(feature = "torch")]
+pub mod staging;
+#[cfg(feature = "torch")]
 pub mod torch;
 #[cfg(feature = "torch")]
 mod worker;

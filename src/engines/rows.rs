@@ -1,6 +1,7 @@
 //! A target's forward: of a whole batch where memory holds it, and else of some of its rows after others.
 
 use super::pieces::{Divisible, Room, Words, in_pieces};
+use super::staging::Outbound;
 use super::torch::{TargetOptions, TorchFeatures, extract};
 use crate::model::ModelError;
 use crate::model::target::Target;
@@ -11,6 +12,7 @@ use draftmill_actors::types::PaddedBatch;
 pub(super) struct Forward {
     target: Target,
     room: Room,
+    outbound: Outbound,
 }
 
 impl Divisible for PaddedBatch {
@@ -46,8 +48,8 @@ impl Divisible for PaddedBatch {
 
 impl Forward {
     pub(super) fn new(target: Target) -> Forward {
-        let room = Room::new(target.device());
-        Forward { target, room }
+        let (room, outbound) = (Room::new(target.device()), Outbound::new(target.device()));
+        Forward { target, room, outbound }
     }
 
     pub(super) fn extract(
@@ -55,7 +57,8 @@ impl Forward {
         batch: &PaddedBatch,
         options: &TargetOptions,
     ) -> Result<TorchFeatures, ModelError> {
-        rows_in_pieces(batch, &mut self.room, |rows| extract(&self.target, rows, options))
+        let Forward { target, room, outbound } = self;
+        rows_in_pieces(batch, room, |rows| extract(target, rows, options, outbound))
     }
 }
 
@@ -90,6 +93,7 @@ fn gather(whole: &mut Option<TorchFeatures>, part: TorchFeatures, tokens: u64) -
                 lengths: Vec::new(),
                 shape: FeatureShape { tokens: 0, ..part.shape },
                 finite: true,
+                coming: None,
             })
         }
         Some(whole) => whole,
@@ -177,7 +181,7 @@ mod tests {
         ) {
             let (target, options) = (target(), options(labels));
             let batch = batch(&lengths, target.config().vocab_size);
-            let want = extract(&target, &batch, &options).unwrap();
+            let want = extract(&target, &batch, &options, &mut Outbound::new(CPU)).unwrap();
             let (mut room, mut rows, mut failures) = (Room::new(CPU), 0, 0);
             let mut run = |most: usize| {
                 let got = rows_in_pieces(&batch, &mut room, |piece| {
@@ -186,7 +190,7 @@ mod tests {
                         return Err(ModelError::Torch("CUDA out of memory. Tried to allocate 2.00 GiB".into()));
                     }
                     rows += piece.rows;
-                    extract(&target, piece, &options)
+                    extract(&target, piece, &options, &mut Outbound::new(CPU))
                 });
                 (got, std::mem::take(&mut rows), std::mem::take(&mut failures))
             };
@@ -198,7 +202,7 @@ mod tests {
             same(&got.unwrap(), &want);
             prop_assert_eq!((rows, failures), (lengths.len(), 0));
             // What was learnt holds for the target's own forward.
-            let mut forward = Forward { target: target.share(), room };
+            let mut forward = Forward { target: target.share(), room, outbound: Outbound::new(CPU) };
             same(&forward.extract(&batch, &options).unwrap(), &want);
         }
     }
@@ -229,7 +233,7 @@ mod tests {
                 if rows.rows > 1 {
                     return Err(ModelError::Torch("out of memory".into()));
                 }
-                let features = extract(&target, rows, &options)?;
+                let features = extract(&target, rows, &options, &mut Outbound::new(CPU))?;
                 piece += 1;
                 Ok(TorchFeatures { finite: piece - 1 != broken, ..features })
             });

@@ -2,6 +2,7 @@
 
 use super::pieces::{Room, add, sums_in_pieces};
 use super::rows::Forward;
+use super::staging::{Coming, Outbound, Take, staging};
 use super::worker::{Worker, engine_error, panicked};
 use crate::config::{ROW_BYTES, TopK, feature_bytes_per_token};
 use crate::hf::config::TargetConfig;
@@ -15,7 +16,7 @@ use crate::model::load::kind_of;
 use crate::model::params::{Gradient, Weights};
 use crate::model::target::{Depth, Target};
 use draftmill_actors::engine::{
-    DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, TargetEngine,
+    DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Staging, TargetEngine,
 };
 use draftmill_actors::types::{JobId, PaddedBatch};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -36,6 +37,8 @@ pub struct TorchFeatures {
     pub(super) lengths: Vec<u32>,
     pub(super) shape: FeatureShape,
     pub(super) finite: bool,
+    /// A copy of `hidden` on its way to the drafter that has this batch in hand.
+    pub(super) coming: Option<Coming>,
 }
 
 /// How a target extracts.
@@ -81,6 +84,7 @@ pub struct DrafterOptions {
 pub struct TorchDrafter {
     /// Blocks that the next micro-batch trains in each sample.
     anchors: usize,
+    device: Device,
     worker: Worker<Replica>,
 }
 
@@ -204,9 +208,9 @@ impl TorchDrafter {
     /// the number type that it computes in.
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
         let drafter = Drafter::new(config, shared, options.model)?;
-        let anchors = options.num_anchors;
-        let room = Room::new(options.model.device);
-        Ok(TorchDrafter { anchors, worker: Worker::new(Replica { drafter, options, sum: None, room }) })
+        let (anchors, device) = (options.num_anchors, options.model.device);
+        let room = Room::new(device);
+        Ok(TorchDrafter { anchors, device, worker: Worker::new(Replica { drafter, options, sum: None, room }) })
     }
 }
 
@@ -219,16 +223,24 @@ impl DraftEngine for TorchDrafter {
         self.anchors = anchors;
     }
 
+    fn staging(&mut self) -> Staging<TorchFeatures> {
+        staging(self.device)
+    }
+
     async fn micro_batch(
         &mut self,
         job: JobId,
-        features: TorchFeatures,
+        mut features: TorchFeatures,
     ) -> Result<MicroReport, MicroFailure<TorchFeatures>> {
         let anchors = self.anchors;
+        let come = match features.coming.take() {
+            Some(coming) => coming.here().await,
+            None => None,
+        };
         let work = move |replica: &mut Replica| {
             replica.options.num_anchors = anchors;
             // Whatever happens to the replica, the features outlive it.
-            let trained = catch_unwind(AssertUnwindSafe(|| replica.micro_batch(job, &features)));
+            let trained = catch_unwind(AssertUnwindSafe(|| replica.micro_batch(job, &features, come)));
             Ok((trained.map_err(panicked), features))
         };
         let lost = |error| MicroFailure { error, features: None };
@@ -259,9 +271,18 @@ impl DraftEngine for TorchDrafter {
 }
 
 impl Replica {
-    fn micro_batch(&mut self, job: JobId, features: &TorchFeatures) -> Result<MicroReport, ModelError> {
+    /// `come` are the hidden states where they were brought ahead.
+    fn micro_batch(
+        &mut self,
+        job: JobId,
+        features: &TorchFeatures,
+        come: Option<Take>,
+    ) -> Result<MicroReport, ModelError> {
         let options = &self.options;
-        let hidden = features.hidden.f_to_device(options.model.device)?;
+        let hidden = match come {
+            Some(take) => take()?,
+            None => features.hidden.f_to_device(options.model.device)?,
+        };
         let batch = Packed { hidden: &hidden, ..features.packed() };
         let mut rng = job_rng(options.seed, job);
         let anchors = Anchors::sample(batch.loss_mask, batch.lengths, options.num_anchors, &mut rng)?;
@@ -277,6 +298,7 @@ pub(super) fn extract(
     target: &Target,
     batch: &PaddedBatch,
     options: &TargetOptions,
+    outbound: &mut Outbound,
 ) -> Result<TorchFeatures, ModelError> {
     let _no_grad = tch::no_grad_guard();
     let rows = Rows::new(&batch.ids, &batch.lengths, batch.width)?;
@@ -287,8 +309,9 @@ pub(super) fn extract(
     let (hidden, teacher) = target.taught(&rows, &options.taps, kind_of(options.features), options.labels)?;
     // Read before the copy, where the values were made.
     let finite = all_finite(&hidden)? && teacher.as_ref().map_or(Ok(true), Teacher::all_finite)?;
-    let hidden = hidden.f_to_device(options.features_on)?;
-    let teacher = teacher.map(|teacher| teacher.on(options.features_on)).transpose()?;
+    let mut brought = |tensor: &Tensor| outbound.brought(tensor, options.features_on);
+    let hidden = brought(&hidden)?;
+    let teacher = teacher.map(|teacher| teacher.by(&mut brought)).transpose()?;
     let cells: Vec<usize> = batch
         .lengths
         .iter()
@@ -312,6 +335,7 @@ pub(super) fn extract(
         lengths: batch.lengths.clone(),
         shape,
         finite,
+        coming: None,
     })
 }
 

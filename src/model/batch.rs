@@ -81,11 +81,11 @@ impl Teacher {
         }
     }
 
-    /// The same, with its tensors on `device`.
-    pub fn on(self, device: Device) -> Result<Teacher, ModelError> {
+    /// The same, with its tensors where `brought` brings them.
+    pub fn by(self, brought: impl FnOnce(&Tensor) -> Result<Tensor, ModelError>) -> Result<Teacher, ModelError> {
         Ok(match self {
             Teacher::Likeliest(said) => Teacher::Likeliest(said),
-            Teacher::States(states) => Teacher::States(states.f_to_device(device)?),
+            Teacher::States(states) => Teacher::States(brought(&states)?),
         })
     }
 
