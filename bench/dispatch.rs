@@ -3,6 +3,8 @@
 
 #[cfg(feature = "torch")]
 mod checkpoint;
+#[cfg(feature = "torch")]
+mod copies;
 mod draw;
 #[cfg(feature = "torch")]
 mod extract;
@@ -64,6 +66,11 @@ const SETUP: Setup = Setup {
 };
 
 fn main() -> ExitCode {
+    #[cfg(feature = "torch")]
+    // SAFETY: no thread has been started.
+    unsafe {
+        draftmill::model::libtorch::ask_for_large_pages()
+    };
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let done = match args[..] {
@@ -81,6 +88,8 @@ fn main() -> ExitCode {
         ["--products", ref options @ ..] => products::run(options),
         #[cfg(feature = "torch")]
         ["--extract", ref options @ ..] => extract::run(options),
+        #[cfg(feature = "torch")]
+        ["--copies", ref options @ ..] => copies::run(options),
         #[cfg(feature = "torch")]
         ["--parity", ref options @ ..] => parity::run(options),
         #[cfg(feature = "torch")]

@@ -70,6 +70,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     report.steps(&size);
     report.optimizer(&size);
     report.extraction(&size);
+    report.copies();
 
     let mut machine = describe();
     machine["device"] = hardware(device).into();
@@ -157,6 +158,16 @@ impl Report<'_> {
         self.table.row("extracted_tokens_per_second", speed, Reported, note);
         let peak = number(&line["peak_over_weights"]) / 1e6;
         self.table.row("extraction_peak_mb", peak, Reported, "above the weights".into());
+    }
+
+    /// What a target's features and a drafter's go through.
+    fn copies(&mut self) {
+        let line = self.measure("copies", "--copies", &[]);
+        for (name, what) in [("to_host", "from the device to the host"), ("to_gpu", "from the host to the device")] {
+            let [ours, plain] = [name, &format!("{name}_plain")].map(|name| number(&line[name]));
+            let note = format!("{what}, through pinned buffers; {plain:.1} by plain copies");
+            self.table.row(&format!("copy_gb_per_second_{name}"), ours, Reported, note);
+        }
     }
 
     /// What a process of this program printed; null where it failed.

@@ -11,6 +11,7 @@ use crate::{
     widths::{Widths, widths},
 };
 use draftmill::{
+    engines::staging::tried,
     hf::draft::{DraftConfig, LayerType},
     model::{
         ModelError,
@@ -48,6 +49,15 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     figures.add("parity_fused_adamw", Below(1e-5), "three updates, to plain operations on the CPU", || {
         optimizer(device, &widths)
     });
+    figures.add(
+        "parity_copies",
+        AtLeast(1.0),
+        "the bits that were sent come through pinned buffers, both ways",
+        || {
+            let way = tried(device).failed("send bits to and fro")?;
+            way.map(|_| 1.0).ok_or_else(|| "a CPU has no such way".to_owned())
+        },
+    );
     memory(device, &mut figures);
     println!("{}", json!(figures.into_lines()));
     Ok(())
