@@ -66,11 +66,6 @@ const SETUP: Setup = Setup {
 };
 
 fn main() -> ExitCode {
-    #[cfg(feature = "torch")]
-    // SAFETY: no thread has been started.
-    unsafe {
-        draftmill::model::libtorch::ask_for_large_pages()
-    };
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let done = match args[..] {

@@ -15,21 +15,6 @@ const ALLOCATOR: [&str; 2] = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"];
 /// libtorch's own way to ask for TF32.
 const ALLOW_TF32: &str = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE";
 
-/// libtorch's own way to be asked for large pages; who sets it decides.
-const LARGE_PAGES: &str = "THP_MEM_ALLOC_ENABLE";
-
-/// Has libtorch ask the kernel for pages of 2 MiB behind tensors that are no smaller: batches and activations are fresh memory each
-/// time, and with pages of 4 KiB the kernel is called half a million times for 2 GiB. libtorch looks once, at its first tensor.
-///
-/// # Safety
-/// Call as long as the process has a single thread: it sets an environment variable.
-pub unsafe fn ask_for_large_pages() {
-    if std::env::var_os(LARGE_PAGES).is_none() {
-        // SAFETY: nobody reads the environment meanwhile, as the caller promises.
-        unsafe { std::env::set_var(LARGE_PAGES, "1") };
-    }
-}
-
 /// Call before the first operation. Opens the CUDA half of libtorch when it lies beside the CPU half, so that one
 /// binary serves both, and sets what holds for the whole process. Gives the number of CUDA devices.
 pub fn init_libtorch() -> Result<usize, ModelError> {
