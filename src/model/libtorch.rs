@@ -89,7 +89,7 @@ pub fn parse_device(name: &str) -> Result<Device, ModelError> {
 }
 
 /// Where the CUDA half would be: in the folder from which the CPU half was loaded.
-fn beside_cpu_library() -> Option<PathBuf> {
+pub(super) fn beside_cpu_library() -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let line = maps.lines().find(|line| line.ends_with(CPU_LIBRARY))?;
     let path = line.find('/').map(|start| PathBuf::from(&line[start..]))?;

@@ -14,6 +14,7 @@ pub mod layers;
 pub mod libtorch;
 pub mod load;
 pub mod loss;
+pub mod nccl;
 pub mod ops;
 pub mod oracle;
 pub mod params;

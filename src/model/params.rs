@@ -106,13 +106,20 @@ impl ParamSet {
 
     /// The same by a copy of the buffer that `copy` makes, wherever that lies then.
     pub fn copied_by(&self, copy: impl FnOnce(&Tensor) -> Result<Tensor, ModelError>) -> Result<ParamSet, ModelError> {
+        if self.is_empty() {
+            return Ok(ParamSet::new(Vec::new()));
+        }
         let _no_grad = tch::no_grad_guard();
-        let buffer = match (&self.buffer, self.tensors.first()) {
-            (Some(buffer), _) => copy(buffer)?,
-            (None, Some(first)) => copy(&pack(&self.parts(), &self.tensors, first.f_kind()?)?)?,
-            (None, None) => return Ok(ParamSet::new(Vec::new())),
-        };
-        self.of_buffer(buffer)
+        self.of_buffer(copy(&self.buffer()?)?)
+    }
+
+    /// All values as one buffer to read: its own where the set is flat, else a copy.
+    pub fn buffer(&self) -> Result<Tensor, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        match (&self.buffer, self.tensors.first()) {
+            (Some(buffer), _) => Ok(buffer.shallow_clone()),
+            (None, first) => pack(&self.parts(), &self.tensors, first.map_or(Ok(Kind::Float), Tensor::f_kind)?),
+        }
     }
 
     /// This set where it is of `kind` already, else a flat copy that is.
@@ -179,7 +186,7 @@ impl ParamSet {
     }
 
     /// The set whose values are in `buffer` as they would be in this one's.
-    fn of_buffer(&self, buffer: Tensor) -> Result<ParamSet, ModelError> {
+    pub fn of_buffer(&self, buffer: Tensor) -> Result<ParamSet, ModelError> {
         let sizes: Vec<_> = self.tensors.iter().map(Tensor::size).collect();
         let tensors = views(&buffer, &self.parts(), sizes.iter().map(Vec::as_slice))?;
         Ok(ParamSet { names: self.names.clone(), tensors, buffer: Some(buffer) })
