@@ -4,7 +4,7 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Device, Dtype, Engine, Labels, Overlong, SlotWeights, Start, TopK, UnknownRole},
+    values::{Device, Dtype, Engine, Exchange, Labels, Overlong, SlotWeights, Start, TopK, UnknownRole},
     wire::{self, Wire},
 };
 use crate::{admin::Token, retention::Keep};
@@ -105,6 +105,8 @@ pub struct Drafter {
     /// What the target says of each place; `None`: the data's tokens are the labels.
     pub labels: Option<TopK>,
     pub prefetch: u32,
+    /// How gradients and weights travel where there are several.
+    pub exchange: Exchange,
     /// 0: never.
     pub replica_check_every: u64,
 }
@@ -221,6 +223,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             recompute_layers: drafter.recompute_layers,
             labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k),
             prefetch: drafter.prefetch,
+            exchange: drafter.exchange,
             replica_check_every: drafter.replica_check_every,
         },
         dispatch: written.wire.dispatch.clone(),

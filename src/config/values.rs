@@ -116,6 +116,15 @@ words! {
     }
 }
 words! {
+    /// How gradients and weights travel between the optimizer and several drafters.
+    Exchange {
+        /// Each by a copy of its own.
+        Copies = "copies",
+        /// By NCCL's reduce and broadcast.
+        Nccl = "nccl",
+    }
+}
+words! {
     /// What new weights are.
     Start {
         /// Random.

@@ -4,8 +4,8 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Ending, Engine, Labels, Lengths, Listen, LogFormat, Overlong, Schedule, SlotWeights,
-    Start, TimeSpan, TopK, UnknownRole,
+    Auto, ByteSize, Device, Dtype, Ending, Engine, Exchange, Labels, Lengths, Listen, LogFormat, Overlong, Schedule,
+    SlotWeights, Start, TimeSpan, TopK, UnknownRole,
 };
 use draftmill_actors::{plan::Order, pool_state::Draw};
 use serde::{Deserialize, Serialize};
@@ -243,6 +243,10 @@ sections! {
         /// Batches that each drafter draws ahead while it computes. On a GPU their hidden states are copied to it meanwhile,
         /// and take room there.
         Live prefetch: u32 = 1;
+        /// With several drafters, each on a GPU of its own: "copies" = a copy of each gradient and each set of weights; "nccl" =
+        /// NCCL adds the gradients and brings the weights to all at once, where its library is there and passes a trial at
+        /// the start; else copies do, and a warning says why. Sums of more than two drafters may differ in their last bits.
+        Restart exchange: Exchange = Exchange::Copies;
         /// With several drafters: steps between comparisons of their weights with those that they were given, by checksum, which find
         /// a device or a copy between devices that brings wrong values; 0 = never.
         Live replica_check_every: u64 = 500;

@@ -1,6 +1,8 @@
 //! The engines behind the actors' seam: libtorch's state, driven one unit of blocking work at a time, and the simulated ones.
 
 #[cfg(feature = "torch")]
+pub mod exchange;
+#[cfg(feature = "torch")]
 pub mod optimizer;
 #[cfg(feature = "torch")]
 mod pieces;

@@ -25,6 +25,11 @@ impl<S: Send + 'static> Worker<S> {
         self.state.as_ref()
     }
 
+    /// The same to change it.
+    pub(super) fn peek_mut(&mut self) -> Option<&mut S> {
+        self.state.as_mut()
+    }
+
     pub(super) async fn run<T: Send + 'static>(
         &mut self,
         work: impl FnOnce(&mut S) -> Result<T, ModelError> + Send + 'static,

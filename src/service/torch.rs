@@ -6,6 +6,7 @@ use crate::{
     config::{self, Config, Loaded, Start},
     data::{Split, Store},
     engines::{
+        exchange::Exchange,
         optimizer::TorchOptimizer,
         saving::{Kept, Saving},
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget, parse_device},
@@ -21,6 +22,7 @@ use crate::{
         draft::{DraftOptions, Shared},
         libtorch::set_threads,
         load::kind_of,
+        nccl::Communicator,
         params::{Weights, folder_params, init_params},
         route::{Route, Routes, travelled},
         weighting::Weighting,
@@ -95,6 +97,10 @@ fn blocking(
     // Before the models are there, so that a trial finds room.
     let routes =
         Routes::tried(travelled(device, &drafter_devices, measured), |from, to| Route::Direct.copies_right(from, to));
+    let mut exchange = Exchange::by_copies(routes);
+    if config.drafter.exchange == config::Exchange::Nccl {
+        exchange = exchange.with_nccl(&drafter_devices, |gpus| Communicator::open(gpus)?.tried());
+    }
 
     let mut targets = Vec::new();
     for device in target_devices {
@@ -145,7 +151,7 @@ fn blocking(
             TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
         }
     };
-    let optimizer = optimizer.routed(routes);
+    let optimizer = optimizer.exchanging(exchange);
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
     Ok((Engines { targets, drafters, optimizer, evaluator: None }, weights))
