@@ -7,6 +7,7 @@ use crate::{
     model::{
         ModelError,
         libtorch::{has_cuda_half, init_libtorch},
+        nccl::{Communicator, NcclError, Table},
         route::{self, Route},
         trial::{is_rounding, product_gap},
     },
@@ -52,6 +53,7 @@ pub fn examine(report: &mut Report) {
             pair(report, from, to, |way| way.copies_right(from, to));
         }
     }
+    nccl(report, &gpus, Table::open());
 }
 
 /// What it is, and whether it computes.
@@ -118,6 +120,28 @@ fn pair(report: &mut Report, from: Device, to: Device, try_out: impl Fn(Route) -
     }
 }
 
+/// Whether `drafter.exchange = "nccl"` would have its way, on all GPUs together.
+fn nccl(report: &mut Report, gpus: &[Device], opened: Result<Table, NcclError>) {
+    let table = match opened {
+        Ok(table) => table,
+        Err(error) => return report.ok("nccl", format!("{error}; drafters exchange by copies")),
+    };
+    let several = gpus.len() > 1;
+    let tried = table.version().and_then(|version| {
+        if several {
+            Communicator::new(table, gpus)?.tried()?;
+        }
+        Ok(version)
+    });
+    match tried {
+        Ok(version) if several => {
+            report.ok("nccl", format!("{version}; sums and copies of {} GPUs are right", gpus.len()))
+        }
+        Ok(version) => report.ok("nccl", format!("{version}; of use with several GPUs")),
+        Err(error) => report.warn("nccl", format!("{error}; drafters exchange by copies"), error.remedy()),
+    }
+}
+
 /// As the driver, which numbers devices as libtorch does, calls it. `None` where it does not tell.
 fn gpu_name(index: usize) -> Option<String> {
     let index = c_int::try_from(index).ok()?;
@@ -141,7 +165,7 @@ fn gpu_name(index: usize) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::State;
+    use crate::{doctor::State, model::nccl::fake};
 
     #[test]
     fn a_pair_is_judged_by_what_arrives() {
@@ -167,6 +191,27 @@ mod tests {
             let iommu = finding.remedy.as_ref().is_some_and(|remedy| remedy.contains("IOMMU"));
             assert_eq!(iommu, state == State::Warning, "{finding:?}");
         }
+    }
+
+    #[test]
+    fn nccl_is_tried_where_there_are_gpus_to_try_it_on() {
+        let found = |gpus: usize, opened| {
+            let mut report = Report::default();
+            nccl(&mut report, &vec![Device::Cpu; gpus], opened);
+            let finding = report.findings.remove(0);
+            (finding.state, finding.found, fake::calls().len())
+        };
+        let missing = || Err(NcclError::Missing("no such file".into()));
+        let sentence = "NCCL is not there (no such file); drafters exchange by copies".to_owned();
+        assert_eq!(found(2, missing()), (State::Ok, sentence, 0));
+        assert_eq!(found(1, Ok(fake::table())), (State::Ok, "2.28.9; of use with several GPUs".into(), 1));
+        let (state, right, _) = found(2, Ok(fake::table()));
+        assert_eq!((state, right.as_str()), (State::Ok, "2.28.9; sums and copies of 2 GPUs are right"));
+        let table = fake::table();
+        fake::lie_in("ncclReduce");
+        let (state, wrong, _) = found(2, Ok(table));
+        assert_eq!(state, State::Warning);
+        assert!(wrong.contains("other numbers arrived") && wrong.ends_with("drafters exchange by copies"), "{wrong}");
     }
 
     #[test]

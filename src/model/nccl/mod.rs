@@ -239,9 +239,9 @@ impl Drop for Communicator {
     }
 }
 
-/// libtorch's default stream of whichever GPU a call is for: all of this process's work on tensors is queued there. So a collective
-/// begins when what it reads is computed, who uses its result waits for it, and memory that is freed after the call is not
-/// used again before it is done.
+/// libtorch's default stream of whichever GPU a call is for, where gradients and weights are made and used. So a collective begins when
+/// what it reads is computed, who uses its result waits for it, and memory that is freed after the call is not used again before
+/// it is done.
 const DEFAULT_STREAM: Stream = null_mut();
 
 /// CUDA's, which is libtorch's; a number that is nobody's for whatever is no GPU.
