@@ -160,8 +160,11 @@ impl Report<'_> {
         self.table.row("extraction_peak_mb", peak, Reported, "above the weights".into());
     }
 
-    /// What a target's features and a drafter's go through.
+    /// What hidden states go through. A CPU has no such way.
     fn copies(&mut self) {
+        if self.device == "cpu" {
+            return;
+        }
         let line = self.measure("copies", "--copies", &[]);
         for (name, what) in [("to_host", "from the device to the host"), ("to_gpu", "from the host to the device")] {
             let [ours, plain] = [name, &format!("{name}_plain")].map(|name| number(&line[name]));

@@ -78,14 +78,16 @@ async fn measure(device: Device, warned: &mpsc::Receiver<String>) -> Outcome<Fig
         let extracted = target.extract(batch.clone()).await;
         drop(pressure);
         let features = match extracted {
-            Ok(features) => features,
+            Ok(features) => {
+                fitting.0 += 1;
+                gaps.0 = gaps.0.max(gap(features.packed().hidden, &hidden));
+                features
+            }
             Err(error) => {
                 told("extracting", error)?;
-                continue;
+                target.extract(batch.clone()).await.failed("extract with room for all")?
             }
         };
-        fitting.0 += 1;
-        gaps.0 = gaps.0.max(gap(features.packed().hidden, &hidden));
         let pressure = Pressure::but_for(device, mib << 20)?;
         let sums = trained(&mut drafter, features).await;
         drop(pressure);
