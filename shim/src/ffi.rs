@@ -123,7 +123,7 @@ unsafe extern "C" {
     pub fn draftmill_event_record(stream: *const Stream, event: *mut *mut Event) -> c_int;
     pub fn draftmill_event_passed(event: *const Event, passed: *mut bool) -> c_int;
     pub fn draftmill_event_wait(event: *const Event) -> c_int;
-    pub fn draftmill_event_drop(event: *mut Event);
+    pub fn draftmill_event_drop(event: *mut Event) -> c_int;
     pub fn draftmill_pinned(bytes: i64, memory: *mut *mut C_tensor) -> c_int;
     pub fn draftmill_copy(to: *const C_tensor, from: *const C_tensor) -> c_int;
     /// See `fake.cpp`.

@@ -202,8 +202,10 @@ int draftmill_fused_adamw(
     // Filled and computed there, so that the host need not know the norm, nor wait for it.
     const auto options = m[0].options().requires_grad(false);
     const auto number = [&](double value) { return at::full({}, value, options.dtype(at::kDouble)); };
-    const at::Tensor clip = number(update->max_norm).div(norm->div(denominator).add(1e-6)).clamp_max(1.0);
-    const at::Tensor divisor = number(denominator).div(clip).to(at::kFloat);
+    // By a tensor: by a number of the host a GPU would multiply with its reciprocal.
+    const at::Tensor mean = number(denominator);
+    const at::Tensor clip = number(update->max_norm).div(norm->div(mean).add(1e-6)).clamp_max(1.0);
+    const at::Tensor divisor = mean.div(clip).to(at::kFloat);
     const at::Tensor unfit = divisor.isfinite().logical_not().to(at::kFloat);
     const Tensors steps(m.size(), at::full({}, update->step, options));
     at::_fused_adamw_(

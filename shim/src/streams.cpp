@@ -1,11 +1,15 @@
 // Queues of work on a GPU, marks in them, memory that a GPU copies to and from by itself, and copies that nobody waits for.
 //
 // The type of device is CUDA throughout; which GPU, a number says. No CUDA header: libtorch's own table of devices does it.
+//
+// An event's calls go to its GPU and back to that of the thread, which on a fresh thread is the first one, whoever uses it; that alone would
+// take memory there, or fail. So the thread is brought to the event's GPU by a guard that knows better how to come back.
 
 #include "guard.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -62,7 +66,10 @@ int draftmill_stream_enter(const DraftmillStream* stream, DraftmillStream* befor
 }
 
 int draftmill_stream_wait(const DraftmillStream* stream, const c10::Event* event) noexcept {
-  return guarded([&] { event->block(unpacked(*stream)); });
+  return guarded([&] {
+    const c10::DeviceGuard there(device(stream->gpu));
+    event->block(unpacked(*stream));
+  });
 }
 
 // The allocator then gives the tensor's memory away no earlier than what is in this stream now is done.
@@ -72,6 +79,7 @@ int draftmill_stream_uses(const DraftmillStream* stream, const at::Tensor* tenso
 
 int draftmill_event_record(const DraftmillStream* stream, c10::Event** event) noexcept {
   return guarded([&] {
+    const c10::DeviceGuard there(device(stream->gpu));
     auto made = std::make_unique<c10::Event>(c10::kCUDA);
     made->record(unpacked(*stream));
     *event = made.release();
@@ -79,15 +87,26 @@ int draftmill_event_record(const DraftmillStream* stream, c10::Event** event) no
 }
 
 int draftmill_event_passed(const c10::Event* event, bool* passed) noexcept {
-  return guarded([&] { *passed = event->query(); });
+  return guarded([&] {
+    const c10::DeviceGuard there(event->device());
+    *passed = event->query();
+  });
 }
 
 int draftmill_event_wait(const c10::Event* event) noexcept {
-  return guarded([&] { event->synchronize(); });
+  return guarded([&] {
+    const c10::DeviceGuard there(event->device());
+    event->synchronize();
+  });
 }
 
-void draftmill_event_drop(c10::Event* event) noexcept {
-  delete event;
+int draftmill_event_drop(c10::Event* event) noexcept {
+  return guarded([&] {
+    const std::unique_ptr<c10::Event> dropped(event);
+    const c10::DeviceGuard there(event->device());
+    // Before the guard goes.
+    *dropped = c10::Event(c10::kCUDA);
+  });
 }
 
 int draftmill_pinned(int64_t bytes, at::Tensor** memory) noexcept {

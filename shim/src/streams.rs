@@ -19,9 +19,9 @@ unsafe impl Send for Event {}
 /// A number on its way to the host. Whoever waits for it waits for what was in the stream before, and for nothing after it.
 #[derive(Debug)]
 pub struct Reading {
-    /// One f64, on the host.
+    /// One f64.
     value: Tensor,
-    /// Once this is passed; of a number that was on the host there is none.
+    /// Once this is passed; of a number that stays where it is there is none.
     arrived: Option<Event>,
 }
 
@@ -108,17 +108,21 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: ours alone, and dropped once.
-        unsafe { ffi::draftmill_event_drop(self.0) }
+        // SAFETY: ours alone, and dropped once. What the driver says of it is no news to anybody.
+        let _ = unsafe { ffi::draftmill_event_drop(self.0) };
     }
 }
 
 impl Reading {
     /// Of one f64 without dimensions.
-    pub fn begin(number: &Tensor) -> Result<Reading, Error> {
-        let Some(stream) = Stream::current(number.device())? else {
-            return Ok(Reading { value: number.shallow_clone(), arrived: None });
-        };
+    pub fn begin(number: &Tensor) -> Reading {
+        // Where nothing can be pinned, or there is no GPU, whoever asks for the value waits for all that is in the stream by then.
+        Reading::beside(number).unwrap_or_else(|_| Reading { value: number.shallow_clone(), arrived: None })
+    }
+
+    fn beside(number: &Tensor) -> Result<Reading, Error> {
+        let stream = Stream::current(number.device())?;
+        let stream = stream.ok_or_else(|| Error::Unsuitable("what is no GPU has nothing to wait for".into()))?;
         let value = pinned(size_of::<f64>())?.f_view_dtype(Kind::Double)?.f_view([0i64; 0])?;
         copy(&value, number)?;
         Ok(Reading { value, arrived: Some(Event::in_stream(stream)?) })
@@ -177,7 +181,7 @@ mod tests {
     #[test]
     fn a_number_of_the_host_is_there_at_once() {
         let number = Tensor::from(2.5f64);
-        assert_eq!(Reading::begin(&number).unwrap().value(), Ok(2.5));
+        assert_eq!(Reading::begin(&number).value(), Ok(2.5));
         assert_eq!((Stream::current(Device::Cpu), Stream::another(Device::Cpu)), (Ok(None), Ok(None)));
     }
 

@@ -43,7 +43,7 @@ fn run_told(lists: &mut [Vec<Tensor>; 4], norm: &Tensor, update: &Update) -> Res
 }
 
 fn value(norm: Tensor) -> f64 {
-    Reading::begin(&norm).unwrap().value().unwrap()
+    Reading::begin(&norm).value().unwrap()
 }
 
 fn gap(a: &Tensor, b: &Tensor) -> f64 {

@@ -3,7 +3,7 @@
 
 use super::{torch::TorchFeatures, worker::Worker};
 use crate::model::{ModelError, route};
-use draftmill_actors::engine::Staging;
+use draftmill_actors::engine::{EngineError, Staging};
 use draftmill_shim::{Arrival, Ferry};
 use std::fmt::Display;
 use tch::{Device, Kind, Tensor};
@@ -101,6 +101,8 @@ fn staged_by(
             match sender.run(move |send| send(&hidden)).await {
                 // The batch may be gone by now, with its drafter.
                 Ok(take) => drop(reply.send(take)),
+                // The batch in work has all of it; this one is copied when that is done.
+                Err(EngineError::OutOfMemory(error)) => tracing::debug!("no room for hidden states ahead: {error}"),
                 Err(error) => {
                     given_up(device, &error);
                     break;
@@ -129,7 +131,7 @@ fn given_up(device: Device, error: &dyn Display) {
 mod tests {
     use super::*;
     use draftmill_actors::engine::{FeatureDtype, FeatureShape};
-    use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+    use std::sync::mpsc::{SyncSender, sync_channel};
 
     const CPU: Device = Device::Cpu;
 
@@ -146,13 +148,12 @@ mod tests {
         }
     }
 
-    /// A way that sends twice the values, when it is let.
-    fn gated() -> (Staging<TorchFeatures>, SyncSender<bool>) {
-        let (gate, opened): (_, Receiver<bool>) = sync_channel(100);
+    /// A way that sends twice the values, when it is let, and fails with what it is told.
+    fn gated() -> (Staging<TorchFeatures>, SyncSender<Result<(), &'static str>>) {
+        let (gate, opened) = sync_channel(100);
         let send = move |hidden: &Tensor| -> Result<Take, ModelError> {
-            if opened.recv() != Ok(true) {
-                return Err(ModelError::Torch("CUDA error".into()));
-            }
+            let open = opened.recv().unwrap_or(Err("closed"));
+            open.map_err(|text| ModelError::Torch(text.into()))?;
             let twice = hidden * 2.0;
             Ok(Box::new(move || Ok(twice)))
         };
@@ -170,7 +171,7 @@ mod tests {
         let mut batches: Vec<_> = (1..4).map(|value| features(value as f32)).collect();
         // Nothing is sent yet, and this goes on.
         batches.iter_mut().for_each(&mut stage);
-        (0..3).for_each(|_| gate.send(true).unwrap());
+        (0..3).for_each(|_| gate.send(Ok(())).unwrap());
         for (batch, value) in batches.iter_mut().zip([2.0, 4.0, 6.0]) {
             assert_eq!(arrived(batch).await, Some(value));
             // What waits in the pool is left as it was.
@@ -183,8 +184,8 @@ mod tests {
         let (mut stage, gate) = gated();
         let mut batches: Vec<_> = (1..4).map(|value| features(value as f32)).collect();
         batches.iter_mut().for_each(&mut stage);
-        gate.send(true).unwrap();
-        gate.send(false).unwrap();
+        gate.send(Ok(())).unwrap();
+        gate.send(Err("CUDA error: an illegal memory access")).unwrap();
         let mut all = Vec::new();
         for batch in &mut batches {
             all.push(arrived(batch).await);
@@ -193,6 +194,20 @@ mod tests {
         let mut late = features(9.0);
         stage(&mut late);
         assert!(late.coming.is_none());
+    }
+
+    #[tokio::test]
+    async fn where_there_is_no_room_the_next_one_is_sent_all_the_same() {
+        let (mut stage, gate) = gated();
+        let mut batches: Vec<_> = (1..4).map(|value| features(value as f32)).collect();
+        batches.iter_mut().for_each(&mut stage);
+        gate.send(Err("CUDA out of memory. Tried to allocate 2.00 GiB")).unwrap();
+        (0..2).for_each(|_| gate.send(Ok(())).unwrap());
+        let mut all = Vec::new();
+        for batch in &mut batches {
+            all.push(arrived(batch).await);
+        }
+        assert_eq!(all, [None, Some(4.0), Some(6.0)]);
     }
 
     #[tokio::test]

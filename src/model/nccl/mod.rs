@@ -8,9 +8,10 @@ pub use table::Table;
 
 use super::{ModelError, route};
 use draftmill_actors::plan::stream_seed;
+use draftmill_shim::Event;
 use rand::RngExt;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
-use std::{ffi::c_int, ptr::null_mut, sync::mpsc::sync_channel, thread, time::Duration};
+use std::{ffi::c_int, ptr::null_mut, thread, time::Duration};
 use table::{Comm, FLOAT, SUCCESS, SUM, Stream};
 use tch::{Device, Kind, Tensor};
 use thiserror::Error;
@@ -21,8 +22,10 @@ const FIRST: c_int = 0;
 const TRIAL: usize = (1 << 20) + 3;
 /// Largest number that a trial sends: f32 holds the sum of 256 of them exactly.
 const LARGEST: i32 = 1 << 16;
-/// A trial takes milliseconds. Where GPUs do not reach each other it would wait for ever.
+/// A call takes milliseconds, of the largest drafters seconds. Where GPUs do not reach each other, or one is lost, it would wait for ever.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How often one looks whether it is done.
+const LOOK: Duration = Duration::from_micros(100);
 
 /// Why NCCL does not do what was asked.
 #[derive(Debug, Error)]
@@ -34,7 +37,7 @@ pub enum NcclError {
     Failed { call: &'static str, text: String },
     #[error("in its trial other numbers arrived than those that were sent")]
     Wrong,
-    #[error("its trial did not end within {} s", .0.as_secs())]
+    #[error("NCCL did not come to an end within {} s", .0.as_secs())]
     Hangs(Duration),
     /// Something in the caller's hands.
     #[error("{0}")]
@@ -116,6 +119,7 @@ impl Communicator {
             let to = if place == 0 { to } else { null_mut() };
             reduce(from[place], to, count, FLOAT, SUM, FIRST, comm, DEFAULT_STREAM)
         })?;
+        self.ended()?;
         Ok(sum)
     }
 
@@ -132,6 +136,7 @@ impl Communicator {
             let from = if place == 0 { from } else { to[place] };
             broadcast(from, to[place], count, FLOAT, FIRST, comm, DEFAULT_STREAM)
         })?;
+        self.ended()?;
         Ok(copies)
     }
 
@@ -149,37 +154,26 @@ impl Communicator {
         }
         let got = self.reduce(&parts)?;
         let copies = self.broadcast(&got)?;
-        let read_back = move || -> Result<bool, ModelError> {
-            for copy in copies {
-                if !copy.f_to_device(Device::Cpu)?.f_equal(&sum)? {
-                    return Ok(false);
-                }
+        for copy in copies {
+            if !copy.f_to_device(Device::Cpu)?.f_equal(&sum)? {
+                return Err(NcclError::Wrong);
             }
-            Ok(true)
-        };
-        match self.awaited(read_back, PATIENCE)? {
-            true => Ok(self),
-            false => Err(NcclError::Wrong),
         }
+        Ok(self)
     }
 
-    /// What `read_back` gives, which waits for GPUs. After so long they are told to leave off.
-    fn awaited(
-        &mut self,
-        read_back: impl FnOnce() -> Result<bool, ModelError> + Send,
-        patience: Duration,
-    ) -> Result<bool, NcclError> {
-        thread::scope(|scope| {
-            let (told, answer) = sync_channel(1);
-            scope.spawn(move || told.send(read_back()));
-            match answer.recv_timeout(patience) {
-                Ok(right) => Ok(right?),
-                Err(_) => {
-                    self.leave_off();
-                    Err(NcclError::Hangs(patience))
-                }
-            }
-        })
+    /// Waits until every GPU is done with what was asked of it so far.
+    fn ended(&mut self) -> Result<(), NcclError> {
+        let ended = marks(&self.devices).and_then(|marks| {
+            awaited(PATIENCE, || {
+                let passed = marks.iter().map(|mark| Ok(mark.is_passed().map_err(ModelError::from)?));
+                Ok(passed.collect::<Result<Vec<_>, NcclError>>()?.into_iter().all(|passed| passed))
+            })
+        });
+        if ended.is_err() {
+            self.leave_off();
+        }
+        ended
     }
 
     /// Makes one call for each GPU, as one group: from one thread each would wait for the others, which never come.
@@ -237,6 +231,28 @@ impl Drop for Communicator {
             let _ = unsafe { (self.table.comm_destroy)(comm) };
         }
     }
+}
+
+/// Behind all that each GPU has to do; none of what is no GPU.
+fn marks(devices: &[Device]) -> Result<Vec<Event>, NcclError> {
+    let mark = |&device: &Device| -> Result<Option<Event>, NcclError> {
+        let stream = draftmill_shim::Stream::current(device).map_err(ModelError::from)?;
+        Ok(stream.map(Event::in_stream).transpose().map_err(ModelError::from)?)
+    };
+    devices.iter().filter_map(|device| mark(device).transpose()).collect()
+}
+
+/// Asks again and again, for about so long at most.
+fn awaited(patience: Duration, mut done: impl FnMut() -> Result<bool, NcclError>) -> Result<(), NcclError> {
+    let mut waited = Duration::ZERO;
+    while !done()? {
+        if waited >= patience {
+            return Err(NcclError::Hangs(patience));
+        }
+        thread::sleep(LOOK);
+        waited += LOOK;
+    }
+    Ok(())
 }
 
 /// libtorch's default stream of whichever GPU a call is for, where gradients and weights are made and used. So a collective begins when
@@ -342,16 +358,25 @@ mod tests {
     }
 
     #[test]
-    fn a_trial_that_hangs_is_told_to_leave_off() {
-        let mut two = communicator(2);
-        let slow = || {
-            thread::sleep(Duration::from_millis(200));
-            Ok(true)
+    fn what_does_not_end_is_given_up() {
+        let mut asked = 0;
+        let third = || {
+            asked += 1;
+            Ok(asked == 3)
         };
-        let error = two.awaited(slow, Duration::from_millis(1)).unwrap_err();
-        assert!(matches!(error, NcclError::Hangs(_)), "{error:?}");
+        assert!(awaited(LOOK * 5, third).is_ok());
+        assert_eq!(asked, 3);
+        let error = awaited(LOOK * 5, || Ok(false)).unwrap_err();
+        assert!(matches!(error, NcclError::Hangs(_)) && error.remedy().contains("NCCL_P2P_DISABLE=1"), "{error:?}");
+        assert!(matches!(awaited(PATIENCE, || Err(NcclError::Wrong)), Err(NcclError::Wrong)));
+    }
+
+    /// A GPU that cannot be asked any more is one that is lost.
+    #[test]
+    fn where_the_end_cannot_be_waited_for_all_gpus_are_told_to_leave_off() {
+        let mut two = communicator(2);
+        two.devices = vec![Device::Cuda(4096); 2];
+        assert!(matches!(two.ended(), Err(NcclError::Model(_))));
         assert_eq!(fake::calls()[1..], ["ncclCommAbort"; 2]);
-        let failed = communicator(2).awaited(|| Err(ModelError::Input("no".into())), PATIENCE);
-        assert_eq!(failed.unwrap_err().to_string(), "no");
     }
 }
