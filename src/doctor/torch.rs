@@ -92,7 +92,7 @@ fn device(report: &mut Report, device: Device, kinds: &[Kind]) {
         return report.warn(
             &name,
             found,
-            "the host may have too little memory that can be pinned (ulimit -l), or the GPU no room; see dmesg",
+            "free memory: it takes 64 MiB of the host's that can be pinned, and 200 MiB of the GPU's; else look at its driver's log (dmesg)",
         );
     }
     let found = format!("{about}computes right");

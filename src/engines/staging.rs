@@ -1,5 +1,5 @@
-//! Hidden states between host and GPU beside what the GPU computes: from a target without holding its next forward up, and to a
-//! drafter while the batch before is in work.
+//! Hidden states between host and GPU through pinned buffers: from a target as soon as they are made, and to a drafter while the
+//! batch before is in work.
 
 use super::{torch::TorchFeatures, worker::Worker};
 use crate::model::{ModelError, route};
@@ -33,7 +33,7 @@ impl Coming {
     }
 }
 
-/// A way between the host and a GPU over which random bits come right, both ways; `None` of any other device. An error where it
+/// A way between the host and a GPU over which known bits come right, both ways; `None` of any other device. An error where it
 /// fails or brings other bits.
 pub fn tried(device: Device) -> Result<Option<Ferry>, ModelError> {
     let Some(mut ferry) = Ferry::new(device)? else { return Ok(None) };
