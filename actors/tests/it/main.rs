@@ -9,6 +9,7 @@ mod counted;
 mod dispatcher;
 mod edges;
 mod faults;
+mod in_order;
 mod mix;
 mod pipeline;
 mod planner;
