@@ -2,9 +2,10 @@
 //! gradient for the new weights.
 //!
 //! In: loans from the pool, tickets, the trainer's phase. Out: reports and gradients. It draws `prefetch` batches ahead, so
-//! that the next one is there when a ticket is, and has the engine bring it closer at once, also while another one is in work. A batch that it could not train goes back to the pool, and its ticket to the
-//! trainer; after `max_attempts`, or where the features are lost, the job is skipped. It ends when the trainer says so, after
-//! handing in what it has. While it is paused it draws nothing, trains what it has in hand, and takes part in every step.
+//! that the next one is there when a ticket is, and has the engine bring it closer at once, also while another one is in work.
+//! A batch that it could not train goes back to the pool, and its ticket to the trainer; after `max_attempts`, or where the
+//! features are lost, the job is skipped. It ends when the trainer says so, after handing in what it has. While it is paused it
+//! draws nothing, trains what it has in hand, and takes part in every step.
 //! Invariants: T1, T2.
 
 use crate::{
@@ -163,7 +164,7 @@ impl<E: DraftEngine> Drafter<E> {
                     biased;
                     changed = phase.changed() => Event::Phase(changed),
                     ticket = answer(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
-                    loan = answer(&mut self.hand.draw), if self.hand.draw.is_some() => Event::Loan(loan),
+                    loan = self.hand.drawn() => Event::Loan(loan),
                     () = changed(&mut self.settings) => Event::Changed,
                 }
             };
@@ -176,10 +177,7 @@ impl<E: DraftEngine> Drafter<E> {
                         None => self.finished = true,
                     }
                 }
-                Event::Loan(loan) => {
-                    self.hand.draw = None;
-                    self.hand.answered(loan.map_err(|_| self.gone(Gone("pool")))?);
-                }
+                Event::Loan(loan) => self.hand.answered(loan.map_err(|_| self.gone(Gone("pool")))?),
                 Event::Changed => {
                     if self.is_paused() {
                         self.hand.withdraw();
@@ -324,17 +322,23 @@ impl<F> Hand<F> {
     async fn filled_during<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         loop {
-            let answered = tokio::select! {
+            let loan = tokio::select! {
                 biased;
                 done = &mut work => return done,
-                answered = answer(&mut self.draw), if self.draw.is_some() => answered,
+                loan = self.drawn() => loan,
             };
-            self.draw = None;
             // That the pool is gone is told by the next draw.
-            if let Ok(loan) = answered {
+            if let Ok(loan) = loan {
                 self.answered(loan);
             }
         }
+    }
+
+    /// The pool's answer to the draw; never ready without one.
+    async fn drawn(&mut self) -> Result<Option<Loan<F>>, oneshot::error::RecvError> {
+        let loan = answer(&mut self.draw).await;
+        self.draw = None;
+        loan
     }
 
     fn answered(&mut self, loan: Option<Loan<F>>) {

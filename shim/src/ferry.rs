@@ -3,7 +3,8 @@
 //! A copy from memory that is not pinned goes through buffers of the driver, slower, and the host waits for all that was in the stream
 //! before it. Pinning what is copied would be wrong the other way: it is gigabytes, of sizes that hardly come twice.
 
-use crate::{Error, Event, Stream, pinned, streams::copy};
+use crate::Error;
+use crate::streams::{Event, Stream, copy, pinned};
 use tch::{Device, Kind, Tensor};
 
 /// Bytes of a buffer: some milliseconds of copying, beside which a call costs nothing.

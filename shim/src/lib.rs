@@ -17,12 +17,13 @@ mod tests;
 
 pub use attend::{attend, attend_backward, attends};
 pub use ferry::{Arrival, Ferry};
+pub use streams::{Event, Reading, Stream};
+
 use std::ffi::{CStr, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
-pub use streams::{Event, Reading, Stream, pinned};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 

@@ -139,7 +139,7 @@ impl Reading {
 
 /// Memory of the host that a GPU reads and writes by itself: so many bytes, whatever they were. The machine cannot put it aside, and
 /// libtorch rounds it up to a power of two and keeps it: for a few buffers that are used again and again. Needs a GPU.
-pub fn pinned(bytes: usize) -> Result<Tensor, Error> {
+pub(crate) fn pinned(bytes: usize) -> Result<Tensor, Error> {
     let mut memory = ptr::null_mut();
     // SAFETY: takes a number and gives one tensor; one that is too large is an error.
     done(unsafe { ffi::draftmill_pinned(i64::try_from(bytes).unwrap_or(i64::MAX), &mut memory) })?;

@@ -64,10 +64,7 @@ impl AdamW {
         if gradient.names() != self.masters.names() {
             return Err(ModelError::Input("the gradient has other parameters than the optimizer".into()));
         }
-        let next = self.steps + 1;
-        let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
-        // One divisor for mean and clip, so that the update reads the gradient once more and no pass is made for either.
-        let update = Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step: next, denominator, max_norm };
+        let update = self.update(lr, denominator, max_norm);
         let norm = draftmill_shim::norm(gradient.tensors())?;
         // Its way to the host begins here, so that the device is at the update while the host still waits for the number.
         let reading = Reading::begin(&norm);
@@ -83,7 +80,7 @@ impl AdamW {
         if !fused {
             self.by_definition(&gradient, norm, &update)?;
         }
-        self.steps = next;
+        self.steps = update.step;
         Ok(norm / denominator)
     }
 
@@ -91,6 +88,12 @@ impl AdamW {
     pub fn by_plain_operations(mut self) -> AdamW {
         self.plain = true;
         self
+    }
+
+    /// The next one. It has one divisor for mean and clip, so that it reads the gradient once more and no pass is made for either.
+    fn update(&self, learning_rate: f64, denominator: f64, max_norm: f64) -> Update {
+        let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
+        Update { learning_rate, beta1, beta2, eps, weight_decay, step: self.steps + 1, denominator, max_norm }
     }
 
     /// The update in libtorch's fused kernel; false where it takes no such tensors, and nothing was changed.
@@ -214,9 +217,7 @@ mod tests {
             let mut adamw = AdamW::resume(masters, m, v, 0, HYPER);
             let before = copy(&adamw.masters);
             let mut gradient = set(rng, &shapes, kind);
-            let Hyper { beta1, beta2, eps, weight_decay } = HYPER;
-            let (denominator, max_norm) = (2.0, 1.0);
-            let update = Update { learning_rate: 0.1, beta1, beta2, eps, weight_decay, step: 1, denominator, max_norm };
+            let update = adamw.update(0.1, 2.0, 1.0);
             assert_eq!(adamw.fused(&mut gradient, &Tensor::from(1f64), &update).unwrap(), expected, "{kind:?}");
             assert_eq!(gaps(&before, &adamw.masters).last().is_some_and(|&gap| gap > 1e-3), expected, "{kind:?}");
             // What the kernel refuses takes a step nevertheless.

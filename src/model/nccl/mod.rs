@@ -52,6 +52,12 @@ impl From<tch::TchError> for NcclError {
     }
 }
 
+impl From<draftmill_shim::Error> for NcclError {
+    fn from(error: draftmill_shim::Error) -> NcclError {
+        ModelError::from(error).into()
+    }
+}
+
 impl NcclError {
     /// What helps.
     pub fn remedy(&self) -> String {
@@ -166,8 +172,12 @@ impl Communicator {
     fn ended(&mut self) -> Result<(), NcclError> {
         let ended = marks(&self.devices).and_then(|marks| {
             awaited(PATIENCE, || {
-                let passed = marks.iter().map(|mark| Ok(mark.is_passed().map_err(ModelError::from)?));
-                Ok(passed.collect::<Result<Vec<_>, NcclError>>()?.into_iter().all(|passed| passed))
+                for mark in &marks {
+                    if !mark.is_passed()? {
+                        return Ok(false);
+                    }
+                }
+                Ok(true)
             })
         });
         if ended.is_err() {
@@ -236,8 +246,7 @@ impl Drop for Communicator {
 /// Behind all that each GPU has to do; none of what is no GPU.
 fn marks(devices: &[Device]) -> Result<Vec<Event>, NcclError> {
     let mark = |&device: &Device| -> Result<Option<Event>, NcclError> {
-        let stream = draftmill_shim::Stream::current(device).map_err(ModelError::from)?;
-        Ok(stream.map(Event::in_stream).transpose().map_err(ModelError::from)?)
+        Ok(draftmill_shim::Stream::current(device)?.map(Event::in_stream).transpose()?)
     };
     devices.iter().filter_map(|device| mark(device).transpose()).collect()
 }
