@@ -129,7 +129,7 @@ fn nccl(report: &mut Report, gpus: &[Device], opened: Result<Table, NcclError>) 
     let several = gpus.len() > 1;
     let tried = table.version().and_then(|version| {
         if several {
-            Communicator::new(table, gpus)?.tried()?;
+            Communicator::open(table, gpus)?;
         }
         Ok(version)
     });

@@ -3,7 +3,7 @@
 use super::ModelError;
 use draftmill_shim::Attention;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
-use std::path::PathBuf;
+use std::{error::Error, path::PathBuf};
 use tch::{Cuda, Device};
 
 const CPU_LIBRARY: &str = "libtorch_cpu.so";
@@ -22,7 +22,7 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
         // SAFETY: libtorch's own library; its initialisers register CUDA with the half that is loaded already.
         let opened = unsafe { Library::open(Some(&library), RTLD_NOW | RTLD_GLOBAL) };
         let opened = opened.map_err(|error| {
-            let path = library.display();
+            let (path, error) = (library.display(), loaders_words(&error));
             ModelError::Input(format!(
                 "{path} is there but cannot be opened ({error}); fetch libtorch again, with CUDA"
             ))
@@ -47,6 +47,11 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
 /// Whether this libtorch has a CUDA half, a device or not.
 pub fn has_cuda_half() -> bool {
     beside_cpu_library().is_some_and(|path| path.exists())
+}
+
+/// Why a library could not be opened: what the dynamic loader said, which the error itself keeps behind it.
+pub(super) fn loaders_words(error: &libloading::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 fn allocator_is_set_up() -> bool {
@@ -104,6 +109,15 @@ mod tests {
     fn the_cuda_half_is_looked_for_beside_the_cpu_half() {
         let path = beside_cpu_library().unwrap();
         assert!(path.with_file_name(CPU_LIBRARY).exists(), "{path:?}");
+    }
+
+    /// libloading's own text is only that dlopen failed.
+    #[test]
+    fn a_library_that_cannot_be_opened_says_what_the_loader_said() {
+        // SAFETY: there is nothing to run.
+        let error = unsafe { Library::open(Some("/no/such/library.so"), RTLD_NOW) }.map(|_| ()).unwrap_err();
+        let words = loaders_words(&error);
+        assert!(words.contains("/no/such/library.so: cannot open"), "{words}");
     }
 
     /// libtorch's defaults are TF32 for convolutions, and cuDNN's attention where there is one.

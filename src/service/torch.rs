@@ -22,7 +22,7 @@ use crate::{
         draft::{DraftOptions, Shared},
         libtorch::set_threads,
         load::kind_of,
-        nccl::Communicator,
+        nccl::{Communicator, Table},
         params::{Weights, folder_params, init_params},
         route::{Route, Routes, travelled},
         weighting::Weighting,
@@ -99,7 +99,7 @@ fn blocking(
         Routes::tried(travelled(device, &drafter_devices, measured), |from, to| Route::Direct.copies_right(from, to));
     let mut exchange = Exchange::by_copies(routes);
     if config.drafter.exchange == config::Exchange::Nccl {
-        exchange = exchange.with_nccl(&drafter_devices, |gpus| Communicator::open(gpus)?.tried());
+        exchange = exchange.with_nccl(&drafter_devices, |gpus| Communicator::open(Table::open()?, gpus));
     }
 
     let mut targets = Vec::new();

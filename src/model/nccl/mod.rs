@@ -11,7 +11,13 @@ use draftmill_actors::plan::stream_seed;
 use draftmill_shim::Event;
 use rand::RngExt;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
-use std::{ffi::c_int, ptr::null_mut, thread, time::Duration};
+use std::{
+    ffi::c_int,
+    ptr::null_mut,
+    sync::mpsc::{RecvTimeoutError, sync_channel},
+    thread,
+    time::Duration,
+};
 use table::{Comm, FLOAT, SUCCESS, SUM, Stream};
 use tch::{Device, Kind, Tensor};
 use thiserror::Error;
@@ -91,12 +97,14 @@ pub struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Over these GPUs, of the library that is there.
-    pub fn open(devices: &[Device]) -> Result<Communicator, NcclError> {
-        Communicator::new(Table::open()?, devices)
+    /// Over these GPUs, tried out: what random whole numbers add up to, and their copies, are right. NCCL's own start has no bound in
+    /// time, so this one gives it up where it does not come to an end.
+    pub fn open(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
+        let devices = devices.to_vec();
+        within(PATIENCE, move || Communicator::new(table, &devices)?.tried())
     }
 
-    pub fn new(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
+    pub(crate) fn new(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
         let numbers: Vec<c_int> = devices.iter().map(|&device| number(device)).collect();
         let mut comms = vec![null_mut(); devices.len()];
         // SAFETY: both lists have as many entries as is said. A number that names no GPU, or one twice, is an error.
@@ -147,7 +155,7 @@ impl Communicator {
     }
 
     /// Adds and copies random whole numbers, whose sums are exact in whatever order, and has the host read back what every GPU got.
-    pub fn tried(mut self) -> Result<Communicator, NcclError> {
+    fn tried(mut self) -> Result<Communicator, NcclError> {
         let _no_grad = tch::no_grad_guard();
         let mut rng = ChaCha8Rng::from_seed(stream_seed(0, "nccl", &[]));
         let mut sum = Tensor::f_zeros([TRIAL as i64], (Kind::Float, Device::Cpu))?;
@@ -249,6 +257,22 @@ fn marks(devices: &[Device]) -> Result<Vec<Event>, NcclError> {
         Ok(draftmill_shim::Stream::current(device)?.map(Event::in_stream).transpose()?)
     };
     devices.iter().filter_map(|device| mark(device).transpose()).collect()
+}
+
+/// What `call` gives on a thread of its own, which is left to itself where that takes longer than `patience`.
+fn within<T: Send + 'static>(
+    patience: Duration,
+    call: impl FnOnce() -> Result<T, NcclError> + Send + 'static,
+) -> Result<T, NcclError> {
+    let failed = |text: &str| NcclError::Failed { call: "its start", text: text.to_owned() };
+    let (done, answer) = sync_channel(1);
+    // Who gave it up is not there any more to be told.
+    let asked = thread::Builder::new().name("nccl".into()).spawn(move || done.send(call()).ok());
+    asked.map_err(|error| failed(&error.to_string()))?;
+    answer.recv_timeout(patience).map_err(|error| match error {
+        RecvTimeoutError::Timeout => NcclError::Hangs(patience),
+        RecvTimeoutError::Disconnected => failed("its thread panicked"),
+    })?
 }
 
 /// Asks again and again, for about so long at most.
@@ -378,6 +402,24 @@ mod tests {
         let error = awaited(LOOK * 5, || Ok(false)).unwrap_err();
         assert!(matches!(error, NcclError::Hangs(_)) && error.remedy().contains("NCCL_P2P_DISABLE=1"), "{error:?}");
         assert!(matches!(awaited(PATIENCE, || Err(NcclError::Wrong)), Err(NcclError::Wrong)));
+    }
+
+    #[test]
+    fn a_start_that_does_not_end_is_left_to_itself() {
+        assert!(matches!(within(PATIENCE, || Ok(3)), Ok(3)));
+        assert!(matches!(within(PATIENCE, || Err::<(), _>(NcclError::Wrong)), Err(NcclError::Wrong)));
+        let (let_go, held) = sync_channel::<()>(0);
+        let (ended, end) = sync_channel(1);
+        let endless = move || {
+            let _ = held.recv();
+            Ok(ended)
+        };
+        assert!(matches!(within(LOOK, endless), Err(NcclError::Hangs(LOOK))));
+        drop(let_go);
+        // What came too late is dropped where it was made.
+        assert!(end.recv_timeout(PATIENCE) == Err::<(), _>(RecvTimeoutError::Disconnected));
+        let error = within(PATIENCE, || -> Result<(), _> { panic!("on purpose") }).unwrap_err();
+        assert_eq!(error.to_string(), "its start failed: its thread panicked");
     }
 
     /// A GPU that cannot be asked any more is one that is lost.

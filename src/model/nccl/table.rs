@@ -4,7 +4,6 @@ use super::NcclError;
 use crate::model::libtorch;
 use libloading::os::unix::Library;
 use std::{
-    error::Error,
     ffi::{CStr, c_char, c_int, c_void},
     path::PathBuf,
 };
@@ -59,10 +58,7 @@ impl Table {
     pub fn open() -> Result<Table, NcclError> {
         let beside = beside_libtorch().filter(|path| path.exists());
         let path = beside.unwrap_or_else(|| LIBRARY.into());
-        // The loader's own words are behind.
-        let missing = |error: libloading::Error| {
-            NcclError::Missing(error.source().map_or_else(|| error.to_string(), |words| words.to_string()))
-        };
+        let missing = |error: libloading::Error| NcclError::Missing(libtorch::loaders_words(&error));
         // SAFETY: NVIDIA's library, whose initialisers only set it up.
         let library = unsafe { Library::new(&path) }.map_err(missing)?;
         let table = Table::of(&library).map_err(missing)?;
