@@ -53,7 +53,7 @@ pub fn examine(report: &mut Report) {
             pair(report, from, to, |way| way.copies_right(from, to));
         }
     }
-    nccl(report, &gpus, Table::open());
+    nccl(report, &gpus, Table::open(), Communicator::open);
 }
 
 /// What it is, and whether it computes.
@@ -121,7 +121,12 @@ fn pair(report: &mut Report, from: Device, to: Device, try_out: impl Fn(Route) -
 }
 
 /// Whether `drafter.exchange = "nccl"` would have its way, on all GPUs together.
-fn nccl(report: &mut Report, gpus: &[Device], opened: Result<Table, NcclError>) {
+fn nccl(
+    report: &mut Report,
+    gpus: &[Device],
+    opened: Result<Table, NcclError>,
+    start: impl FnOnce(Table, &[Device]) -> Result<Communicator, NcclError>,
+) {
     let table = match opened {
         Ok(table) => table,
         Err(error) => return report.ok("nccl", format!("{error}; drafters exchange by copies")),
@@ -129,7 +134,7 @@ fn nccl(report: &mut Report, gpus: &[Device], opened: Result<Table, NcclError>) 
     let several = gpus.len() > 1;
     let tried = table.version().and_then(|version| {
         if several {
-            Communicator::open(table, gpus)?;
+            start(table, gpus)?;
         }
         Ok(version)
     });
@@ -197,7 +202,7 @@ mod tests {
     fn nccl_is_tried_where_there_are_gpus_to_try_it_on() {
         let found = |gpus: usize, opened| {
             let mut report = Report::default();
-            nccl(&mut report, &vec![Device::Cpu; gpus], opened);
+            nccl(&mut report, &vec![Device::Cpu; gpus], opened, Communicator::start);
             let finding = report.findings.remove(0);
             (finding.state, finding.found, fake::calls().len())
         };

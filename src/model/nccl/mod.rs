@@ -101,7 +101,12 @@ impl Communicator {
     /// time, so this one gives it up where it does not come to an end.
     pub fn open(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
         let devices = devices.to_vec();
-        within(PATIENCE, move || Communicator::new(table, &devices)?.tried())
+        within(PATIENCE, move || Communicator::start(table, &devices))
+    }
+
+    /// The same on this thread, however long it takes.
+    pub(crate) fn start(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
+        Communicator::new(table, devices)?.tried()
     }
 
     pub(crate) fn new(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
