@@ -36,6 +36,10 @@ pub enum CheckpointError {
     Damaged { dir: PathBuf, file: PathBuf, reason: String },
     #[error("{} was written by a newer version of draftmill (format {found}, this one reads up to {VERSION}); use that version", dir.display())]
     Newer { dir: PathBuf, found: u32 },
+    #[error(
+        "{tensor} holds a NaN or an infinite value in {file}: the training diverged; lower optimizer.learning_rate"
+    )]
+    NotFinite { file: String, tensor: String },
 }
 
 /// The counters of a checkpoint.
@@ -87,6 +91,12 @@ pub fn write(
     draft: &DraftConfig,
     tensors: &[(&str, Vec<NamedTensor>)],
 ) -> Result<String, CheckpointError> {
+    for (file, tensors) in tensors {
+        // Nothing goes on from such values, and one that is kept would push out a checkpoint that is good.
+        if let Some(bad) = tensors.iter().find(|one| !one.data.iter().all(|value| value.is_finite())) {
+            return Err(CheckpointError::NotFinite { file: (*file).into(), tensor: bad.name.clone() });
+        }
+    }
     let name = name_of(state.step);
     let tmp = checkpoints.join(format!("{name}.tmp"));
     let at = |path: &Path| {

@@ -1,6 +1,6 @@
 //! The binary.
 
-fn main() -> std::process::ExitCode {
+fn main() {
     let _points = draftmill::failpoint::set_up();
-    draftmill::cli::main()
+    draftmill::cli::main().leave()
 }

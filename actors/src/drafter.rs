@@ -234,7 +234,7 @@ impl<E: DraftEngine> Drafter<E> {
             Ok(report) if !report.loss_numerator.is_finite() => {
                 counter!(m::NON_FINITE_LOSSES).increment(1);
                 let (id, loss) = (job.id(), report.loss_numerator);
-                let advice = "lower optimizer.learning_rate or train in f32";
+                let advice = "lower optimizer.learning_rate or train in f32; where a run goes on and ends so again, delete its newest folder in checkpoints";
                 Err(Fault::new(&self.name, format!("the loss of job {id} is {loss}; {advice}")))
             }
             Ok(report) => {

@@ -85,7 +85,10 @@ impl State {
             return Err((Failure::WrongShape, format!("the features hold {held} bytes where {bytes} were reserved")));
         }
         if !features.all_finite() {
-            return Err((Failure::NonFinite, "the hidden states have a value that is NaN or infinite".into()));
+            return Err((
+                Failure::NonFinite,
+                "the hidden states, or what the target says, have a value that is NaN or infinite".into(),
+            ));
         }
         Ok(features)
     }

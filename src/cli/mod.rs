@@ -30,25 +30,24 @@ use crate::{
     service::Logs,
 };
 use clap::Parser;
-use std::process::ExitCode;
 
 /// The whole program: reads the command line, does it, and ends with one of the codes of [`crate::exit`].
-pub fn main() -> ExitCode {
+pub fn main() -> Exit {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
             // To stdout for --help and --version, to stderr for mistakes.
             let _ = error.print();
-            return if error.use_stderr() { Exit::Usage.into() } else { Exit::Done.into() };
+            return if error.use_stderr() { Exit::Usage } else { Exit::Done };
         }
     };
     let ended = run(cli);
     repeats::settle();
     match ended {
-        Ok(()) => Exit::Done.into(),
+        Ok(()) => Exit::Done,
         Err(failure) => {
             output::complain(&failure);
-            failure.exit.into()
+            failure.exit
         }
     }
 }

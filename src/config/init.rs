@@ -2,6 +2,7 @@
 
 use super::{load::Written, problem::Problems};
 use crate::hf::{
+    HfError,
     draft::{DraftConfig, LayerType},
     layout::DraftFolder,
 };
@@ -13,8 +14,13 @@ use std::path::Path;
 /// The block size may be another one: no weight depends on it. So may the mask token, which the target's frozen embedding holds.
 pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Result<DraftConfig, Problems> {
     let problem = |message: String, remedy: String| Problems(vec![written.problem("drafter.init", message, remedy)]);
-    let init = DraftFolder::open(folder, Some(shape.num_target_layers));
-    let init = init.map_err(|error| problem(error.to_string(), String::new()))?.config;
+    let unusable = |error: HfError| problem(error.to_string(), String::new());
+    let found = DraftFolder::open(folder, Some(shape.num_target_layers)).map_err(unusable)?;
+    if let Some(tensor) = found.not_finite().map_err(unusable)? {
+        let message = format!("{tensor} holds a NaN or an infinite value");
+        return Err(problem(message, "give a drafter from before its training diverged".into()));
+    }
+    let init = found.config;
     let mut sets = Vec::new();
     let mut differ = |key: &str, found: usize, wanted: usize| {
         if found != wanted {

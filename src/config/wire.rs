@@ -229,7 +229,7 @@ sections! {
         /// For slot_weights = "decay": slot k of a block weighs exp(-(k-1)/gamma); 0 = all the same. "auto" = the paper's
         /// 4, 5 or 7 for blocks of up to 8, up to 12, or more.
         Restart loss_decay_gamma: Auto<f64> = Auto::Auto;
-        /// For slot_weights = "d-pace", from 0 to 1: how little a slot's own chance counts; 1 = not at all.
+        /// For slot_weights = "d-pace", above 0, up to 1: how little a slot's own chance counts; 1 = not at all.
         Restart d_pace_alpha: f64 = 0.5;
         /// Keep only each layer's input for the backward pass and compute the layer again there: less memory, more time.
         Restart recompute_layers: bool = false;

@@ -8,9 +8,8 @@ use crate::hf::{
     dtype_from_name,
     layout::{Layout, config_of, tensor_shapes},
     read_json,
-    tensors::{RawDtype, RawTensor, TensorFiles},
+    tensors::{RawDtype, TensorFiles},
 };
-use half::{bf16, f16};
 use serde::Serialize;
 use serde_json::Value;
 use std::{fmt, path::Path};
@@ -297,7 +296,7 @@ fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mu
             let value = format!("is stored as {:?}, but config.json says {:?}", dtype, stated);
             findings.push(error(MODEL, name, value, "make the config's dtype that of the tensors"));
         }
-        if !all_finite(&raw, dtype) {
+        if !raw.all_finite() {
             let remedy = "go back to an earlier checkpoint, from before the training diverged";
             findings.push(error(MODEL, name, "holds a NaN or an infinite value", remedy));
         }
@@ -307,13 +306,4 @@ fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mu
 fn json_dtype(dir: &Path) -> Option<Dtype> {
     let json = read_json(&dir.join(CONFIG)).ok()?;
     dtype_from_name(json.get("dtype").or_else(|| json.get("torch_dtype"))?.as_str()?)
-}
-
-fn all_finite(raw: &RawTensor<'_>, dtype: Dtype) -> bool {
-    let pairs = || raw.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-    match dtype {
-        Dtype::F32 => raw.bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite()),
-        Dtype::F16 => pairs().all(|b| f16::from_le_bytes(b).is_finite()),
-        Dtype::Bf16 => pairs().all(|b| bf16::from_le_bytes(b).is_finite()),
-    }
 }

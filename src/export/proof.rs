@@ -34,6 +34,12 @@ pub enum ProofError {
          Please report this; the checkpoint is as it was"
     )]
     Differs(String),
+    /// What was trained serves nobody.
+    #[error(
+        "the export was thrown away: served with its target, its logits are NaN, since the training diverged; lower \
+         optimizer.learning_rate, and go back to an earlier checkpoint"
+    )]
+    Diverged,
     /// It could not be served at all.
     #[error(
         "the export could not be served to check it ({0}) and was thrown away; name the target's folder with --target, or \

@@ -46,6 +46,16 @@ impl DraftFolder {
         Ok(opened)
     }
 
+    /// The first tensor that holds a NaN or an infinite value. Reads all of them.
+    pub fn not_finite(&self) -> Result<Option<&str>, HfError> {
+        for name in self.files.names() {
+            if !self.files.get(name)?.all_finite() {
+                return Ok(Some(name));
+            }
+        }
+        Ok(None)
+    }
+
     /// Opens a folder and compares every name and shape. `target_layers` is for files of the speculators layout that do not say
     /// how many layers the target has.
     pub fn open(folder: &Path, target_layers: Option<usize>) -> Result<DraftFolder, HfError> {

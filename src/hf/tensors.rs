@@ -32,6 +32,19 @@ pub struct RawTensor<'a> {
 }
 
 impl RawTensor<'_> {
+    /// False where a value is NaN or infinite; true of types that have no such values.
+    pub fn all_finite(&self) -> bool {
+        let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+        match self.dtype {
+            RawDtype::F32 => {
+                self.bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite())
+            }
+            RawDtype::F16 => pairs().all(|b| half::f16::from_le_bytes(b).is_finite()),
+            RawDtype::BF16 => pairs().all(|b| half::bf16::from_le_bytes(b).is_finite()),
+            _ => true,
+        }
+    }
+
     /// The values of an F32, F16 or BF16 tensor, all of which f32 holds exactly.
     pub fn to_f32(&self) -> Vec<f32> {
         let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);

@@ -89,10 +89,10 @@ impl Teacher {
         })
     }
 
-    /// True when none of its states is NaN or infinite.
+    /// True when nothing that the target says is NaN or infinite. The shares of a token whose logits are not finite are NaN.
     pub fn all_finite(&self) -> Result<bool, ModelError> {
         match self {
-            Teacher::Likeliest(_) => Ok(true),
+            Teacher::Likeliest(said) => Ok(said.shares.iter().all(|share| share.is_finite())),
             Teacher::States(states) => all_finite(states),
         }
     }

@@ -9,7 +9,7 @@ use super::ModelError;
 use super::batch::{Likeliest, Rows, Teacher};
 use super::draft::Shared;
 use super::load::weight;
-use super::ops::{HEAD_ROWS, attention, largest, linear, rms_norm, spans};
+use super::ops::{HEAD_ROWS, attention, linear, rms_norm, spans};
 use super::rope::{Rope, RopeTable};
 use crate::config::TopK;
 use crate::hf::config::TargetConfig;
@@ -227,7 +227,7 @@ impl Target {
         for part in spans(x.size()[0], HEAD_ROWS) {
             let logits = self.head(top, &part.of(&x, 0)?)?;
             let (values, ids) = match each {
-                1 => (Tensor::f_zeros([part.len, 1], (Kind::Float, self.device))?, largest(&logits)?),
+                1 => logits.f_max_dim(-1, true)?,
                 _ => logits.f_topk(each as i64, -1, true, true)?,
             };
             let ids = Vec::<i64>::try_from(ids.f_flatten(0, -1)?.f_to_device(Device::Cpu)?)?;

@@ -188,7 +188,9 @@ impl RunFolder {
                     format!("{} is damaged: {file}: {reason}", checkpoint.name)
                 }
                 Err(CheckpointError::Damaged { .. }) => format!("{} is gone", checkpoint.name),
-                Err(error @ CheckpointError::Io { .. }) => format!("{}: {error}", checkpoint.name),
+                Err(error @ (CheckpointError::Io { .. } | CheckpointError::NotFinite { .. })) => {
+                    format!("{}: {error}", checkpoint.name)
+                }
             };
             unusable.push((dir, why));
         }

@@ -22,7 +22,13 @@ use draftmill_actors::{
     steering::Steering,
 };
 use metrics::{counter, gauge};
-use std::{collections::VecDeque, io, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque,
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 use tokio::{
     signal::unix::Signal,
     sync::{mpsc, watch},
@@ -153,7 +159,7 @@ impl Keeper {
     /// Looks whether the file changed since the last look.
     async fn look(&mut self, seen: &mut Seen) {
         let Some(path) = self.source.file.clone() else { return };
-        match read(path).await {
+        match read(path.clone()).await {
             Ok(text) => {
                 seen.missing = 0;
                 if seen.text.as_ref() != Some(&text) {
@@ -166,7 +172,7 @@ impl Keeper {
             Err(error) => {
                 seen.missing += 1;
                 if seen.missing == MISSING {
-                    let _ = self.refuse(unreadable(&error));
+                    let _ = self.refuse(unreadable(&path, &error));
                 }
             }
         }
@@ -177,13 +183,13 @@ impl Keeper {
         let Some(path) = self.source.file.clone() else {
             return Err("the service was started without --config, so there is no file to read again".into());
         };
-        match read(path).await {
+        match read(path.clone()).await {
             Ok(text) => {
                 let text = self.settled(text).await;
                 *seen = Seen { text: Some(text.clone()), missing: 0 };
                 self.take(&text, false)
             }
-            Err(error) => self.refuse(unreadable(&error)),
+            Err(error) => self.refuse(unreadable(&path, &error)),
         }
     }
 
@@ -192,7 +198,7 @@ impl Keeper {
         for _ in 0..LOOKS {
             sleep(SETTLE).await;
             let Some(path) = self.source.file.clone() else { break };
-            match read(path).await {
+            match read(path.clone()).await {
                 Ok(now) if now == text => break,
                 Ok(now) => text = now,
                 Err(_) => {}
@@ -334,8 +340,8 @@ async fn read(path: PathBuf) -> io::Result<String> {
     tokio::task::spawn_blocking(read).await.map_err(io::Error::other)?
 }
 
-fn unreadable(error: &io::Error) -> String {
-    format!("the configuration file cannot be read: {error}")
+fn unreadable(path: &Path, error: &io::Error) -> String {
+    format!("the configuration file {} cannot be read: {error}; put it back, or mend its permissions", path.display())
 }
 
 #[cfg(test)]

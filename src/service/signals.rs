@@ -103,7 +103,7 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io
         // Work on a device cannot be called back; the process must not wait for it.
         sleep(LAST).await;
         logs.settle();
-        std::process::exit(i32::from(Exit::Interrupted.code()));
+        Exit::Interrupted.leave();
     });
     Ok(Signals { first, _listening: AbortOnDropHandle::new(listening) })
 }

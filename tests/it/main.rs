@@ -12,6 +12,8 @@ mod data;
 #[cfg(feature = "torch")]
 mod decode;
 mod deploy;
+#[cfg(feature = "torch")]
+mod diverged;
 mod ending;
 mod eval;
 #[cfg(feature = "torch")]

@@ -62,7 +62,10 @@ pub fn prove(
             ProofError::Differs(format!("its blocks have {} slots, and {} in training", sizes[1], sizes[0]))
         })?;
         proof.largest_difference = proof.largest_difference.max(difference);
-        if difference.is_nan() || difference > most_logit {
+        if difference.is_nan() {
+            return Err(ProofError::Diverged);
+        }
+        if difference > most_logit {
             return Err(ProofError::Differs(format!(
                 "the logits of the first block differ by {difference:.1e} of the largest one, and rounding explains {most_logit:.0e}"
             )));
