@@ -112,10 +112,15 @@ pub struct EvalLog {
 }
 
 impl EvalLog {
+    /// Where the log of this run is.
+    pub fn file(run: &Path) -> PathBuf {
+        run.join(FILE)
+    }
+
     /// Opens the log of a run whose weights hold `start_step` steps, and reads it. Later lines are of weights that are gone, and
     /// are dropped, as is a last line that was cut short.
     pub fn open(run: &Path, start_step: u64) -> io::Result<(EvalLog, History)> {
-        let path = run.join(FILE);
+        let path = EvalLog::file(run);
         let mut history = read(run)?;
         history.0.retain(|measured| measured.step <= start_step);
         if path.exists() {

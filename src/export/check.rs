@@ -158,7 +158,7 @@ fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<(Layout, Draf
     let (layout, config) = match config_of(CONFIG, &json, Some(deepest)) {
         Ok(read) => read,
         Err(e) => {
-            findings.push(error(CONFIG, "(value)", e, "correct it"));
+            findings.push(error(CONFIG, "(value)", e, "or export it anew"));
             return None;
         }
     };

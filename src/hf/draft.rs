@@ -221,7 +221,13 @@ impl DraftConfig {
             Some(window) if window > 0 && slides => Ok(()),
             None if !slides => Ok(()),
             Some(window) if slides => bad("sliding_window", window.to_string(), "at least 1".into()),
-            other => bad("sliding_window", format!("{other:?}"), "set if and only if a layer type is sliding".into()),
+            Some(window) => {
+                bad("sliding_window", window.to_string(), "left out, since no layer type is sliding".into())
+            }
+            None => {
+                let expected = "true, beside a sliding_window, since a layer type is sliding";
+                bad("use_sliding_window", "false or nothing".into(), expected.into())
+            }
         }
     }
 }

@@ -331,7 +331,8 @@ impl Prepared {
             .map(|listener| serve_metrics(listener, &loaded.config, &forecast, checkpoint_time, asked, &stops))
             .transpose()?;
 
-        let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
+        let steps = StepLog::file(folder.root());
+        let log = StepLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(&steps, &e))?;
         let in_force = live.in_force.subscribe();
         let progress = Progress::new(start_step, in_force.clone(), told);
         let (records, recorded) = mpsc::channel(RECORDS);
@@ -371,7 +372,7 @@ impl Prepared {
         ended.cancel();
         keeping.await.failed(Exit::Internal)?;
         let loaded = in_force.borrow().clone();
-        let log = recording.await.failed(Exit::Internal)?.map_err(|e| folder.cannot_write(folder.root(), &e))?;
+        let log = recording.await.failed(Exit::Internal)?.map_err(|e| folder.cannot_write(&steps, &e))?;
         let report = report.map_err(|fault| match fault.root {
             true => Failure::new(Exit::Run, fault),
             false => Failure::new(Exit::Interrupted, "stopped at once; the last checkpoint stays"),

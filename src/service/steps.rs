@@ -25,10 +25,15 @@ pub struct StepLog {
 }
 
 impl StepLog {
+    /// Where the log of this run is.
+    pub fn file(run: &Path) -> PathBuf {
+        run.join("steps.jsonl")
+    }
+
     /// Opens the log of a run whose weights hold `start_step` steps. Later lines belong to steps that a crash undid and are
     /// dropped, as is a last line that was cut short.
     pub fn open(run: &Path, start_step: u64) -> io::Result<StepLog> {
-        let path = run.join("steps.jsonl");
+        let path = StepLog::file(run);
         let mut records: Vec<StepRecord> = Vec::new();
         if path.exists() {
             for line in BufReader::new(File::open(&path)?).lines() {

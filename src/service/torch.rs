@@ -60,7 +60,7 @@ pub async fn load(
         store,
     };
     let (log, history) =
-        EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(folder.root(), &e))?;
+        EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(&EvalLog::file(folder.root()), &e))?;
     let run = folder.clone();
     let load = move || blocking(&config, models, &run, kept, from.as_ref(), &samples);
     let (mut engines, weights) =

@@ -43,6 +43,16 @@ fn one_flipped_bit_anywhere_in_a_checkpoint_is_found() {
     assert!(files == 6 && bits > 8000, "{files} files, {bits} bits");
 }
 
+/// The sentence names the file, not the folder that it lies in.
+#[test]
+fn a_log_that_cannot_be_written_is_named() {
+    let run = Run::new(&[]);
+    fs::create_dir_all(run.dir().join("steps.jsonl")).unwrap();
+    let refused = run.train(&[]);
+    assert_eq!(refused.status.code(), Some(6), "{}", text(&refused));
+    assert!(text(&refused).contains("steps.jsonl cannot be written"), "{}", text(&refused));
+}
+
 fn killed() -> Run {
     let run = Run::new(SLOW);
     let mut child = run.train_until(14);

@@ -282,6 +282,35 @@ fn a_second_process_on_the_same_run_is_refused() {
     child.wait().unwrap();
 }
 
+/// Such a drafter can be measured and served; who imports it is not sent to a training that refuses it.
+#[cfg(feature = "torch")]
+#[test]
+fn a_drafter_that_slides_is_imported_and_not_trained_on() {
+    let run = Run::new(&["run.max_steps=1"]);
+    assert!(run.train(&[]).status.success());
+    let (export, out) = (run.dir().join("export"), run.dir().join("imported"));
+    let import = |out: &Path| {
+        let words = ["import", "--draft", export.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let imported = run.plain(&words);
+        assert_eq!(imported.status.code(), Some(0), "{}", text(&imported));
+        String::from_utf8(imported.stdout).unwrap()
+    };
+    let next = format!("Next: draftmill train --set drafter.init={}", out.display());
+    assert!(import(&out).contains(&next));
+    let file = export.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    config["layer_types"] = ["sliding_attention", "full_attention"].into_iter().collect();
+    (config["use_sliding_window"], config["sliding_window"]) = (true.into(), 8.into());
+    std::fs::write(&file, config.to_string()).unwrap();
+    let out = run.dir().join("sliding");
+    let told = import(&out);
+    assert!(told.contains("not trained on") && !told.contains("Next:"), "{told}");
+    let init = format!("drafter.init={}", out.display());
+    let refused = Run::new(&[&init]).train(&[]);
+    assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
+    assert!(text(&refused).contains("its layers slide over the context"), "{}", text(&refused));
+}
+
 /// A run goes on from the weights of another one's export, in either layout, and only if they fit.
 #[cfg(feature = "torch")]
 #[test]
