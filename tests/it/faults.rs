@@ -46,7 +46,7 @@ fn one_flipped_bit_anywhere_in_a_checkpoint_is_found() {
 /// The sentence names the file, not the folder that it lies in.
 #[test]
 fn a_log_that_cannot_be_written_is_named() {
-    let run = Run::new(&[]);
+    let run = Run::new(SLOW);
     fs::create_dir_all(run.dir().join("steps.jsonl")).unwrap();
     let refused = run.train(&[]);
     assert_eq!(refused.status.code(), Some(6), "{}", text(&refused));
