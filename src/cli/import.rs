@@ -4,7 +4,7 @@ use super::{ImportArgs, output};
 use crate::{
     exit::{Exit, Failure},
     export,
-    hf::{draft::LayerType, layout::DraftFolder},
+    hf::draft::DraftConfig,
     import::{ImportOptions, import_gguf},
 };
 use std::path::Path;
@@ -22,8 +22,8 @@ fn drafter(args: &ImportArgs, dir: &Path) -> Result<(), Failure> {
     let report = export::import_folder(dir, args.target.as_deref(), &args.out, args.force);
     let report = report.map_err(Failure::of(Exit::Model))?;
     let out = report.dir.display();
-    let written = DraftFolder::open(&report.dir, None).map_err(Failure::of(Exit::Model))?;
-    let next = match written.config.layer_types.contains(&LayerType::Sliding) {
+    let written = DraftConfig::load(&report.dir).map_err(Failure::of(Exit::Model))?;
+    let next = match written.slides() {
         true => {
             "Its layers slide over the context, so it can be measured (draftmill eval) and served, but not trained on"
                 .into()

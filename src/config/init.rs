@@ -1,11 +1,7 @@
 //! A drafter to start from: whether it is the one that the configuration describes, and what it brings along.
 
 use super::{load::Written, problem::Problems};
-use crate::hf::{
-    HfError,
-    draft::{DraftConfig, LayerType},
-    layout::DraftFolder,
-};
+use crate::hf::{HfError, draft::DraftConfig, layout::DraftFolder};
 use std::path::Path;
 
 /// The shape of a run that starts from the drafter in `folder`: `shape`, with the rotary base and the epsilon that its weights
@@ -45,7 +41,7 @@ pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Resu
             format!("it is a drafter of another target: its `{key}` is {found}, and this target needs {wanted}");
         return Err(problem(message, "give a drafter of target.dir".into()));
     }
-    if init.layer_types.contains(&LayerType::Sliding) {
+    if init.slides() {
         let message = "its layers slide over the context, and a run trains layers that see all of it".into();
         return Err(problem(message, "give a drafter whose layers are all full".into()));
     }

@@ -9,8 +9,6 @@ use std::{
     path::{Path, PathBuf},
 };
 
-const FILE: &str = "evals.jsonl";
-
 /// One measure of the weights after `step` steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
@@ -114,7 +112,7 @@ pub struct EvalLog {
 impl EvalLog {
     /// Where the log of this run is.
     pub fn file(run: &Path) -> PathBuf {
-        run.join(FILE)
+        run.join("evals.jsonl")
     }
 
     /// Opens the log of a run whose weights hold `start_step` steps, and reads it. Later lines are of weights that are gone, and
@@ -144,7 +142,7 @@ impl EvalLog {
 
 /// What the folder of a run says of its measures; nothing where there were none.
 pub fn read(run: &Path) -> io::Result<History> {
-    match fs::read_to_string(run.join(FILE)) {
+    match fs::read_to_string(EvalLog::file(run)) {
         Ok(text) => {
             let mut history = History::default();
             text.lines().filter_map(|line| serde_json::from_str(line).ok()).for_each(|measured| history.push(measured));

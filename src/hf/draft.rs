@@ -50,6 +50,11 @@ pub struct DraftConfig {
 }
 
 impl DraftConfig {
+    /// Whether some layer sees only a window of the context.
+    pub fn slides(&self) -> bool {
+        self.layer_types.contains(&LayerType::Sliding)
+    }
+
     /// Reads `config.json` of a drafter folder.
     pub fn load(folder: &Path) -> Result<DraftConfig, HfError> {
         let path = folder.join("config.json");
@@ -216,7 +221,7 @@ impl DraftConfig {
             let expected = format!("one entry for each of the {} layers", self.num_hidden_layers);
             return bad("layer_types", format!("{} entries", self.layer_types.len()), expected);
         }
-        let slides = self.layer_types.contains(&LayerType::Sliding);
+        let slides = self.slides();
         match self.sliding_window {
             Some(window) if window > 0 && slides => Ok(()),
             None if !slides => Ok(()),

@@ -22,13 +22,7 @@ use draftmill_actors::{
     steering::Steering,
 };
 use metrics::{counter, gauge};
-use std::{
-    collections::VecDeque,
-    io,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::VecDeque, io, path::PathBuf, sync::Arc, time::Duration};
 use tokio::{
     signal::unix::Signal,
     sync::{mpsc, watch},
@@ -159,7 +153,7 @@ impl Keeper {
     /// Looks whether the file changed since the last look.
     async fn look(&mut self, seen: &mut Seen) {
         let Some(path) = self.source.file.clone() else { return };
-        match read(path.clone()).await {
+        match read(path).await {
             Ok(text) => {
                 seen.missing = 0;
                 if seen.text.as_ref() != Some(&text) {
@@ -172,7 +166,7 @@ impl Keeper {
             Err(error) => {
                 seen.missing += 1;
                 if seen.missing == MISSING {
-                    let _ = self.refuse(unreadable(&path, &error));
+                    let _ = self.refuse(error);
                 }
             }
         }
@@ -183,13 +177,13 @@ impl Keeper {
         let Some(path) = self.source.file.clone() else {
             return Err("the service was started without --config, so there is no file to read again".into());
         };
-        match read(path.clone()).await {
+        match read(path).await {
             Ok(text) => {
                 let text = self.settled(text).await;
                 *seen = Seen { text: Some(text.clone()), missing: 0 };
                 self.take(&text, false)
             }
-            Err(error) => self.refuse(unreadable(&path, &error)),
+            Err(error) => self.refuse(error),
         }
     }
 
@@ -198,7 +192,7 @@ impl Keeper {
         for _ in 0..LOOKS {
             sleep(SETTLE).await;
             let Some(path) = self.source.file.clone() else { break };
-            match read(path.clone()).await {
+            match read(path).await {
                 Ok(now) if now == text => break,
                 Ok(now) => text = now,
                 Err(_) => {}
@@ -329,7 +323,9 @@ impl Keeper {
     }
 }
 
-async fn read(path: PathBuf) -> io::Result<String> {
+/// The text of the configuration file, or a sentence.
+async fn read(path: PathBuf) -> Result<String, String> {
+    let name = path.display().to_string();
     let read = move || {
         // Opening a pipe would wait for its other end.
         match std::fs::metadata(&path)?.is_file() {
@@ -337,11 +333,10 @@ async fn read(path: PathBuf) -> io::Result<String> {
             false => Err(io::Error::other("it is not a regular file")),
         }
     };
-    tokio::task::spawn_blocking(read).await.map_err(io::Error::other)?
-}
-
-fn unreadable(path: &Path, error: &io::Error) -> String {
-    format!("the configuration file {} cannot be read: {error}; put it back, or mend its permissions", path.display())
+    let text = tokio::task::spawn_blocking(read).await.unwrap_or_else(|error| Err(io::Error::other(error)));
+    text.map_err(|error| {
+        format!("the configuration file {name} cannot be read: {error}; put it back, or mend its permissions")
+    })
 }
 
 #[cfg(test)]
