@@ -14,7 +14,7 @@ use draftmill::{
     },
     retention::Keep,
 };
-use draftmill_actors::engine::{Optimizer, StepRequest};
+use draftmill_actors::messages::engine::{Optimizer, StepRequest};
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 use tokio::{runtime::Runtime, sync::watch, time::Instant};

@@ -32,7 +32,7 @@ mod table;
 mod widths;
 
 use draftmill::simulate::{Policy, Report};
-use draftmill_actors::metrics;
+use draftmill_actors::runtime::metrics;
 use machine::{Failed, Outcome, median};
 use pipeline::Setup;
 use serde_json::{Value, json};

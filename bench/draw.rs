@@ -2,11 +2,15 @@
 
 use crate::machine::{Failed, Outcome};
 use draftmill_actors::{
-    fault::Stops,
-    job::{Job, Receipt},
-    pool,
-    pool_state::{Draw, Settings},
-    types::{JobId, JobSpec},
+    messages::{
+        job::{Job, Receipt},
+        types::{JobId, JobSpec},
+    },
+    pool::{
+        self,
+        state::{Draw, Settings},
+    },
+    runtime::fault::Stops,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

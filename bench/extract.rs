@@ -17,7 +17,7 @@ use draftmill::{
         target::{Depth, Target},
     },
 };
-use draftmill_actors::buckets::optimal_bounds;
+use draftmill_actors::planner::buckets::optimal_bounds;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 

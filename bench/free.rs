@@ -2,7 +2,7 @@
 //!
 //! `HOP` says where their nothing happens: in place, or on a blocking thread, one hop per unit of work, as with libtorch.
 
-use draftmill_actors::{
+use draftmill_actors::messages::{
     engine::{
         DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Optimizer,
         StepReport, StepRequest, TargetEngine, Writing,

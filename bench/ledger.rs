@@ -3,9 +3,11 @@
 use crate::machine::{Failed, Outcome, median};
 use draftmill::state::{NewRun, StateDb};
 use draftmill_actors::{
-    ledger::Ledger,
-    plan::{Order, Plan, PlanSettings, plan_epoch},
-    types::{self, JobId},
+    messages::types::{self, JobId},
+    planner::{
+        ledger::Ledger,
+        plan::{Order, Plan, PlanSettings, plan_epoch},
+    },
 };
 use std::path::Path;
 use tokio::time::Instant;

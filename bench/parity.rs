@@ -25,7 +25,7 @@ use draftmill::{
         weighting::Weighting,
     },
 };
-use draftmill_actors::engine::MicroReport;
+use draftmill_actors::messages::engine::MicroReport;
 use draftmill_shim::Attention;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

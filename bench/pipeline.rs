@@ -6,14 +6,16 @@ use crate::{
 };
 use draftmill::state::StateDb;
 use draftmill_actors::{
-    buckets::optimal_bounds,
     dispatcher,
-    fault::Stops,
-    mill::{self, Parts},
-    plan::{Order, PlanSettings, stream_seed},
-    planner,
-    pool_state::{self, Draw},
-    sim::normal,
+    pipeline::{self, Parts},
+    planner::{
+        self,
+        buckets::optimal_bounds,
+        plan::{Order, PlanSettings},
+    },
+    pool::{self, Draw},
+    runtime::{fault::Stops, random::stream_seed},
+    simulated::normal,
     trainer,
 };
 use rand::SeedableRng;
@@ -76,7 +78,7 @@ pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> 
     let (report, seconds) = runtime.block_on(async {
         let reading = tokio::spawn(async move { while recorded.recv().await.is_some() {} });
         let born = Instant::now();
-        let report = tokio::spawn(mill::run(settings, parts, Stops::default())).await.failed("run the pipeline")?;
+        let report = tokio::spawn(pipeline::run(settings, parts, Stops::default())).await.failed("run the pipeline")?;
         let seconds = born.elapsed().as_secs_f64();
         reading.await.failed("read the step records")?;
         Ok::<_, String>((report.failed("run the pipeline")?, seconds))
@@ -89,8 +91,8 @@ pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> 
     Ok(Measured { jobs, seconds })
 }
 
-fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Settings {
-    mill::Settings {
+fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> pipeline::Settings {
+    pipeline::Settings {
         planner: planner::Settings {
             plan: PlanSettings { seed: 1, job_tokens: setup.job_tokens, order: Order::Spread, bounds },
             lengths,
@@ -108,7 +110,7 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> mill::Setti
             paused: false,
             paused_targets: Vec::new(),
         },
-        pool: pool_state::Settings {
+        pool: pool::Settings {
             max_bytes: setup.max_bytes(),
             max_batches: setup.max_batches,
             min_ready: setup.min_ready,

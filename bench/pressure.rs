@@ -18,7 +18,7 @@ use draftmill::{
         params::{Gradient, init_params},
     },
 };
-use draftmill_actors::{
+use draftmill_actors::messages::{
     engine::{DraftEngine, EngineError, FeatureDtype, TargetEngine},
     types::{JobId, PaddedBatch},
 };

@@ -1,6 +1,6 @@
 //! Memory of GPUs as libtorch tells it. Without libtorch, and for a CPU, there is nothing to tell.
 
-use draftmill_actors::metrics as m;
+use draftmill_actors::runtime::metrics as m;
 use metrics::gauge;
 use serde::Serialize;
 

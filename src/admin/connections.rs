@@ -1,7 +1,7 @@
 //! Connections that are bounded in number and in patience: a client that sends or reads slowly costs itself alone.
 
 use axum::Router;
-use draftmill_actors::metrics::ADMIN_REFUSED;
+use draftmill_actors::runtime::metrics::ADMIN_REFUSED;
 use hyper::server::conn::http1;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},

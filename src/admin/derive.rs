@@ -6,8 +6,8 @@ use super::{
     status::{Actor, Bucket, Checkpoint, Config, Gpu, Jobs, Pool, Progress, Queue, Run, State, Status, Training},
 };
 use crate::{gpus::Memory, service::facts::Facts};
-use draftmill_actors::{
-    meter::{ACTORS, BUSY},
+use draftmill_actors::runtime::{
+    causes::{ACTORS, BUSY},
     metrics as m,
 };
 use std::{

@@ -17,7 +17,7 @@ use axum::{
     },
     routing::{get, post},
 };
-use draftmill_actors::metrics::ADMIN_REFUSED;
+use draftmill_actors::runtime::metrics::ADMIN_REFUSED;
 use futures_util::{Stream, stream};
 use metrics::counter;
 use metrics_exporter_prometheus::PrometheusHandle;

@@ -5,10 +5,12 @@ use crate::{
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use draftmill_actors::{
-    buckets::optimal_bounds,
-    plan::{Plan, PlanError, PlanSettings, plan_epoch},
-    pool_state::Draw,
-    types::JobSpec,
+    messages::types::JobSpec,
+    planner::{
+        buckets::optimal_bounds,
+        plan::{Plan, PlanError, PlanSettings, plan_epoch},
+    },
+    pool::Draw,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;

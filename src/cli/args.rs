@@ -11,7 +11,7 @@ use clap::{
     ArgAction, Args, Parser, Subcommand,
     builder::{PossibleValuesParser, TypedValueParser},
 };
-use draftmill_actors::types::JobId;
+use draftmill_actors::messages::types::JobId;
 use std::{path::PathBuf, str::FromStr};
 
 /// Trains the draft model of a speculative decoder while the frozen target model produces its training signal.

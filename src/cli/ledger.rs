@@ -5,7 +5,7 @@ use crate::{
     exit::{Exit, Failure},
     state::{BucketCounts, Checkpoint, EpochCounts, JobHistory, Skipped, StateReader},
 };
-use draftmill_actors::types::{JobId, Outcome};
+use draftmill_actors::messages::types::{JobId, Outcome};
 use serde::Serialize;
 
 /// Skipped jobs that are told one by one where a person reads.

@@ -1,7 +1,7 @@
 //! Writes a configuration as TOML with the comment of every key.
 
 use super::wire::{Apply, FIELDS, Field, SECTIONS, Wire};
-use draftmill_actors::ledger::Change;
+use draftmill_actors::planner::ledger::Change;
 use std::fmt::Write;
 use toml::Table;
 

@@ -347,7 +347,7 @@ mod tests {
         let (written, problems) = read("[run]\nseed = 1\n", "x.toml", &sets);
         assert_eq!(problems, Problems::default());
         assert_eq!(written.wire.run.seed, 7);
-        assert_eq!(written.wire.plan.order, draftmill_actors::plan::Order::Shuffle);
+        assert_eq!(written.wire.plan.order, draftmill_actors::planner::plan::Order::Shuffle);
         assert_eq!(written.wire.pool.max_bytes.0, 3 << 30);
         assert_eq!(written.wire.data.inputs.len(), 2);
         assert_eq!(written.wire.target.devices, [crate::config::Device::Cuda(1)]);

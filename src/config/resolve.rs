@@ -8,7 +8,7 @@ use super::{
     wire::{self, Wire},
 };
 use crate::{admin::Token, retention::Keep};
-use draftmill_actors::{engine::FeatureDtype, plan::Order};
+use draftmill_actors::{messages::engine::FeatureDtype, planner::plan::Order};
 use std::{collections::BTreeSet, num::NonZeroUsize, path::PathBuf};
 
 /// The settings of a run. Sections that the file already writes without gaps are taken as they are.

@@ -10,8 +10,8 @@ use crate::hf::{
     draft::{DraftConfig, default_target_layer_ids},
 };
 use draftmill_actors::{
-    engine::FeatureDtype,
-    pool_state::{self, Deadlock, Draw},
+    messages::engine::FeatureDtype,
+    pool::{self, Deadlock, Draw},
 };
 
 /// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
@@ -145,9 +145,9 @@ pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) 
 }
 
 /// The pool's settings, for the largest job of a plan; `start_step` steps are in the weights already.
-pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -> pool_state::Settings {
+pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -> pool::Settings {
     let pool = &config.pool;
-    pool_state::Settings {
+    pool::Settings {
         max_bytes: pool.max_bytes.0,
         max_batches: pool.max_batches as usize,
         min_ready: pool.min_ready as usize,

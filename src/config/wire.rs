@@ -7,7 +7,7 @@ use super::values::{
     Auto, ByteSize, Device, Dtype, Ending, Engine, Exchange, Labels, Lengths, Listen, LogFormat, Overlong, Schedule,
     SlotWeights, Start, TimeSpan, TopK, UnknownRole,
 };
-use draftmill_actors::{plan::Order, pool_state::Draw};
+use draftmill_actors::{planner::plan::Order, pool::Draw};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Rows of the store, padded to the width of a job.
 
 use super::store::{Split, Store};
-use draftmill_actors::types::{BatchSource, JobSpec, PaddedBatch};
+use draftmill_actors::messages::types::{BatchSource, JobSpec, PaddedBatch};
 use std::sync::Arc;
 
 /// Pads jobs from one split of a store; a sample id is an index in that split.

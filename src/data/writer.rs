@@ -206,7 +206,7 @@ impl Drop for PartFile {
 mod tests {
     use super::*;
     use crate::data::{Store, StoreSource};
-    use draftmill_actors::types::{BatchSource, JobId, JobSpec};
+    use draftmill_actors::messages::types::{BatchSource, JobId, JobSpec};
     use proptest::prelude::*;
     use std::sync::Arc;
 

@@ -11,7 +11,7 @@ use crate::{
         params::{Gradient, ParamSet, Weights},
     },
 };
-use draftmill_actors::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
+use draftmill_actors::messages::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
 use tch::{Device, Kind};
 
 /// AdamW on one device; each call is one unit of blocking work.

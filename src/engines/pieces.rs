@@ -3,7 +3,7 @@
 use crate::model::ModelError;
 use crate::model::anchors::Anchors;
 use crate::model::params::Gradient;
-use draftmill_actors::engine::MicroReport;
+use draftmill_actors::messages::engine::MicroReport;
 use tch::Device;
 
 /// What can be done in pieces whose results make up that of the whole.

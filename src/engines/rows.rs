@@ -5,8 +5,8 @@ use super::staging::Outbound;
 use super::torch::{TargetOptions, TorchFeatures, extract};
 use crate::model::ModelError;
 use crate::model::target::Target;
-use draftmill_actors::engine::FeatureShape;
-use draftmill_actors::types::PaddedBatch;
+use draftmill_actors::messages::engine::FeatureShape;
+use draftmill_actors::messages::types::PaddedBatch;
 
 /// A target, and how many rows its device was found to hold.
 pub(super) struct Forward {
@@ -119,7 +119,7 @@ mod tests {
     use crate::hf::{config::TargetConfig, tensors::TensorFiles};
     use crate::model::batch::{Likeliest, Teacher};
     use crate::model::target::Depth;
-    use draftmill_actors::engine::{FeatureDtype, Features};
+    use draftmill_actors::messages::engine::{FeatureDtype, Features};
     use proptest::prelude::*;
     use std::path::Path;
     use tch::{Device, Kind};

@@ -6,7 +6,7 @@ use crate::{
     hf::draft::DraftConfig,
     retention::Keep,
 };
-use draftmill_actors::engine::{EngineError, Writing};
+use draftmill_actors::messages::engine::{EngineError, Writing};
 use std::path::PathBuf;
 use tokio::sync::watch;
 

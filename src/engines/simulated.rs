@@ -11,9 +11,11 @@ use crate::{
     },
 };
 use draftmill_actors::{
-    engine::{DraftEngine, EngineError, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest, Writing},
-    sim::{SimDrafter, SimFeatures, SimOptimizer},
-    types::JobId,
+    messages::{
+        engine::{DraftEngine, EngineError, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest, Writing},
+        types::JobId,
+    },
+    simulated::{SimDrafter, SimFeatures, SimOptimizer},
 };
 use std::path::Path;
 
@@ -153,7 +155,7 @@ pub fn stand_in() -> DraftConfig {
 mod tests {
     use super::*;
     use crate::engines::saving::Kept;
-    use draftmill_actors::sim::CostModel;
+    use draftmill_actors::simulated::CostModel;
     use tokio::sync::watch;
 
     #[tokio::test(start_paused = true)]

@@ -3,7 +3,7 @@
 
 use super::{torch::TorchFeatures, worker::Worker};
 use crate::model::{ModelError, route};
-use draftmill_actors::engine::{EngineError, Staging};
+use draftmill_actors::messages::engine::{EngineError, Staging};
 use draftmill_shim::{Arrival, Ferry};
 use std::fmt::Display;
 use tch::{Device, Kind, Tensor};
@@ -130,7 +130,7 @@ fn given_up(device: Device, error: &dyn Display) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use draftmill_actors::engine::{FeatureDtype, FeatureShape};
+    use draftmill_actors::messages::engine::{FeatureDtype, FeatureShape};
     use std::sync::mpsc::{SyncSender, sync_channel};
 
     const CPU: Device = Device::Cpu;

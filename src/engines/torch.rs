@@ -15,10 +15,10 @@ use crate::model::draft::{DraftOptions, Drafter, Shared};
 use crate::model::load::kind_of;
 use crate::model::params::{Gradient, Weights};
 use crate::model::target::{Depth, Target};
-use draftmill_actors::engine::{
+use draftmill_actors::messages::engine::{
     DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Staging, TargetEngine,
 };
-use draftmill_actors::types::{JobId, PaddedBatch};
+use draftmill_actors::messages::types::{JobId, PaddedBatch};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;

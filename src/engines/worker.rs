@@ -1,7 +1,7 @@
 //! One unit of work at a time on a blocking thread: an engine's state moves into the closure and back.
 
 use crate::model::ModelError;
-use draftmill_actors::{engine::EngineError, fault::panic_text};
+use draftmill_actors::{messages::engine::EngineError, runtime::fault::panic_text};
 use std::any::Any;
 
 /// Runs closures on blocking threads, one at a time, with a state that moves in and out.

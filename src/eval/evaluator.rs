@@ -24,7 +24,10 @@ use crate::{
     },
     service::facts::now,
 };
-use draftmill_actors::{engine::MicroReport, fault::panic_text, metrics as m, plan::stream_seed};
+use draftmill_actors::{
+    messages::engine::MicroReport,
+    runtime::{fault::panic_text, metrics as m, random::stream_seed},
+};
 use metrics::{counter, gauge, histogram};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use std::{path::PathBuf, sync::Arc};

@@ -6,7 +6,7 @@ mod fields;
 pub mod layout;
 pub mod tensors;
 
-pub use draftmill_actors::engine::FeatureDtype as Dtype;
+pub use draftmill_actors::messages::engine::FeatureDtype as Dtype;
 
 use std::path::{Path, PathBuf};
 use thiserror::Error;

@@ -2,7 +2,7 @@
 
 use super::ModelError;
 use super::batch::{Likeliest, Packed, Teacher};
-use draftmill_actors::{plan::stream_seed, types::JobId};
+use draftmill_actors::{messages::types::JobId, runtime::random::stream_seed};
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;

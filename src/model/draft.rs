@@ -15,7 +15,7 @@ use super::weighting::{Weighting, d_pace};
 use crate::hf::config::{RopeScaling, TargetConfig};
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
-use draftmill_actors::engine::MicroReport;
+use draftmill_actors::messages::engine::MicroReport;
 use tch::{Device, Kind, Tensor};
 
 /// The target's embedding and head, frozen, `[vocab, hidden]` each, in the number type that the drafter computes in.

@@ -7,7 +7,7 @@ use super::decode::SlotCount;
 use super::draft::Drafter;
 use super::loss::Labels;
 use super::ops::{HEAD_ROWS, largest, spans};
-use draftmill_actors::engine::MicroReport;
+use draftmill_actors::messages::engine::MicroReport;
 use tch::{Kind, Tensor};
 
 impl Drafter {

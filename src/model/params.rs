@@ -5,7 +5,7 @@ use crate::hf::HfError;
 use crate::hf::draft::DraftConfig;
 use crate::hf::layout::DraftFolder;
 use crate::hf::tensors::TensorFiles;
-use draftmill_actors::plan::stream_seed;
+use draftmill_actors::runtime::random::stream_seed;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;

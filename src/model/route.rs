@@ -4,7 +4,7 @@
 //! peer-to-peer traffic (pytorch#84803, #132397). So each way is tried out before it is used.
 
 use super::{ModelError, params::ParamSet};
-use draftmill_actors::plan::stream_seed;
+use draftmill_actors::runtime::random::stream_seed;
 use rand::RngExt;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use serde::Serialize;

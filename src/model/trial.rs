@@ -1,7 +1,7 @@
 //! What a device computes, held to plain arithmetic.
 
 use super::ModelError;
-use draftmill_actors::plan::stream_seed;
+use draftmill_actors::runtime::random::stream_seed;
 use rand::RngExt;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use tch::{Device, Kind, Tensor};

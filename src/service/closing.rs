@@ -7,7 +7,7 @@ use crate::{
     exit::{Exit, Failure},
     state::{Checkpoint, RunEnd, StateDb},
 };
-use draftmill_actors::mill::Report;
+use draftmill_actors::pipeline::Report;
 use std::path::Path;
 
 /// What the actors of a run left.

@@ -7,7 +7,7 @@ use crate::{
     exit::{Exit, Failure},
     state::Identity,
 };
-use draftmill_actors::plan::PlanSettings;
+use draftmill_actors::planner::plan::PlanSettings;
 
 /// What must not change while a run goes on, by the name that a person knows it by.
 pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {

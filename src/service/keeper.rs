@@ -17,9 +17,9 @@ use crate::{
     state::STEP_SIZE,
 };
 use draftmill_actors::{
-    ledger::{Change, Note},
-    metrics as m,
-    steering::Steering,
+    pipeline::Steering,
+    planner::ledger::{Change, Note},
+    runtime::metrics as m,
 };
 use metrics::{counter, gauge};
 use std::{collections::VecDeque, io, path::PathBuf, sync::Arc, time::Duration};

@@ -53,12 +53,10 @@ use crate::{
 };
 use closing::{Left, close};
 use draftmill_actors::{
-    engine::{DraftEngine, Optimizer, TargetEngine},
-    fault::Stops,
-    metrics,
-    mill::{self, Parts},
-    sim::{self, SimOptimizer},
-    steering::Steering,
+    messages::engine::{DraftEngine, Optimizer, TargetEngine},
+    pipeline::{self, Parts, Steering},
+    runtime::{fault::Stops, metrics},
+    simulated::{self as sim, SimOptimizer},
     trainer::StepRecord,
 };
 use facts::Facts;
@@ -367,7 +365,7 @@ impl Prepared {
         let parts = Parts { targets, drafters, optimizer, source: Arc::new(source), ledger: state, records };
         let telling = manager.map(|telling| AbortOnDropHandle::new(tokio::spawn(telling)));
         let born = Instant::now();
-        let report = mill::run_steered(settings, parts, steered, stops.clone()).await;
+        let report = pipeline::run_steered(settings, parts, steered, stops.clone()).await;
         let seconds = born.elapsed().as_secs_f64();
         ended.cancel();
         keeping.await.failed(Exit::Internal)?;

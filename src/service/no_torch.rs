@@ -8,7 +8,7 @@ use crate::{
     engines::saving::Kept,
     exit::{Exit, Failure},
 };
-use draftmill_actors::sim::{SimDrafter, SimOptimizer, SimTarget};
+use draftmill_actors::simulated::{SimDrafter, SimOptimizer, SimTarget};
 use std::sync::Arc;
 use tokio::sync::watch;
 

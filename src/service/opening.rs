@@ -5,7 +5,7 @@ use crate::{
     config::{ByteSize, Ending, Engine, TimeSpan},
     data::grouped,
 };
-use draftmill_actors::pool_state::Draw;
+use draftmill_actors::pool::Draw;
 use std::{
     fmt::{self, Display},
     net::SocketAddr,

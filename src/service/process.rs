@@ -1,7 +1,7 @@
 //! What the process takes of the machine, and how busy the runtime is: sampled every few seconds into metrics.
 
 use crate::{check::host_memory, gpus};
-use draftmill_actors::metrics as m;
+use draftmill_actors::runtime::metrics as m;
 use metrics::{Gauge, counter, gauge};
 use std::{fs, io, path::Path, time::Duration};
 use tokio::{

@@ -6,7 +6,7 @@ use crate::{
         self, Apply, Config, Device, FIELDS, Loaded, Problem, Problems, pool_problem, replay_window, step_problem,
     },
 };
-use draftmill_actors::{ledger::Change, pool_state::Draw};
+use draftmill_actors::{planner::ledger::Change, pool::Draw};
 
 /// What does not change while a run goes on, and what changes are measured by.
 #[derive(Clone, Debug)]

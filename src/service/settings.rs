@@ -5,7 +5,11 @@ use crate::{
     check::Forecast,
     config::{Config, pool_settings},
 };
-use draftmill_actors::{dispatcher, mill, plan::PlanSettings, planner, trainer};
+use draftmill_actors::{
+    dispatcher, pipeline,
+    planner::{self, plan::PlanSettings},
+    trainer,
+};
 use std::sync::Arc;
 
 /// What shapes the plans of every epoch.
@@ -33,9 +37,9 @@ pub(crate) fn mill_settings(
     forecast: &Forecast,
     lengths: &Arc<[u32]>,
     place: Place,
-) -> mill::Settings {
+) -> pipeline::Settings {
     let schedule = Schedule::new(&config.optimizer, scheduled_steps(config, forecast, place));
-    mill::Settings {
+    pipeline::Settings {
         planner: planner::Settings {
             plan: plan_settings(config, forecast),
             lengths: lengths.clone(),

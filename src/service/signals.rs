@@ -5,7 +5,7 @@ use crate::{
     config::{Ending, Loaded},
     exit::Exit,
 };
-use draftmill_actors::fault::Stops;
+use draftmill_actors::runtime::fault::Stops;
 use std::{fmt, io, time::Duration};
 use tokio::{
     signal::unix::{SignalKind, signal},

@@ -2,7 +2,7 @@
 
 use super::steps::Window;
 use crate::{config::ByteSize, eval::History};
-use draftmill_actors::{meter::Totals, mill::Report};
+use draftmill_actors::{pipeline::Report, runtime::meter::Totals};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, path::PathBuf};
 

@@ -28,7 +28,7 @@ use crate::{
         weighting::Weighting,
     },
 };
-use draftmill_actors::engine::DraftEngine;
+use draftmill_actors::messages::engine::DraftEngine;
 use std::sync::Arc;
 use tch::Device;
 use tokio::sync::watch;

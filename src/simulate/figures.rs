@@ -2,18 +2,18 @@
 
 use super::{Actor, Jobs, Pool, Report, Scenario, Stage, Steps, costs, drafter_speeds, target_speeds};
 use draftmill_actors::{
-    ledger::MemoryLedger,
-    meter::Totals,
-    mill,
-    sim::CostModel,
+    messages::types::{BucketId, JobSpec, Outcome},
+    pipeline,
+    planner::ledger::MemoryLedger,
+    runtime::meter::Totals,
+    simulated::CostModel,
     trainer::StepRecord,
-    types::{BucketId, JobSpec, Outcome},
 };
 use std::{collections::BTreeSet, time::Duration};
 
 /// What a simulated run left behind.
 pub(super) struct Seen {
-    pub work: mill::Report<MemoryLedger>,
+    pub work: pipeline::Report<MemoryLedger>,
     pub steps: Vec<StepRecord>,
     /// Of the simulated clock, from the first moment to the last.
     pub elapsed: Duration,
@@ -42,7 +42,7 @@ impl Seen {
             busy: ratio(totals.busy.as_secs_f64(), virtual_seconds),
             waits: totals.waits.iter().map(|(c, t)| (c.as_str(), ratio(t.as_secs_f64(), virtual_seconds))).collect(),
         };
-        let mill::Report { targets, drafters, trainer, pool, jobs, .. } = &self.work;
+        let pipeline::Report { targets, drafters, trainer, pool, jobs, .. } = &self.work;
         let (real, padded) = (jobs.real_tokens as f64, jobs.padded_tokens as f64);
         Report {
             efficiency: ratio(tokens_per_second, bound.tokens_per_second()),
@@ -190,7 +190,7 @@ fn lag_1_correlation(values: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use draftmill_actors::types::JobId;
+    use draftmill_actors::messages::types::JobId;
 
     fn job(samples: u32, width: u32, tokens: u32) -> JobSpec {
         JobSpec { id: JobId::default(), bucket: 0, samples: (0..samples).collect(), tokens, width }
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(lag_1_correlation(&[]), 0.0);
     }
 
-    fn seen(work: mill::Report<MemoryLedger>, steps: usize) -> Seen {
+    fn seen(work: pipeline::Report<MemoryLedger>, steps: usize) -> Seen {
         let steps = vec![StepRecord::default(); steps];
         Seen { work, steps, elapsed: Duration::from_secs(100), last_lease: Duration::ZERO }
     }
@@ -252,7 +252,7 @@ mod tests {
             (4, &long),
             (5, &partial),
         ];
-        let steps = seen(mill::Report::default(), 5).step_figures(&trained);
+        let steps = seen(pipeline::Report::default(), 5).step_figures(&trained);
         assert_eq!((steps.count, steps.micro_batches_per_step), (5, 2));
         assert!((steps.distinct_buckets_mean - 1.5).abs() < 1e-12, "{steps:?}");
         assert!((steps.length_correlation + 0.75).abs() < 1e-12, "{steps:?}");
@@ -264,7 +264,7 @@ mod tests {
         let pool = draftmill_actors::pool::Peaks { bytes: 11, batches: 5, ready_p50: 3, ready_p95: 4 };
         let loaded = crate::config::load_text("", "x.toml", &[]).unwrap();
         let max_bytes = loaded.config.pool.max_bytes.0;
-        let report = seen(mill::Report { pool, ..mill::Report::default() }, 0).report(&Scenario::new(loaded));
+        let report = seen(pipeline::Report { pool, ..pipeline::Report::default() }, 0).report(&Scenario::new(loaded));
         assert_eq!(report.pool, Pool { peak_bytes: 11, max_bytes, depth_p50: 3, depth_p95: 4 });
     }
 }

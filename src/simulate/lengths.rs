@@ -6,7 +6,7 @@ use crate::{
     data::{Split, Store},
     exit::{Exit, Failure},
 };
-use draftmill_actors::{plan::stream_seed, sim::normal};
+use draftmill_actors::{runtime::random::stream_seed, simulated::normal};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 

@@ -24,7 +24,7 @@ use crate::{
     config::{Config, Device, Loaded},
     exit::{Exit, Failure},
 };
-use draftmill_actors::{engine::FeatureDtype, planner, pool_state::Draw, sim::CostModel};
+use draftmill_actors::{messages::engine::FeatureDtype, planner, pool::Draw, simulated::CostModel};
 use serde::Serialize;
 use std::{fmt, sync::Arc};
 use tokio::time::Instant;

@@ -9,13 +9,15 @@ use crate::{
 };
 use draftmill_actors::{
     dispatcher,
-    engine::{EngineError, FeatureShape, TargetEngine},
-    fault::Stops,
-    ledger::MemoryLedger,
-    mill::{self, Parts},
-    sim::{self, SimFeatures, SimOptimizer, SimSource, SimTarget},
+    messages::{
+        engine::{EngineError, FeatureShape, TargetEngine},
+        types::PaddedBatch,
+    },
+    pipeline::{self, Parts},
+    planner::ledger::MemoryLedger,
+    runtime::fault::Stops,
+    simulated::{self as sim, SimFeatures, SimOptimizer, SimSource, SimTarget},
     trainer::StepRecord,
-    types::PaddedBatch,
 };
 use std::{
     sync::{
@@ -55,7 +57,7 @@ pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, F
     Ok(seen.report(scenario))
 }
 
-async fn simulate(scenario: &Scenario, settings: mill::Settings, lengths: Arc<[u32]>) -> Result<Seen, Failure> {
+async fn simulate(scenario: &Scenario, settings: pipeline::Settings, lengths: Arc<[u32]>) -> Result<Seen, Failure> {
     let config = &scenario.loaded.config;
     let costs = costs(config);
     let (born, last_lease) = (Instant::now(), Arc::new(AtomicU64::new(0)));
@@ -70,7 +72,7 @@ async fn simulate(scenario: &Scenario, settings: mill::Settings, lengths: Arc<[u
         records,
     };
     let recording = tokio::spawn(collect(recorded));
-    let work = mill::run(settings, parts, Stops::default()).await.map_err(Failure::of(Exit::Run))?;
+    let work = pipeline::run(settings, parts, Stops::default()).await.map_err(Failure::of(Exit::Run))?;
     let elapsed = born.elapsed();
     let steps = recording.await.map_err(Failure::of(Exit::Internal))?;
     Ok(Seen { work, steps, elapsed, last_lease: Duration::from_nanos(last_lease.load(Ordering::Relaxed)) })

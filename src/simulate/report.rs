@@ -1,7 +1,7 @@
 //! What a simulation found: the JSON object of `draftmill simulate --json`.
 
 use super::Policy;
-use draftmill_actors::pool_state::Draw;
+use draftmill_actors::pool::Draw;
 use serde::Serialize;
 use std::collections::BTreeMap;
 

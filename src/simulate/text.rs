@@ -2,7 +2,7 @@
 
 use super::{Actor, Report, Split, Stage};
 use crate::config::ByteSize;
-use draftmill_actors::pool_state::Draw;
+use draftmill_actors::pool::Draw;
 use std::fmt::{self, Write};
 
 /// Workers of a stage that get a line each; more of them share one line for each speed.

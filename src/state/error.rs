@@ -1,7 +1,7 @@
 //! What can go wrong with a run folder's state, each as a sentence that names the file and the remedy.
 
 use super::{IdentityDifference, SCHEMA_VERSION};
-use draftmill_actors::types::{JobId, Outcome};
+use draftmill_actors::messages::types::{JobId, Outcome};
 use rusqlite::ErrorCode;
 use std::{io, path::PathBuf};
 use thiserror::Error;

@@ -2,10 +2,12 @@
 
 use super::{Problem, StateDb, StateError, StateReader, Synced, now_ms, resume::newest_checkpoint, unsigned::Unsigned};
 use draftmill_actors::{
-    ledger::{Ledger, Note},
-    metrics::CHECKPOINT_TIME,
-    plan::Plan,
-    types::{JobId, JobSpec, Outcome},
+    messages::types::{JobId, JobSpec, Outcome},
+    planner::{
+        ledger::{Ledger, Note},
+        plan::Plan,
+    },
+    runtime::metrics::CHECKPOINT_TIME,
 };
 use metrics::gauge;
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, ffi, params};

@@ -16,7 +16,7 @@ mod runs;
 mod unsigned;
 mod verify;
 
-pub use draftmill_actors::ledger::Change as ConfigChange;
+pub use draftmill_actors::planner::ledger::Change as ConfigChange;
 pub use error::{Problem, StateError};
 pub use lock::{RunLock, holder};
 pub use report::{BucketCounts, JobHistory, Skipped, Undone};

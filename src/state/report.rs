@@ -6,7 +6,7 @@ use super::{
     runs::runs,
     unsigned::Unsigned,
 };
-use draftmill_actors::types::{JobId, JobSpec, Outcome};
+use draftmill_actors::messages::types::{JobId, JobSpec, Outcome};
 use rusqlite::{Connection, OptionalExtension, Row};
 use serde::Serialize;
 

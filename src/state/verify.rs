@@ -6,7 +6,7 @@ use super::{
     runs::runs,
     unsigned::Unsigned,
 };
-use draftmill_actors::types::JobId;
+use draftmill_actors::messages::types::JobId;
 use rusqlite::{Connection, Row};
 use serde::Serialize;
 use std::collections::{BTreeSet, VecDeque};

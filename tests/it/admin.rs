@@ -8,7 +8,7 @@ use draftmill::{
         orders::{self, Given, Order},
     },
 };
-use draftmill_actors::metrics as m;
+use draftmill_actors::runtime::metrics as m;
 use metrics::{counter, gauge};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::Value;

@@ -6,7 +6,7 @@ mod prometheus;
 mod promql;
 mod schema;
 
-use draftmill_actors::metrics::{Kind, TABLE};
+use draftmill_actors::runtime::metrics::{Kind, TABLE};
 use serde_json::Value;
 use std::{
     collections::BTreeSet,

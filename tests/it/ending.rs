@@ -1,7 +1,7 @@
 //! The life of the process, through the binary: what a start says, what a service manager hears, and how signals end it.
 
 use crate::train::{Guarded, Run, interrupt, signal, text};
-use draftmill_actors::types::Outcome;
+use draftmill_actors::messages::types::Outcome;
 use serde_json::Value;
 use std::{
     fs,

@@ -1,7 +1,7 @@
 //! What a running service answers to Prometheus: every series of the table from the first scrape, no other one ever.
 
 use crate::train::{Guarded, Run, SLOW, interrupt};
-use draftmill_actors::{
+use draftmill_actors::runtime::{
     meter,
     metrics::{self as m, Kind, Known, TABLE},
 };
@@ -198,7 +198,7 @@ fn every_series_of_the_table_is_there_from_the_first_scrape_and_no_other_one_com
     ] {
         assert_eq!(later[key], expected, "{key}");
     }
-    for (actor, _) in meter::ACTORS {
+    for (actor, _) in causes::ACTORS {
         let busy = sum(&format!("draftmill_actor_busy_seconds_sum{{actor=\"{actor}\""));
         let waits = sum(&format!("draftmill_actor_wait_seconds_sum{{actor=\"{actor}\""));
         assert!(busy > 0.0 && waits > 0.0, "{actor}: busy {busy} s, waits {waits} s");
@@ -227,7 +227,7 @@ fn a_run_that_goes_on_tells_of_its_checkpoint_at_once() {
 
 #[test]
 fn every_cause_is_written_in_a_summary_as_in_its_label() {
-    for (_, causes) in meter::ACTORS {
+    for (_, causes) in causes::ACTORS {
         for cause in *causes {
             assert_eq!(serde_json::to_value(cause).unwrap(), cause.as_str());
         }

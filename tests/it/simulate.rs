@@ -5,7 +5,7 @@ use draftmill::{
     exit::Exit,
     simulate::{Actor, Policy, Report, Scenario, Stage, Sweep, run},
 };
-use draftmill_actors::pool_state::Draw;
+use draftmill_actors::pool::Draw;
 use serde_json::Value;
 use std::{path::Path, process::Command};
 

@@ -1,7 +1,7 @@
 //! House rules that no compiler checks: module docs, file lengths, and documents that must follow the code.
 
 use draftmill::exit;
-use draftmill_actors::metrics;
+use draftmill_actors::runtime::metrics;
 use std::{
     fs,
     path::{Path, PathBuf},

@@ -5,7 +5,7 @@
 
 use crate::train::{Run, text};
 use draftmill::{engines::simulated::trained_jobs, state::StateReader};
-use draftmill_actors::types::{JobId, Outcome};
+use draftmill_actors::messages::types::{JobId, Outcome};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::{

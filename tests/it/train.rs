@@ -1,7 +1,7 @@
 //! The binary from rows to export: a short real training on a tiny model, and runs that are stopped and gone on with.
 
 use draftmill::state::StateReader;
-use draftmill_actors::types::{JobId, Outcome};
+use draftmill_actors::messages::types::{JobId, Outcome};
 use serde_json::Value;
 use std::{
     ops::{Deref, DerefMut},

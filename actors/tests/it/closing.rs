@@ -6,8 +6,8 @@ use crate::{
     world::{Breakage, Outcomes, World, Wrong},
 };
 use draftmill_actors::{
-    pool_state::{Draw, Settings},
-    types::Outcome,
+    messages::types::Outcome,
+    pool::state::{Draw, Settings},
 };
 use proptest::prelude::*;
 use std::{

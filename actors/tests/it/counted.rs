@@ -4,7 +4,7 @@ use crate::{
     faults::{broken, long_forwards, with_drafter, with_target},
     world::{Breakage, World, Wrong},
 };
-use draftmill_actors::metrics as m;
+use draftmill_actors::runtime::metrics as m;
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
     with_local_recorder,

@@ -2,11 +2,15 @@
 
 use crate::counted::Counted;
 use draftmill_actors::{
-    dispatcher::{Failure, LeaseId, Policy, Return, Settings},
-    dispatcher_state::{Action, State},
-    job::{Job, Receipt},
-    metrics as m,
-    types::{JobId, JobSpec, PaddedBatch},
+    dispatcher::{
+        Failure, LeaseId, Policy, Return, Settings,
+        state::{Action, State},
+    },
+    messages::{
+        job::{Job, Receipt},
+        types::{JobId, JobSpec, PaddedBatch},
+    },
+    runtime::metrics as m,
 };
 use proptest::prelude::*;
 use std::{

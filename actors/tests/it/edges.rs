@@ -5,7 +5,7 @@ use crate::{
     pipeline::assert_all_trained,
     world::{Breakage, World, Wrong},
 };
-use draftmill_actors::pool_state::Settings;
+use draftmill_actors::pool::Settings;
 use proptest::prelude::*;
 use std::time::Duration;
 

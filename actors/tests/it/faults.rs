@@ -4,7 +4,11 @@ use crate::{
     pipeline::assert_all_trained,
     world::{Breakage, Outcomes, World, Wrong},
 };
-use draftmill_actors::{fault::Kill, meter::Cause, sim::CostModel, types::Outcome};
+use draftmill_actors::{
+    messages::types::Outcome,
+    runtime::{causes::Cause, fault::Kill},
+    simulated::CostModel,
+};
 use std::time::Duration;
 
 pub fn broken(every: u64, wrong: Wrong) -> Breakage {
@@ -78,7 +82,7 @@ fn trl_7176_a_target_that_panics_or_is_lost_is_restarted_and_serves_again() {
             let target = &ended.report().targets[0];
             assert_eq!(target.restarts, 2, "it fell twice");
             assert!(target.jobs > 0 && target.gone.is_none(), "it was re-admitted");
-            let out = target.totals.waits.iter().find(|(cause, _)| *cause == Cause::Out).unwrap().1;
+            let out = target.totals.waits.iter().find(|(cause, _)| *cause == Cause::Down).unwrap().1;
             // One second for the restart in vain, two for the next, and one for the second fall.
             let doubled = if n == 1 { 1 + 2 + 4 } else { 1 + 2 + 1 };
             assert_eq!(out, Duration::from_secs(doubled), "pauses grow until a job went well ({n})");

@@ -5,9 +5,9 @@ use crate::{
     world::{Breakage, Outcomes, World, Wrong},
 };
 use draftmill_actors::{
-    ledger::MemoryLedger,
-    pool_state::Draw,
-    types::{JobId, Outcome},
+    messages::types::{JobId, Outcome},
+    planner::ledger::MemoryLedger,
+    pool::Draw,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};

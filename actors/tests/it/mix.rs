@@ -3,10 +3,11 @@
 
 use crate::world::{Breakage, Outcomes, World, Wrong};
 use draftmill_actors::{
-    plan::{Order, stream_seed},
-    pool_state::{Draw, Settings},
-    sim::CostModel,
-    types::{JobSpec, Outcome},
+    messages::types::{JobSpec, Outcome},
+    planner::plan::Order,
+    pool::state::{Draw, Settings},
+    runtime::random::stream_seed,
+    simulated::CostModel,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -2,9 +2,9 @@
 
 use crate::world::{Breakage, World, Wrong};
 use draftmill_actors::{
-    meter::{Cause, Totals},
-    pool_state::{Draw, Settings},
-    types::Outcome,
+    messages::types::Outcome,
+    pool::state::{Draw, Settings},
+    runtime::{causes::Cause, meter::Totals},
 };
 use proptest::prelude::*;
 use std::time::Duration;
@@ -99,7 +99,7 @@ fn slow_drafters_hold_targets_back_by_room_and_slow_targets_hold_drafters_back_b
     let drafters_slow = World { drafters: vec![slow.clone(); 2], ..World::default() }.run();
     let report = drafters_slow.report();
     for t in &report.targets {
-        assert!(waited(&t.totals, Cause::Room) > waited(&t.totals, Cause::Job) * 10, "{:?}", t.totals);
+        assert!(waited(&t.totals, Cause::PoolFull) > waited(&t.totals, Cause::Job) * 10, "{:?}", t.totals);
     }
     let mut costs = World::default().costs;
     costs.seconds_per_token = 0.1;
@@ -268,14 +268,14 @@ fn verl_7401_a_resume_at_the_border_of_an_epoch_trains_the_next_one() {
 #[test]
 fn lhotse_785_planning_for_a_look_changes_nothing() {
     let world = World { epochs: 2, ..World::default() };
-    let settings = draftmill_actors::plan::PlanSettings {
+    let settings = draftmill_actors::planner::plan::PlanSettings {
         seed: 1,
         job_tokens: 1000,
-        order: draftmill_actors::plan::Order::Spread,
-        bounds: draftmill_actors::buckets::optimal_bounds(&world.lengths, 4),
+        order: draftmill_actors::planner::plan::Order::Spread,
+        bounds: draftmill_actors::planner::buckets::optimal_bounds(&world.lengths, 4),
     };
     let looked: Vec<_> =
-        (0..2).map(|e| draftmill_actors::plan::plan_epoch(&world.lengths, &settings, e).unwrap()).collect();
+        (0..2).map(|e| draftmill_actors::planner::plan::plan_epoch(&world.lengths, &settings, e).unwrap()).collect();
     assert_eq!(world.run().ledger().plans, looked);
 }
 

@@ -2,14 +2,17 @@
 
 use draftmill_actors::{
     dispatcher::Feed,
-    fault::Stops,
-    job::Receipt,
-    ledger::{Ledger, Note},
-    plan::{Order, Plan, PlanSettings},
-    planner::{self, Settings},
-    pool,
-    pool_state::{self, Draw},
-    types::{JobId, Outcome},
+    messages::{
+        job::Receipt,
+        types::{JobId, Outcome},
+    },
+    planner::{
+        self, Settings,
+        ledger::{Ledger, Note},
+        plan::{Order, Plan, PlanSettings},
+    },
+    pool::{self, Draw},
+    runtime::fault::Stops,
 };
 use std::{
     sync::{Arc, mpsc::Receiver},
@@ -78,7 +81,7 @@ async fn beside_a_slow_disk() {
     let (wrote, mut written) = mpsc::channel(16);
     let (handle, inbox) = planner::channel();
     let (feed, mut fed) = mpsc::channel(1);
-    let (course, _seen) = pool::course(&pool_state::Settings {
+    let (course, _seen) = pool::course(&pool::Settings {
         max_bytes: 1000,
         max_batches: 8,
         min_ready: 1,

@@ -1,8 +1,8 @@
 //! Properties of the pool's `State`: L1, L2, L3 and its draws under random histories.
 
 use draftmill_actors::{
-    pool_state::{Action, Draw, Entry, Settings, State},
-    types::JobId,
+    messages::types::JobId,
+    pool::state::{Action, Draw, Entry, Settings, State},
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

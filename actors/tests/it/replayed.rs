@@ -1,9 +1,11 @@
 //! Properties of the pool's `State` that replays: the order of the plan, and room for whoever comes next.
 
 use draftmill_actors::{
-    pool_state::{Action, Draw, Entry, Settings, State},
-    replay::Order,
-    types::JobId,
+    messages::types::JobId,
+    pool::{
+        replay::Order,
+        state::{Action, Draw, Entry, Settings, State},
+    },
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};

@@ -4,7 +4,7 @@ use crate::{
     counted::Counted,
     world::{Breakage, Outcomes, World},
 };
-use draftmill_actors::metrics as m;
+use draftmill_actors::runtime::metrics as m;
 
 /// Comparisons that found no difference, and those that found one.
 fn compared(world: World) -> (Outcomes, f64, f64) {

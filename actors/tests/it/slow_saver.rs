@@ -1,8 +1,8 @@
 //! An optimizer of the world whose checkpoints are not at once there.
 
 use draftmill_actors::{
-    engine::{EngineError, Optimizer, StepReport, StepRequest, Writing},
-    sim::SimOptimizer,
+    messages::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing},
+    simulated::SimOptimizer,
 };
 use std::time::Duration;
 

@@ -6,12 +6,13 @@ use crate::{
     world::{Breakage, Outcomes, World, Wrong},
 };
 use draftmill_actors::{
-    ledger::{Ledger, Note},
-    mill::Settings,
-    plan::Plan,
-    sim::CostModel,
-    steering::Steering,
-    types::{JobId, Outcome},
+    messages::types::{JobId, Outcome},
+    pipeline::{Settings, Steering},
+    planner::{
+        ledger::{Ledger, Note},
+        plan::Plan,
+    },
+    simulated::CostModel,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

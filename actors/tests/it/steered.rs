@@ -6,10 +6,9 @@ use crate::{
     world::{Breakage, Outcomes, Steer, World, Wrong},
 };
 use draftmill_actors::{
-    mill::Settings,
-    pool_state::{self, Draw},
-    steering::Steering,
-    types::Outcome,
+    messages::types::Outcome,
+    pipeline::{Settings, Steering},
+    pool::{self, Draw},
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
@@ -39,7 +38,7 @@ pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Se
     let mut changed = base.clone();
     changed.pool = loop {
         let min_ready = rng.random_range(0..10);
-        let pool = pool_state::Settings {
+        let pool = pool::Settings {
             max_bytes: rng.random_range(32_000..400_000),
             max_batches: rng.random_range(1..20),
             min_ready,
@@ -156,8 +155,8 @@ async fn checkpoint(steering: &Steering) -> Result<String, String> {
 #[test]
 fn waiting_draws_see_a_lowered_minimum_at_once() {
     // One target of three batches a second for a pool that wants sixteen: the first step waits for them all.
-    let pool = pool_state::Settings { min_ready: 16, ..World::default().pool };
-    let costs = draftmill_actors::sim::CostModel { seconds_per_token: 1e-3, ..World::default().costs };
+    let pool = pool::Settings { min_ready: 16, ..World::default().pool };
+    let costs = draftmill_actors::simulated::CostModel { seconds_per_token: 1e-3, ..World::default().costs };
     let world = World { pool, costs, targets: vec![Breakage::default()], ..World::default() };
     let plain = world.clone().run().records[0].seconds;
     let lowered = World {
@@ -180,7 +179,7 @@ fn waiting_draws_see_a_lowered_minimum_at_once() {
 #[test]
 fn waiting_reservations_see_a_raised_limit_at_once_and_a_lowered_one_drops_nothing() {
     // Drafters that never get going: targets fill the pool and then wait.
-    let pool = pool_state::Settings { min_ready: 1, max_batches: 2, ..World::default().pool };
+    let pool = pool::Settings { min_ready: 1, max_batches: 2, ..World::default().pool };
     let slow = Breakage { slowness: Some(1000.0), ..Breakage::default() };
     let world = World { pool, drafters: vec![slow], prefetch: 1, ..World::default() };
     let extracted = |change: Option<(usize, u64)>| -> u64 {

@@ -4,7 +4,7 @@ use crate::{
     counted::Counted,
     dispatcher::{Event, Outside, settings},
 };
-use draftmill_actors::{dispatcher::Settings, metrics as m};
+use draftmill_actors::{dispatcher::Settings, runtime::metrics as m};
 use std::time::Duration;
 
 /// Three forwards of a second each: from now on it is known what a forward should take.

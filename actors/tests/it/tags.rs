@@ -2,21 +2,25 @@
 //! closer before it asks.
 
 use draftmill_actors::{
-    buckets::optimal_bounds,
     dispatcher,
-    engine::{
-        DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Staging,
-        TargetEngine,
+    messages::{
+        engine::{
+            DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Staging,
+            TargetEngine,
+        },
+        types::{BatchSource, JobId, JobSpec, PaddedBatch},
     },
-    fault::Stops,
-    ledger::MemoryLedger,
-    mill::{self, Parts},
-    plan::{Order, PlanSettings, plan_epoch},
-    planner,
-    pool_state::{self, Draw},
-    sim::{CostModel, SimOptimizer},
+    pipeline::{self, Parts},
+    planner::{
+        self,
+        buckets::optimal_bounds,
+        ledger::MemoryLedger,
+        plan::{Order, PlanSettings, plan_epoch},
+    },
+    pool::{self, Draw},
+    runtime::fault::Stops,
+    simulated::{CostModel, SimOptimizer},
     trainer,
-    types::{BatchSource, JobId, JobSpec, PaddedBatch},
 };
 use std::{
     collections::BTreeMap,
@@ -152,7 +156,7 @@ fn train(millis: u64) -> (u64, Arc<Seen>) {
     let jobs = plan_epoch(&lengths, &plan, 0).unwrap().jobs;
     let tags: BTreeMap<JobId, u64> = jobs.iter().map(|j| (j.id, tag(&Numbered.pad(j).unwrap().ids))).collect();
     let (tags, seen) = (Arc::new(tags), Arc::<Seen>::default());
-    let settings = mill::Settings {
+    let settings = pipeline::Settings {
         planner: planner::Settings { plan, lengths, epochs: 1, epoch_barrier: false, max_skip_fraction: 0.0 },
         dispatcher: dispatcher::Settings {
             queue_jobs: 16,
@@ -164,7 +168,7 @@ fn train(millis: u64) -> (u64, Arc<Seen>) {
             paused: false,
             paused_targets: Vec::new(),
         },
-        pool: pool_state::Settings {
+        pool: pool::Settings {
             max_bytes: 64,
             max_batches: 8,
             min_ready: 4,
@@ -209,7 +213,7 @@ fn train(millis: u64) -> (u64, Arc<Seen>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     let report = runtime.block_on(async {
         tokio::spawn(async move { while recorded.recv().await.is_some() {} });
-        mill::run(settings, parts, Stops::default()).await.unwrap()
+        pipeline::run(settings, parts, Stops::default()).await.unwrap()
     });
     assert_eq!(report.jobs.trained as usize, tags.len());
     assert_eq!(seen.trained.load(Relaxed), report.jobs.trained);

@@ -2,10 +2,12 @@
 
 use crate::world::{Breakage, Outcomes, World, Wrong};
 use draftmill_actors::{
-    invariants::{d2, l1, l2, l3, t1},
-    journal::JOURNAL,
-    pool_state::Draw,
-    sim::CostModel,
+    pool::Draw,
+    runtime::{
+        invariants::{d2, l1, l2, l3, t1},
+        trace::LIFECYCLE,
+    },
+    simulated::CostModel,
 };
 use proptest::prelude::*;
 use std::{
@@ -59,7 +61,7 @@ impl Visit for Fields {
 
 impl Subscriber for Recorder {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target() == JOURNAL
+        metadata.target() == LIFECYCLE
     }
 
     fn event(&self, event: &Event<'_>) {

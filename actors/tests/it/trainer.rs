@@ -2,9 +2,11 @@
 //! order make which step.
 
 use draftmill_actors::{
-    engine::MicroReport,
-    trainer::Ticket,
-    trainer_state::{Action, State},
+    messages::engine::MicroReport,
+    trainer::{
+        Ticket,
+        state::{Action, State},
+    },
 };
 use proptest::prelude::*;
 use std::collections::BTreeSet;

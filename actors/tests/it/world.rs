@@ -3,16 +3,20 @@
 use crate::slow_saver::SlowSaver;
 use draftmill_actors::{
     dispatcher,
-    engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
-    fault::{Fault, Kill, Stops},
-    ledger::{Ledger, MemoryLedger},
-    mill::{self, Parts, Report},
-    plan::{Order, PlanSettings},
-    planner, pool_state,
-    sim::{CostModel, SimDrafter, SimFeatures, SimOptimizer, SimSource, SimTarget},
-    steering::Steering,
+    messages::{
+        engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
+        types::{JobId, Outcome, PaddedBatch},
+    },
+    pipeline::{self, Parts, Report, Steering},
+    planner::{
+        self,
+        ledger::{Ledger, MemoryLedger},
+        plan::{Order, PlanSettings},
+    },
+    pool,
+    runtime::fault::{Fault, Kill, Stops},
+    simulated::{CostModel, SimDrafter, SimFeatures, SimOptimizer, SimSource, SimTarget},
     trainer::{self, StepRecord},
-    types::{JobId, Outcome, PaddedBatch},
 };
 use std::{
     collections::BTreeMap,
@@ -50,7 +54,7 @@ pub struct World {
     pub straggler_factor: f64,
     pub offer_stragglers: bool,
     pub kill: Option<Kill>,
-    pub pool: pool_state::Settings,
+    pub pool: pool::Settings,
     pub queue_jobs: usize,
     pub pad_ahead: usize,
     pub prefetch: usize,
@@ -73,7 +77,7 @@ pub struct World {
 }
 
 /// Steers a mill that began with these settings, for as long as it runs.
-pub type Steer = Arc<dyn Fn(Steering, mill::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
+pub type Steer = Arc<dyn Fn(Steering, pipeline::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
 /// How an engine of the world misbehaves.
 #[derive(Clone, Default)]
@@ -132,11 +136,11 @@ impl Default for World {
             straggler_factor: 4.0,
             offer_stragglers: true,
             kill: None,
-            pool: pool_state::Settings {
+            pool: pool::Settings {
                 max_bytes: 1 << 20,
                 max_batches: 16,
                 min_ready: 4,
-                draw: pool_state::Draw::Proportional,
+                draw: pool::Draw::Proportional,
                 replay_window: 16,
                 start_step: 0,
                 seed: 7,
@@ -213,11 +217,11 @@ impl World {
 
     async fn go<L: Ledger>(self, ledger: L, start_step: u64) -> Outcomes<L> {
         let bounds = match self.bounds.is_empty() {
-            true => draftmill_actors::buckets::optimal_bounds(&self.lengths, 4),
+            true => draftmill_actors::planner::buckets::optimal_bounds(&self.lengths, 4),
             false => self.bounds.clone(),
         };
         let lengths: Arc<[u32]> = self.lengths.clone().into();
-        let settings = mill::Settings {
+        let settings = pipeline::Settings {
             planner: planner::Settings {
                 plan: PlanSettings { seed: 1, job_tokens: self.job_tokens, order: self.order, bounds },
                 lengths: lengths.clone(),
@@ -235,7 +239,7 @@ impl World {
                 paused: false,
                 paused_targets: Vec::new(),
             },
-            pool: pool_state::Settings { start_step, ..self.pool },
+            pool: pool::Settings { start_step, ..self.pool },
             trainer: trainer::Settings {
                 drafters: self.drafters.len(),
                 accumulation: self.accumulation,
@@ -280,7 +284,7 @@ impl World {
         let started = Instant::now();
         let (steering, steered) = Steering::new(&settings);
         let steering = self.steer.clone().map(|steer| tokio::spawn(steer(steering, settings.clone())));
-        let run = tokio::spawn(mill::run_steered(settings, parts, steered, stops.clone()));
+        let run = tokio::spawn(pipeline::run_steered(settings, parts, steered, stops.clone()));
         let tokens = [(self.close_at, &stops.close), (self.stop_at, &stops.stop), (self.abort_at, &stops.abort)];
         for (after, token) in tokens {
             let (Some(after), token) = (after, token.clone()) else { continue };

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{admin::recorder, service::facts::Acceptance};
-use draftmill_actors::meter::{Cause, Meter};
+use draftmill_actors::runtime::{causes::Cause, meter::Meter};
 use metrics::{counter, gauge, with_local_recorder};
 use metrics_exporter_prometheus::PrometheusRecorder;
 use tokio::time::{Instant, sleep};
@@ -90,7 +90,7 @@ async fn a_long_wait_counts_before_it_is_over_and_only_once_after() {
     world.look(both_up);
     let waiting = tokio::spawn(async move {
         meter.busy(sleep(Duration::from_secs(10))).await;
-        meter.wait(Cause::Room, sleep(Duration::from_secs(30))).await;
+        meter.wait(Cause::PoolFull, sleep(Duration::from_secs(30))).await;
         meter
     });
     let status = world.looks(5).await;
@@ -126,7 +126,7 @@ async fn a_wait_that_is_given_up_is_no_state_any_more() {
 async fn the_sentence_names_who_holds_the_run_back() {
     for (actor, cause, expected) in [
         ("drafter", Cause::Batch, "The targets hold this run back"),
-        ("target", Cause::Room, "The drafters hold this run back"),
+        ("target", Cause::PoolFull, "The drafters hold this run back"),
         ("target", Cause::Job, "The queue holds this run back"),
         ("trainer", Cause::MicroBatches, "Balanced"),
     ] {

@@ -20,7 +20,7 @@ use crate::{
         target::Target,
     },
 };
-use draftmill_actors::plan::stream_seed;
+use draftmill_actors::runtime::random::stream_seed;
 use std::path::Path;
 use tch::{Kind, Tensor};
 

@@ -3,7 +3,7 @@
 use super::super::ModelError;
 use super::super::ops::largest;
 use super::Settings;
-use draftmill_actors::plan::stream_seed;
+use draftmill_actors::runtime::random::stream_seed;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;

@@ -7,7 +7,7 @@ mod table;
 pub use table::Table;
 
 use super::{ModelError, route};
-use draftmill_actors::plan::stream_seed;
+use draftmill_actors::runtime::random::stream_seed;
 use draftmill_shim::Event;
 use rand::RngExt;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};

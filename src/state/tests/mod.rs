@@ -5,9 +5,11 @@ mod recovery;
 
 use super::*;
 use draftmill_actors::{
-    ledger::Ledger,
-    plan::{Order, Plan, PlanSettings, plan_epoch},
-    types::{JobId, Outcome},
+    messages::types::{JobId, Outcome},
+    planner::{
+        ledger::Ledger,
+        plan::{Order, Plan, PlanSettings, plan_epoch},
+    },
 };
 use std::io::{Seek, SeekFrom, Write};
 use tempfile::TempDir;

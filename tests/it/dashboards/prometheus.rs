@@ -7,7 +7,7 @@ use crate::{
     scrape::{Running, get},
     train::{Run, SLOW},
 };
-use draftmill_actors::metrics::DEVICE_MEMORY;
+use draftmill_actors::runtime::metrics::DEVICE_MEMORY;
 use serde_json::Value;
 use std::{
     io::{BufRead, BufReader, Write},

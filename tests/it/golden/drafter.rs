@@ -14,7 +14,7 @@ use draftmill::model::loss::{Labels, Tile, head_loss};
 use draftmill::model::oracle::{Dense, Trace};
 use draftmill::model::params::{Gradient, load_params};
 use draftmill::model::weighting::Weighting;
-use draftmill_actors::engine::MicroReport;
+use draftmill_actors::messages::engine::MicroReport;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 

@@ -7,8 +7,8 @@ use draftmill::model::anchors::{Anchors, job_rng};
 use draftmill::model::draft::DraftOptions;
 use draftmill::model::params::{Gradient, init_params};
 use draftmill::model::weighting::Weighting;
-use draftmill_actors::engine::{DraftEngine, EngineError, FeatureDtype, Features, TargetEngine};
-use draftmill_actors::types::{JobId, PaddedBatch};
+use draftmill_actors::messages::engine::{DraftEngine, EngineError, FeatureDtype, Features, TargetEngine};
+use draftmill_actors::messages::types::{JobId, PaddedBatch};
 use std::sync::Arc;
 use tch::{Device, Kind};
 

@@ -14,7 +14,7 @@ use draftmill::model::loss::{Labels, Tile, head_loss};
 use draftmill::model::ops::rms_norm;
 use draftmill::model::params::Gradient;
 use draftmill::model::target::{Depth, Target};
-use draftmill_actors::engine::{FeatureDtype, Features, MicroReport, TargetEngine};
+use draftmill_actors::messages::engine::{FeatureDtype, Features, MicroReport, TargetEngine};
 use tch::{Device, Kind, Tensor};
 
 fn load(folder: &str, depth: Depth) -> Target {

@@ -163,7 +163,7 @@ proptest! {
 /// Losses, counts and gradients of all rows at once, and of each row alone.
 fn whole_is_the_sum_of_its_rows(scene: &Scene, drafter: &Drafter) {
     let (whole, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
-    let mut sum = draftmill_actors::engine::MicroReport::default();
+    let mut sum = draftmill_actors::messages::engine::MicroReport::default();
     let mut parts = drafter.params().zeros_like().unwrap();
     for (row, start) in scene.packed().offsets().into_iter().enumerate() {
         let tokens = start..start + scene.lengths[row] as usize;

@@ -20,15 +20,22 @@ use draftmill::{
 };
 use draftmill_actors::{
     dispatcher,
-    engine::{
-        DraftEngine, EngineError, FeatureDtype, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest, Writing,
+    messages::{
+        engine::{
+            DraftEngine, EngineError, FeatureDtype, MicroFailure, MicroReport, Optimizer, StepReport, StepRequest,
+            Writing,
+        },
+        types::{BatchSource, JobId, JobSpec, Outcome, PaddedBatch},
     },
-    fault::Stops,
-    ledger::MemoryLedger,
-    mill::{self, Parts},
-    plan::{Order, PlanSettings},
-    planner, pool_state, trainer,
-    types::{BatchSource, JobId, JobSpec, Outcome, PaddedBatch},
+    pipeline::{self, Parts},
+    planner::{
+        self,
+        ledger::MemoryLedger,
+        plan::{Order, PlanSettings},
+    },
+    pool,
+    runtime::fault::Stops,
+    trainer,
 };
 use metrics_exporter_prometheus::PrometheusBuilder;
 use std::{
@@ -201,7 +208,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
         drafters.push(Paced { inner, slow: index == slow, flawed: flawed == Some(index), done, step: 0, trained });
         jobs.push(seen);
     }
-    let settings = mill::Settings {
+    let settings = pipeline::Settings {
         planner: planner::Settings {
             plan: PlanSettings { seed: 3, job_tokens: 40, order: Order::Spread, bounds: vec![16, 31] },
             lengths: LENGTHS.into(),
@@ -219,11 +226,11 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
             paused: false,
             paused_targets: Vec::new(),
         },
-        pool: pool_state::Settings {
+        pool: pool::Settings {
             max_bytes: 1 << 30,
             max_batches: 8,
             min_ready: 1,
-            draw: pool_state::Draw::Replay,
+            draw: pool::Draw::Replay,
             replay_window: 8,
             start_step: 0,
             seed: 3,
@@ -259,7 +266,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
         records,
     };
     let drain = tokio::spawn(async move { while recorded.recv().await.is_some() {} });
-    let report = mill::run(settings, parts, Stops::default()).await.unwrap();
+    let report = pipeline::run(settings, parts, Stops::default()).await.unwrap();
     drain.await.unwrap();
     let mut steps = BTreeMap::<u64, Vec<JobId>>::new();
     for (job, outcome) in report.ledger.unwrap().outcomes {

@@ -1,0 +1,278 @@
+//! The wiring: starts every actor, sink to source, and waits for them. The one place where the whole pipeline is visible.
+
+use super::control::{Steered, Steering};
+use super::settings::Settings;
+use crate::{
+    dispatcher, drafter,
+    messages::{
+        engine::{DraftEngine, Optimizer, TargetEngine},
+        types::BatchSource,
+    },
+    planner::{self, ledger::Ledger},
+    pool,
+    runtime::{
+        fault::{Fault, Kill, Stops, panic_text},
+        metrics as m,
+        util::until,
+    },
+    target,
+    trainer::{self, StepRecord},
+};
+use metrics::counter;
+use std::{collections::HashMap, sync::Arc, time::Duration};
+use tokio::{
+    sync::{mpsc, watch},
+    task::{Id, JoinSet},
+    time::Instant,
+};
+
+/// Jobs on their way from planner to dispatcher. The dispatcher's queue is what should hold them.
+const FEED: usize = 2;
+/// Time between the lines that name who is still running, once the end has begun.
+const REMIND: Duration = Duration::from_secs(5);
+
+/// The engines and stores that actors work with. Index in the list is index of the actor.
+pub struct Parts<T, D, O, S, L> {
+    pub targets: Vec<T>,
+    pub drafters: Vec<D>,
+    pub optimizer: O,
+    pub source: Arc<S>,
+    pub ledger: L,
+    /// Gets one record a step.
+    pub records: mpsc::Sender<StepRecord>,
+}
+
+/// What a whole run did.
+#[derive(Debug, Default)]
+pub struct Report<L> {
+    pub jobs: planner::Counts,
+    pub targets: Vec<target::Work>,
+    pub drafters: Vec<drafter::Work>,
+    pub trainer: trainer::Work,
+    pub pool: pool::Peaks,
+    pub ledger: Option<L>,
+}
+
+enum Ended<L> {
+    Planner(planner::Counts, L),
+    Dispatcher,
+    Target(usize, target::Work),
+    Pool(pool::Peaks),
+    Drafter(usize, drafter::Work),
+    Trainer(trainer::Work),
+}
+
+/// Runs everything until the plan is trained, `stops.stop` brought an orderly end, or a fault ended it.
+pub async fn run<T, D, O, S, L>(
+    settings: Settings,
+    parts: Parts<T, D, O, S, L>,
+    stops: Stops,
+) -> Result<Report<L>, Fault>
+where
+    T: TargetEngine,
+    D: DraftEngine<Features = T::Features>,
+    O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
+    S: BatchSource,
+    L: Ledger,
+{
+    let (_nobody, steered) = Steering::new(&settings);
+    run_steered(settings, parts, steered, stops).await
+}
+
+/// [`run`], while somebody steers.
+pub async fn run_steered<T, D, O, S, L>(
+    settings: Settings,
+    parts: Parts<T, D, O, S, L>,
+    steered: Steered,
+    stops: Stops,
+) -> Result<Report<L>, Fault>
+where
+    T: TargetEngine,
+    D: DraftEngine<Features = T::Features>,
+    O: Optimizer<Gradient = D::Gradient, Weights = D::Weights>,
+    S: BatchSource,
+    L: Ledger,
+{
+    let told = steered.dispatcher.clone();
+    let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new(), kill: settings.kill };
+    let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
+
+    let (planner, planner_inbox) = planner::channel();
+    let (trainer, trainer_inbox) = trainer::channel(&settings.trainer);
+    let (pool, pool_inbox) = pool::channel();
+    let (dispatcher, dispatcher_inbox) = dispatcher::channel();
+    let (course, course_seen) = pool::course(&settings.pool);
+    let (feed, fed) = mpsc::channel(FEED);
+
+    let work = trainer::run(steered.trainer, parts.optimizer, trainer_inbox, planner, parts.records, stops.clone());
+    mill.start("trainer".into(), async { work.await.map(Ended::Trainer) });
+    for (index, engine) in parts.drafters.into_iter().enumerate() {
+        let work = drafter::run(index, steered.drafters.clone(), engine, pool.clone(), trainer.clone(), stops.clone());
+        mill.start(format!("drafter {index}"), async move { work.await.map(|w| Ended::Drafter(index, w)) });
+    }
+    drop(trainer);
+    let work = pool::run(steered.pool, pool_inbox, course_seen, stops.clone());
+    mill.start("pool".into(), async { work.await.map(Ended::Pool) });
+    for (index, engine) in parts.targets.into_iter().enumerate() {
+        let work = target::run(index, steered.targets.clone(), engine, dispatcher.clone(), pool.clone(), stops.clone());
+        mill.start(format!("target {index}"), async move { work.await.map(|w| Ended::Target(index, w)) });
+    }
+    drop(dispatcher);
+    let work = dispatcher::run(steered.dispatcher, parts.source, dispatcher_inbox, fed, pool, stops.clone());
+    mill.start("dispatcher".into(), async { work.await.map(|()| Ended::Dispatcher) });
+    let work = planner::run(steered.planner, parts.ledger, planner_inbox, feed, course, steered.notes, stops.clone());
+    mill.start("planner".into(), async { work.await.map(|(counts, ledger)| Ended::Planner(counts, ledger)) });
+
+    let mut report = Report {
+        targets: vec![target::Work::default(); n_targets],
+        drafters: vec![drafter::Work::default(); n_drafters],
+        jobs: planner::Counts::default(),
+        trainer: trainer::Work::default(),
+        pool: pool::Peaks::default(),
+        ledger: None,
+    };
+    let mut first_gone = None;
+    let ended = |ended| {
+        match ended {
+            Ended::Planner(counts, ledger) => (report.jobs, report.ledger) = (counts, Some(ledger)),
+            Ended::Dispatcher => {}
+            Ended::Target(i, work) => {
+                if let Some(cause) = &work.gone {
+                    first_gone.get_or_insert_with(|| Fault::new(format!("target {i}"), cause));
+                }
+                report.targets[i] = work;
+                let paused = &told.borrow().paused_targets;
+                let gone = |i: usize| report.targets[i].gone.is_some();
+                if gone(i) && !paused.is_empty() && (0..n_targets).all(|i| gone(i) || paused.contains(&i)) {
+                    tracing::error!(
+                        ?paused,
+                        "the targets that are left are all paused: the run waits until one is added back"
+                    );
+                }
+                if report.targets.iter().all(|target| target.gone.is_some()) {
+                    return Next::Fail(first_gone.take());
+                }
+            }
+            Ended::Pool(peaks) => report.pool = peaks,
+            Ended::Drafter(i, work) => report.drafters[i] = work,
+            Ended::Trainer(work) => {
+                report.trainer = work;
+                return Next::WindDown;
+            }
+        }
+        Next::Wait
+    };
+    mill.join(&stops, steered.grace, ended).await?;
+    Ok(report)
+}
+
+/// What follows from the end of an actor.
+enum Next {
+    Wait,
+    /// Nothing that the others still prepare can be trained any more.
+    WindDown,
+    Fail(Option<Fault>),
+}
+
+struct Mill<L> {
+    tasks: JoinSet<Result<Ended<L>, Fault>>,
+    names: HashMap<Id, String>,
+    kill: Option<Kill>,
+}
+
+impl<L: Send + 'static> Mill<L> {
+    fn start(&mut self, name: String, work: impl Future<Output = Result<Ended<L>, Fault>> + Send + 'static) {
+        let id = match self.kill.take_if(|kill| kill.actor == name) {
+            Some(kill) => self.tasks.spawn(Kill::doom(kill.nth, work)).id(),
+            None => self.tasks.spawn(work).id(),
+        };
+        self.names.insert(id, name);
+    }
+
+    /// Waits for every actor. On a fault it aborts the others and returns the fault that caused the rest (S1). Once the
+    /// trainer is done, nobody is waited for longer than `grace`: a forward that hangs must not keep a finished run.
+    async fn join(
+        &mut self,
+        stops: &Stops,
+        grace: watch::Receiver<Duration>,
+        mut ended: impl FnMut(Ended<L>) -> Next,
+    ) -> Result<(), Fault> {
+        let mut first: Option<Fault> = None;
+        let aborted = async {
+            stops.abort.cancelled().await;
+            let grace = *grace.borrow();
+            tokio::time::sleep(grace).await;
+        };
+        tokio::pin!(aborted);
+        let (mut patience, mut closed, mut remind): (Option<Instant>, _, Option<Instant>) = (None, None, None);
+        loop {
+            let joined = tokio::select! {
+                biased;
+                joined = self.tasks.join_next_with_id() => joined,
+                () = &mut aborted => {
+                    tracing::error!(still_running = ?self.still_running(), "actors did not end within the grace period");
+                    break;
+                }
+                () = stops.close.cancelled(), if closed.is_none() => {
+                    closed = Some(Instant::now());
+                    remind = Some(Instant::now() + REMIND);
+                    continue;
+                }
+                () = until(remind) => {
+                    let seconds = closed.map_or(0, |closed| closed.elapsed().as_secs());
+                    tracing::info!(seconds, "ending; still running: {}", self.still_running().join(", "));
+                    remind = Some(Instant::now() + REMIND);
+                    continue;
+                }
+                () = until(patience) => {
+                    tracing::warn!(still_running = ?self.still_running(), "left behind: the run is done without them");
+                    return Ok(());
+                }
+            };
+            let fault = match joined {
+                None => break,
+                Some(Ok((id, result))) => {
+                    self.names.remove(&id);
+                    match result.map(&mut ended) {
+                        Ok(Next::Wait | Next::Fail(None)) => continue,
+                        Ok(Next::WindDown) => {
+                            stops.stop.cancel();
+                            patience = Some(Instant::now() + *grace.borrow());
+                            continue;
+                        }
+                        Ok(Next::Fail(Some(fault))) | Err(fault) => fault,
+                    }
+                }
+                Some(Err(e)) => {
+                    let name = self.names.remove(&e.id()).unwrap_or_default();
+                    let why = match e.try_into_panic() {
+                        Ok(panic) => format!("panicked: {}", panic_text(&*panic)),
+                        Err(e) => e.to_string(),
+                    };
+                    Fault::new(name, why)
+                }
+            };
+            if fault.root {
+                let kind = fault.actor.split(' ').next().unwrap_or_default().to_owned();
+                counter!(m::FAULTS, "actor" => kind).increment(1);
+                tracing::error!(%fault, "an actor failed");
+            }
+            // A fault that another one caused never hides its cause.
+            if first.as_ref().is_none_or(|f| !f.root && fault.root) {
+                first = Some(fault);
+            }
+            stops.abort.cancel();
+        }
+        match first {
+            Some(fault) => Err(fault),
+            None if stops.abort.is_cancelled() => Err(Fault::aborted("run")),
+            None => Ok(()),
+        }
+    }
+
+    fn still_running(&self) -> Vec<&str> {
+        let mut names: Vec<_> = self.names.values().map(String::as_str).collect();
+        names.sort_unstable();
+        names
+    }
+}

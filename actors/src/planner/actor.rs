@@ -1,0 +1,339 @@
+//! The planner owns the plan and the ledger: it writes each epoch's plan, streams its jobs, and records what became of each.
+//!
+//! In: outcomes (from the trainer as one message a step, from everyone else through receipts). Out: jobs, in plan order.
+//! When the dispatcher's queue is full it waits; outcomes are still recorded. While the disk is busy jobs still leave, and the
+//! outcomes that come meanwhile make up the next transaction. At a stop or close it hands out no further job and ends when every
+//! receipt has come home. Invariants: P1, P2, D1.
+
+use super::messages::{Inbox, Msg, Settings};
+use super::{
+    ledger::{Ledger, Note},
+    plan::{PlanError, plan_epoch},
+    state::{Next, State},
+};
+use crate::{
+    dispatcher::Feed,
+    invariant,
+    messages::{
+        job::{Job, Receipt, Settled},
+        types::{JobId, JobSpec, Outcome},
+    },
+    pool::Course,
+    runtime::{
+        causes::Cause,
+        fault::{Fault, Gone, Stops},
+        meter::Meter,
+        metrics as m,
+        trace::lifecycle,
+        util::{answer, changed, off_thread},
+    },
+};
+use metrics::{Counter, counter, gauge};
+use std::future::pending;
+use tokio::{
+    sync::{
+        mpsc::{self, OwnedPermit},
+        oneshot, watch,
+    },
+    task::{JoinError, JoinHandle, spawn_blocking},
+};
+
+pub use super::state::Counts;
+
+/// Outcomes that wait for the disk before the planner listens no longer, give or take one step: what bounds a transaction.
+const RECORD_AT_ONCE: usize = 4096;
+
+// === the loop ===
+
+/// What waits for room in the dispatcher's queue.
+enum Outgoing {
+    Job(JobSpec),
+    Barrier,
+}
+
+/// A ledger that comes back from a blocking thread, with what it recorded.
+type Recorded<L> = (L, Result<Vec<(JobId, Outcome)>, String>);
+
+struct Planner<L> {
+    settings: Settings,
+    state: State,
+    /// Away while a blocking thread uses it.
+    ledger: Option<L>,
+    course: Course,
+    recording: Option<JoinHandle<Recorded<L>>>,
+    /// What the next transaction will record.
+    outcomes: Vec<(JobId, Outcome)>,
+    trained: Counter,
+    skipped: Counter,
+}
+
+/// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
+///
+/// `course` tells the pool what is to come, and says how far ahead of the draws jobs may leave. Of changed `settings` it minds how
+/// much may be skipped. `notes` go to the ledger.
+pub async fn run<L: Ledger>(
+    mut changing: watch::Receiver<Settings>,
+    ledger: L,
+    mut inbox: Inbox,
+    feed: mpsc::Sender<Feed>,
+    course: Course,
+    mut notes: mpsc::Receiver<Note>,
+    stops: Stops,
+) -> Result<(Counts, L), Fault> {
+    let settings = changing.borrow_and_update().clone();
+    let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
+    let mut planner = Planner {
+        settings,
+        state,
+        ledger: Some(ledger),
+        course,
+        recording: None,
+        outcomes: Vec::new(),
+        trained: counter!(m::JOBS, "outcome" => "trained"),
+        skipped: counter!(m::JOBS, "outcome" => "skipped"),
+    };
+    let mut meter = Meter::new("planner", 0);
+    let mut feed = Some(feed);
+    let mut next: Option<Outgoing> = None;
+    let mut slot: Option<OwnedPermit<Settled>> = None;
+    let mut barrier: Option<oneshot::Receiver<()>> = None;
+    let (mut asked, mut settled) = (Vec::new(), Vec::new());
+    let (mut asking, mut returning) = (true, true);
+
+    // Until every receipt is home, the trainer, which may still ask for a checkpoint, is gone, and all of it is on disk.
+    while asking || returning || planner.recording.is_some() {
+        if next.is_none() && barrier.is_none() && feed.is_some() {
+            match planner.state.take_next() {
+                Next::Plan(epoch) => {
+                    planner.begin(epoch).await?;
+                    continue;
+                }
+                Next::Job(job) => next = Some(Outgoing::Job(job)),
+                Next::Barrier => next = Some(Outgoing::Barrier),
+                // Dropping the feed tells the dispatcher that the plan has ended; dropping the last sender of
+                // receipts lets `returns` end when every receipt has come home.
+                Next::Ended => (feed, inbox.receipts) = (None, None),
+            }
+        }
+        // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
+        // from recording: the trainer may be what the dispatcher's queue waits for.
+        let early = matches!(next, Some(Outgoing::Job(_))) && !planner.course.may_leave(planner.state.counts().planned);
+        if let (None, false, Some(receipts), Some(Outgoing::Job(_))) = (&slot, early, &inbox.receipts, &next) {
+            slot = receipts.clone().try_reserve_owned().ok();
+        }
+        let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
+        let listening = planner.outcomes.len() < RECORD_AT_ONCE;
+        let cause = match (early, barrier.is_some(), feed.is_some()) {
+            (true, ..) => Cause::Draw,
+            (_, true, _) => Cause::Barrier,
+            (_, _, true) => Cause::Queue,
+            (_, _, false) => Cause::Outcome,
+        };
+        tokio::select! {
+            biased;
+            never = meter.rest(cause) => match never {},
+            () = stops.abort.cancelled() => {
+                // Whoever opens the ledger next must not find it in use.
+                if let Some(recording) = planner.recording.take() {
+                    let _ = recording.await;
+                }
+                return Err(Fault::aborted("planner"));
+            }
+            () = stops.close.cancelled(), if feed.is_some() => {
+                planner.state.stop();
+                (feed, inbox.receipts, next, slot, barrier) = (None, None, None, None, None);
+            }
+            recorded = recorded(&mut planner.recording), if planner.recording.is_some() => {
+                planner.recording = None;
+                planner.on_recorded(recorded.map_err(fault)?).await?;
+            }
+            () = changed(&mut changing) => {
+                planner.state.allow_skips(changing.borrow_and_update().max_skip_fraction);
+            }
+            Some(note) = notes.recv() => planner.with_ledger(move |ledger| ledger.note(&note)).await?,
+            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking && listening => {
+                asking = n > 0;
+                // What was given up before a checkpoint was asked for is recorded before it.
+                while let Ok(back) = inbox.returns.try_recv() {
+                    settled.push(back);
+                }
+                planner.on_settled(&mut settled);
+                planner.on_asked(&mut asked).await?;
+            }
+            n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning && listening => {
+                returning = n > 0;
+                planner.on_settled(&mut settled);
+            }
+            () = planner.course.moved(), if early => {}
+            permit = reserve(feed.clone()), if may_leave => {
+                let permit = permit.ok_or_else(|| gone("dispatcher"))?;
+                match (next.take(), slot.take()) {
+                    (Some(Outgoing::Job(spec)), Some(slot)) => {
+                        planner.state.on_handed_out(&spec);
+                        lifecycle!("handed_out", job = %spec.id);
+                        let receipt = Receipt::new(spec.id, slot);
+                        permit.send(Feed::Job(Job { spec, attempts: 0, receipt }));
+                    }
+                    (Some(Outgoing::Barrier), _) => {
+                        let (reply, drained) = oneshot::channel();
+                        permit.send(Feed::Barrier(reply));
+                        barrier = Some(drained);
+                    }
+                    // Excluded by `may_leave`.
+                    (other, _) => next = other,
+                }
+            }
+            drained = answer(&mut barrier), if barrier.is_some() => {
+                drained.map_err(|_| gone("dispatcher"))?;
+                barrier = None;
+            }
+        }
+        planner.record().await?;
+    }
+    while let Ok(note) = notes.try_recv() {
+        planner.with_ledger(move |ledger| ledger.note(&note)).await?;
+    }
+    let counts = planner.state.counts().clone();
+    let ledger = planner.ledger.ok_or_else(|| fault("the ledger was lost"))?;
+    Ok((counts, ledger))
+}
+
+impl<L: Ledger> Planner<L> {
+    async fn begin(&mut self, epoch: u32) -> Result<(), Fault> {
+        let Settings { plan: settings, lengths, .. } = self.settings.clone();
+        let planned = off_thread(L::BLOCKING, move || {
+            let plan = plan_epoch(&lengths, &settings, epoch)?;
+            let broken = plan.p1_violation(&lengths, settings.job_tokens);
+            Ok::<_, PlanError>((plan, broken))
+        });
+        let (plan, broken) = planned.await.map_err(fault)?.map_err(fault)?;
+        invariant!("P1", broken.is_none(), "epoch {epoch}: {}", broken.unwrap_or_default());
+        let (ended, plan) = self.with_ledger(move |ledger| Ok((ledger.begin_epoch(&plan)?, plan))).await?;
+        gauge!(m::EPOCH).set(f64::from(epoch));
+        tracing::info!(epoch, jobs = plan.jobs.len(), open = ended.iter().filter(|e| !**e).count(), "epoch planned");
+        let mut open_of_bucket = vec![0; plan.bounds.len()];
+        for (job, _) in plan.jobs.iter().zip(&ended).filter(|(_, ended)| !**ended) {
+            open_of_bucket[usize::from(job.bucket)] += 1;
+        }
+        self.state.begin(plan, &ended);
+        self.course.epoch(epoch, open_of_bucket, ended.into()).await;
+        Ok(())
+    }
+
+    async fn on_asked(&mut self, asked: &mut Vec<Msg>) -> Result<(), Fault> {
+        for msg in asked.drain(..) {
+            match msg {
+                Msg::Trained { step, receipts } => {
+                    self.outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
+                }
+                Msg::Checkpoint { step, name, reply } => {
+                    self.with_ledger(move |ledger| ledger.checkpoint(step, &name)).await?;
+                    // The trainer may have given up waiting; the checkpoint exists all the same.
+                    let _ = reply.send(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn on_settled(&mut self, settled: &mut Vec<Settled>) {
+        for s in settled.drain(..) {
+            match s {
+                Settled::Unfinished { job } => {
+                    lifecycle!("unfinished", job = %job);
+                    self.state.on_unfinished();
+                }
+                Settled::Skipped { job, reason, attempts } => {
+                    tracing::warn!(%job, reason, attempts, "job skipped");
+                    self.outcomes.push((job, Outcome::Skipped { reason, attempts }));
+                }
+            }
+        }
+    }
+
+    /// Begins to record what waits, unless a transaction is under way: then what comes meanwhile goes with the next.
+    async fn record(&mut self) -> Result<(), Fault> {
+        if self.outcomes.is_empty() || self.recording.is_some() {
+            return Ok(());
+        }
+        let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
+        let outcomes = std::mem::take(&mut self.outcomes);
+        let work = move || {
+            let result = ledger.record(&outcomes).map(|()| outcomes);
+            (ledger, result)
+        };
+        if !L::BLOCKING {
+            return self.on_recorded(work()).await;
+        }
+        self.recording = Some(spawn_blocking(work));
+        Ok(())
+    }
+
+    async fn on_recorded(&mut self, (ledger, result): Recorded<L>) -> Result<(), Fault> {
+        self.ledger = Some(ledger);
+        for (job, outcome) in &result.map_err(fault)? {
+            match outcome {
+                Outcome::Trained { step } => {
+                    lifecycle!("trained", job = %job, step);
+                    self.trained.increment(1);
+                }
+                Outcome::Skipped { .. } => {
+                    lifecycle!("skipped", job = %job);
+                    self.skipped.increment(1);
+                }
+            }
+            self.state.on_outcome(*job, outcome).map_err(fault)?;
+            if matches!(outcome, Outcome::Skipped { .. }) {
+                self.course.skipped(*job).await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until every outcome that came so far is recorded.
+    async fn flush(&mut self) -> Result<(), Fault> {
+        self.record().await?;
+        while let Some(recording) = self.recording.take() {
+            self.on_recorded(recording.await.map_err(fault)?).await?;
+            self.record().await?;
+        }
+        Ok(())
+    }
+
+    /// Uses the ledger once everything before is recorded, on a blocking thread where it waits for the disk.
+    async fn with_ledger<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce(&mut L) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, Fault> {
+        self.flush().await?;
+        let mut ledger = self.ledger.take().ok_or_else(|| fault("the ledger was lost"))?;
+        let (ledger, result) = off_thread(L::BLOCKING, move || {
+            let result = work(&mut ledger);
+            (ledger, result)
+        })
+        .await
+        .map_err(fault)?;
+        self.ledger = Some(ledger);
+        result.map_err(fault)
+    }
+}
+
+/// The end of a transaction; never ready without one.
+async fn recorded<L>(recording: &mut Option<JoinHandle<Recorded<L>>>) -> Result<Recorded<L>, JoinError> {
+    match recording {
+        Some(recording) => recording.await,
+        None => pending().await,
+    }
+}
+
+async fn reserve(feed: Option<mpsc::Sender<Feed>>) -> Option<OwnedPermit<Feed>> {
+    feed?.reserve_owned().await.ok()
+}
+
+fn fault(message: impl std::fmt::Display) -> Fault {
+    Fault::new("planner", message)
+}
+
+fn gone(who: &'static str) -> Fault {
+    Fault::gone("planner", Gone(who))
+}

@@ -1,0 +1,167 @@
+//! Every decision of the planner, without waiting for anything: what leaves next, and when too much was skipped.
+
+use super::plan::Plan;
+use crate::messages::types::{JobId, JobSpec, Outcome};
+use std::collections::VecDeque;
+
+/// What the planner did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Jobs that this run handed out.
+    pub planned: u64,
+    pub trained: u64,
+    pub skipped: u64,
+    /// Jobs that came back without an outcome; they stay open.
+    pub unfinished: u64,
+    pub real_tokens: u64,
+    pub padded_tokens: u64,
+    /// Every job of every epoch was handed out; false where a stop came first.
+    pub plan_ended: bool,
+}
+
+/// What to do next, decided by `State`.
+#[derive(Debug, PartialEq)]
+pub enum Next {
+    /// Plan this epoch and give the plan to `State::begin`.
+    Plan(u32),
+    /// Hand this job out.
+    Job(JobSpec),
+    /// Wait until everything that was handed out has left the pool.
+    Barrier,
+    /// Nothing is left to hand out.
+    Ended,
+}
+
+/// Every decision of the planner, without waiting for anything.
+#[derive(Debug)]
+pub struct State {
+    epochs: u32,
+    barrier: bool,
+    max_skip_fraction: f64,
+    epoch: u32,
+    open: Option<VecDeque<JobSpec>>,
+    barrier_due: bool,
+    jobs_in_epoch: u64,
+    skipped_in_epoch: u64,
+    stopped: bool,
+    counts: Counts,
+}
+
+impl State {
+    pub fn new(epochs: u32, barrier: bool, max_skip_fraction: f64) -> Self {
+        Self {
+            epochs,
+            barrier,
+            max_skip_fraction,
+            epoch: 0,
+            open: None,
+            barrier_due: false,
+            jobs_in_epoch: 0,
+            skipped_in_epoch: 0,
+            stopped: false,
+            counts: Counts::default(),
+        }
+    }
+
+    /// From now on so large a share of an epoch may be skipped: the next skipped job is measured by it.
+    pub fn allow_skips(&mut self, fraction: f64) {
+        self.max_skip_fraction = fraction;
+    }
+
+    /// What comes next; a job is taken out by this call.
+    pub fn take_next(&mut self) -> Next {
+        if self.stopped || self.epoch >= self.epochs {
+            self.counts.plan_ended = !self.stopped;
+            return Next::Ended;
+        }
+        let Some(open) = &mut self.open else {
+            if std::mem::take(&mut self.barrier_due) {
+                return Next::Barrier;
+            }
+            return Next::Plan(self.epoch);
+        };
+        match open.pop_front() {
+            Some(job) => Next::Job(job),
+            None => {
+                self.open = None;
+                self.epoch += 1;
+                self.barrier_due = self.barrier;
+                self.take_next()
+            }
+        }
+    }
+
+    /// Starts the epoch that `Next::Plan` named. `ended[i]` says whether job `i` already has an outcome.
+    pub fn begin(&mut self, plan: Plan, ended: &[bool]) {
+        self.jobs_in_epoch = plan.jobs.len() as u64;
+        self.skipped_in_epoch = 0;
+        let jobs = plan.jobs.into_iter().zip(ended).filter(|(_, ended)| !**ended).map(|(job, _)| job);
+        self.open = Some(jobs.collect());
+    }
+
+    /// Counts a job that leaves.
+    pub fn on_handed_out(&mut self, job: &JobSpec) {
+        self.counts.planned += 1;
+        self.counts.real_tokens += u64::from(job.tokens);
+        self.counts.padded_tokens += job.padded_tokens();
+    }
+
+    /// Counts what became of a job. `Err` when too many were skipped.
+    pub fn on_outcome(&mut self, job: JobId, outcome: &Outcome) -> Result<(), String> {
+        let Outcome::Skipped { reason, .. } = outcome else {
+            self.counts.trained += 1;
+            return Ok(());
+        };
+        self.counts.skipped += 1;
+        self.skipped_in_epoch += 1;
+        let share = self.skipped_in_epoch as f64 / self.jobs_in_epoch.max(1) as f64;
+        if share <= self.max_skip_fraction {
+            return Ok(());
+        }
+        Err(format!(
+            "{} of the {} jobs of epoch {} were skipped, more than dispatch.max_skip_fraction = {} allows; the last one, {job}: {reason}",
+            self.skipped_in_epoch, self.jobs_in_epoch, job.epoch, self.max_skip_fraction
+        ))
+    }
+
+    pub fn on_unfinished(&mut self) {
+        self.counts.unfinished += 1;
+    }
+
+    /// Hands out nothing more.
+    pub fn stop(&mut self) {
+        self.stopped = true;
+    }
+
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skips_are_counted_against_their_epoch_and_exactly_the_fraction_is_allowed() {
+        let jobs = |epoch| -> Vec<JobSpec> {
+            let id = |index| JobId { epoch, index };
+            (0..10).map(|i| JobSpec { id: id(i), bucket: 0, samples: vec![i], tokens: 1, width: 1 }).collect()
+        };
+        let skip = Outcome::Skipped { reason: "why".into(), attempts: 1 };
+        let mut state = State::new(2, false, 0.2);
+        for epoch in 0..2 {
+            assert_eq!(state.take_next(), Next::Plan(epoch));
+            state.begin(Plan { epoch, bounds: vec![1], jobs: jobs(epoch) }, &[false; 10]);
+            for index in 0..10 {
+                let id = JobId { epoch, index };
+                assert!(matches!(state.take_next(), Next::Job(job) if job.id == id));
+                if index < 2 {
+                    assert_eq!(state.on_outcome(id, &skip), Ok(()), "two of ten are allowed in each epoch");
+                }
+            }
+        }
+        let message = state.on_outcome(JobId { epoch: 1, index: 2 }, &skip).unwrap_err();
+        assert!(message.starts_with("3 of the 10 jobs of epoch 1 were skipped"), "{message}");
+    }
+}

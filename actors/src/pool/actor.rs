@@ -1,0 +1,224 @@
+//! The pool holds features between targets and drafters, within a promise: bytes and batches never exceed their limits.
+//!
+//! In: reservations (before a forward), features (moved), draws. Out: grants and loans. A reservation waits while there is
+//! no room; a draw waits until `min_ready` batches are ready, or the pool is draining. A batch's bytes count from its
+//! reservation until its drafter is done with it; a drafter that fails gives its batch back, so "no more" is said only when
+//! nothing is on loan. At a stop it answers every draw with "no more"; at a close it gives out what it has once it is told that
+//! everything is here.
+//! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
+
+use super::messages::{
+    Batch, CourseInbox, Inbox, Loan, Msg, Peaks, RETURNS, RequestId, Reservation, Return, Room, Told, TooLarge,
+};
+use super::{
+    state::{Action, Entry, Settings, State},
+    stats::{Depths, Series, cause},
+};
+use crate::runtime::{
+    fault::{Fault, Stops},
+    meter::Meter,
+    metrics as m,
+    util::changed,
+};
+use metrics::gauge;
+use std::collections::BTreeMap;
+use tokio::{
+    sync::{
+        mpsc::{self, OwnedPermit},
+        oneshot, watch,
+    },
+    time::Instant,
+};
+
+struct Pool<F> {
+    state: State<Batch<F>>,
+    slots: mpsc::Sender<Return<F>>,
+    reserving: BTreeMap<RequestId, oneshot::Sender<Result<Reservation<F>, TooLarge>>>,
+    drawing: BTreeMap<RequestId, oneshot::Sender<Option<Loan<F>>>>,
+    drained: Vec<oneshot::Sender<()>>,
+    peaks: Peaks,
+    depths: Depths,
+    series: Series,
+}
+
+/// Runs until nobody can ask any more. Changed `settings` are in force at once, for whoever waits, too.
+pub async fn run<F: Send + 'static>(
+    mut settings: watch::Receiver<Settings>,
+    mut inbox: Inbox<F>,
+    mut course: CourseInbox,
+    stops: Stops,
+) -> Result<Peaks, Fault> {
+    let first = *settings.borrow_and_update();
+    show(&first);
+    let mut pool = Pool {
+        state: State::new(first),
+        slots: inbox.slots,
+        reserving: BTreeMap::new(),
+        drawing: BTreeMap::new(),
+        drained: Vec::new(),
+        peaks: Peaks::default(),
+        depths: Depths::new(Instant::now()),
+        series: Series::new(),
+    };
+    let mut requests: RequestId = 0;
+    let (mut closing, mut stopping) = (false, false);
+    let mut meter = Meter::new("pool", 0);
+    loop {
+        let actions = tokio::select! {
+            // What is to come, and returns, come first: room that is free serves the oldest request.
+            biased;
+            never = meter.rest(cause(pool.state.waiting())) => match never {},
+            () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
+            () = stops.stop.cancelled(), if !stopping => {
+                stopping = true;
+                pool.state.on_stop()
+            }
+            () = stops.close.cancelled(), if !closing => {
+                closing = true;
+                pool.state.on_close()
+            }
+            Some(told) = course.told.recv() => match told {
+                Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
+                Told::Skipped(job) => pool.state.on_skipped(job),
+            },
+            () = changed(&mut settings) => {
+                let new = *settings.borrow_and_update();
+                show(&new);
+                pool.state.reconfigure(new)
+            }
+            Some(back) = inbox.returns.recv() => pool.on_return(back),
+            msg = inbox.inbox.recv() => {
+                requests += 1;
+                match msg {
+                    Some(Msg::Reserve { bytes, reply }) => {
+                        pool.reserving.insert(requests, reply);
+                        pool.state.on_reserve(requests, bytes)
+                    }
+                    Some(Msg::Draw { reply }) => {
+                        pool.drawing.insert(requests, reply);
+                        pool.state.on_draw(requests)
+                    }
+                    Some(Msg::Drain { last, late, done }) => {
+                        pool.drained.extend(done);
+                        let mut actions = pool.forget_waiting();
+                        // What was moved in before the order to drain was sent is already in this channel.
+                        while let Ok(back) = inbox.returns.try_recv() {
+                            actions.extend(pool.on_return(back));
+                        }
+                        actions.extend(pool.state.on_drain(last, late));
+                        actions
+                    }
+                    None => break,
+                }
+            }
+        };
+        pool.apply(actions)?;
+        pool.observe();
+        let passed = pool.state.passed();
+        course.passed.send_if_modified(|seen| std::mem::replace(seen, passed) != passed);
+    }
+    let Pool { peaks, depths, .. } = pool;
+    Ok(Peaks { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..peaks })
+}
+
+/// What holds now, as metrics.
+fn show(settings: &Settings) {
+    gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
+    gauge!(m::POOL_MAX_BATCHES).set(settings.max_batches as f64);
+    gauge!(m::POOL_MIN_READY).set(settings.min_ready as f64);
+}
+
+impl<F> Pool<F> {
+    fn on_return(&mut self, back: Return<F>) -> Vec<Action<Batch<F>>> {
+        match back {
+            Return::Filled { bytes, batch } => {
+                let (job, bucket) = (batch.job.id(), batch.job.spec.bucket);
+                self.state.on_filled(job, bucket, bytes, batch)
+            }
+            Return::Cancelled { bytes } => self.state.on_cancelled(bytes),
+            Return::Done { bytes } => self.state.on_done(bytes),
+            Return::GivenBack(entry) => self.state.on_given_back(entry),
+        }
+    }
+
+    /// Nobody waits any more for the room that a target asked for before it ended.
+    fn forget_waiting(&mut self) -> Vec<Action<Batch<F>>> {
+        let gone: Vec<_> = self.reserving.extract_if(.., |_, reply| reply.is_closed()).map(|(id, _)| id).collect();
+        self.state.on_withdrawn(&gone)
+    }
+
+    fn apply(&mut self, actions: Vec<Action<Batch<F>>>) -> Result<(), Fault> {
+        let mut actions: std::collections::VecDeque<_> = actions.into();
+        while let Some(action) = actions.pop_front() {
+            match action {
+                Action::Grant { request, bytes } => {
+                    let reservation = Reservation { bytes, slot: Some(self.slot()?) };
+                    // If the target is gone, the reservation comes back as it is dropped.
+                    if let Some(reply) = self.reserving.remove(&request) {
+                        let _ = reply.send(Ok(reservation));
+                    }
+                }
+                Action::Refuse { request, bytes, max_bytes } => {
+                    if let Some(reply) = self.reserving.remove(&request) {
+                        let _ = reply.send(Err(TooLarge { bytes, max_bytes }));
+                    }
+                }
+                Action::Give { request, entry } => {
+                    let Entry { bucket, bytes, order, returned, batch, .. } = entry;
+                    let loan = Loan { batch, order, room: Room { bytes, order, slot: Some(self.slot()?) } };
+                    let undelivered = match self.drawing.remove(&request) {
+                        Some(reply) => reply.send(Some(loan)).err().flatten(),
+                        None => Some(loan),
+                    };
+                    match undelivered {
+                        None => {
+                            self.series.bucket(usize::from(bucket)).draws.increment(1);
+                            actions.extend(self.state.on_delivered());
+                        }
+                        Some(Loan { batch, mut room, .. }) => {
+                            room.slot = None;
+                            actions.extend(self.state.on_undelivered(room.entry(batch, returned)));
+                        }
+                    }
+                }
+                Action::NoMore { request } => {
+                    if let Some(reply) = self.drawing.remove(&request) {
+                        let _ = reply.send(None);
+                    }
+                }
+                Action::Drained => {
+                    for done in self.drained.drain(..) {
+                        let _ = done.send(());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn slot(&self) -> Result<OwnedPermit<Return<F>>, Fault> {
+        self.slots.clone().try_reserve_owned().map_err(|_| {
+            Fault::new(
+                "pool",
+                format!("more than {RETURNS} batches are under way; lower pool.max_batches or drafter.prefetch"),
+            )
+        })
+    }
+
+    fn observe(&mut self) {
+        let held = self.state.held();
+        self.series.batches.set(held.ready_batches as f64);
+        self.series.reserved_batches.set(held.reserved_batches as f64);
+        self.series.loaned_batches.set((held.loaned_batches + held.leaving_batches) as f64);
+        self.series.bytes.set(held.ready_bytes as f64);
+        self.series.reserved_bytes.set(held.reserved_bytes as f64);
+        self.series.loaned_bytes.set(held.loaned_bytes as f64);
+        self.series.draining.set(f64::from(u8::from(self.state.is_draining())));
+        for (bucket, depth) in self.state.depths().enumerate() {
+            self.series.bucket(bucket).batches.set(depth as f64);
+        }
+        self.peaks.bytes = self.peaks.bytes.max(held.bytes());
+        self.peaks.batches = self.peaks.batches.max(held.batches());
+        self.depths.observe(Instant::now(), held.ready_batches);
+    }
+}

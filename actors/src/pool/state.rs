@@ -1,0 +1,464 @@
+//! Every decision of the pool, without waiting for anything: who gets room, who gets which batch, and when it drains.
+
+use super::replay::Order;
+use crate::{
+    invariant,
+    messages::types::{BucketId, JobId},
+    pool::RequestId,
+    runtime::{
+        invariants::{l1, l2, l3},
+        random::stream_seed,
+        trace::lifecycle,
+    },
+};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::{collections::VecDeque, sync::Arc};
+
+pub use super::settings::{Deadlock, Draw, Settings};
+
+/// A batch in the pool or on loan, and what the pool has to know of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry<B> {
+    pub job: JobId,
+    pub bucket: BucketId,
+    pub bytes: u64,
+    /// Draw `replay`: its place in the order of all draws, once it was drawn for the first time.
+    pub order: Option<u64>,
+    /// A drafter gave it back.
+    pub returned: bool,
+    pub batch: B,
+}
+
+/// What the loop must do.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Action<B> {
+    Grant {
+        request: RequestId,
+        bytes: u64,
+    },
+    Refuse {
+        request: RequestId,
+        bytes: u64,
+        max_bytes: u64,
+    },
+    /// Call `State::on_delivered` or `State::on_undelivered` next.
+    Give {
+        request: RequestId,
+        entry: Entry<B>,
+    },
+    NoMore {
+        request: RequestId,
+    },
+    /// The last batch of a drain has been given out.
+    Drained,
+}
+
+/// What the pool answers for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    pub reserved_bytes: u64,
+    pub ready_bytes: u64,
+    pub loaned_bytes: u64,
+    pub reserved_batches: usize,
+    pub ready_batches: usize,
+    /// Given out, but not yet known to have arrived.
+    pub leaving_batches: usize,
+    pub loaned_batches: usize,
+    /// Ready batches that a drafter gave back. Their bytes were counted all along, and they leave with the next draws, so
+    /// they wait on top of `max_batches`.
+    pub returned_batches: usize,
+}
+
+impl Held {
+    /// All bytes that count against the limit.
+    pub fn bytes(&self) -> u64 {
+        self.reserved_bytes + self.ready_bytes + self.loaned_bytes
+    }
+
+    /// All batches that count against the limit.
+    pub fn batches(&self) -> usize {
+        self.reserved_batches + self.ready_batches + self.leaving_batches - self.returned_batches
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Filling,
+    /// Nothing more comes for now; a new reservation ends this.
+    Draining,
+    /// Nothing more comes at all.
+    Last,
+    Stopped,
+}
+
+/// Every decision of the pool. `B` is a batch; the state never looks into it.
+#[derive(Debug)]
+pub struct State<B> {
+    settings: Settings,
+    /// Ready batches, by bucket.
+    ready: Vec<Vec<Entry<B>>>,
+    held: Held,
+    reserves: VecDeque<(RequestId, u64)>,
+    draws: VecDeque<RequestId>,
+    phase: Phase,
+    /// The plan was cut short: in a fixed order the next job may never come.
+    closed: bool,
+    announced: bool,
+    /// Jobs of each bucket that the plans hold, and batches of it that were drawn.
+    shares: Vec<u64>,
+    drawn: Vec<u64>,
+    /// Draw `replay`: which job comes next.
+    order: Option<Order>,
+    draws_so_far: u64,
+    passed: u64,
+    rng: ChaCha8Rng,
+}
+
+impl<B> State<B> {
+    pub fn new(settings: Settings) -> Self {
+        Self {
+            settings,
+            ready: Vec::new(),
+            held: Held::default(),
+            reserves: VecDeque::new(),
+            draws: VecDeque::new(),
+            phase: Phase::Filling,
+            closed: false,
+            announced: true,
+            shares: Vec::new(),
+            drawn: Vec::new(),
+            order: settings.window().map(|window| Order::new(settings.seed, window)),
+            draws_so_far: 0,
+            passed: 0,
+            rng: ChaCha8Rng::from_seed(stream_seed(settings.seed, "draws", &[settings.start_step])),
+        }
+    }
+
+    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    ///
+    /// Shares and draws are counted over all epochs, because epochs overlap: while the draws are still at the jobs of one,
+    /// those of the next are handed out, and what lags at that moment must not be forgotten.
+    pub fn on_epoch(&mut self, epoch: u32, open_of_bucket: &[u64], ended: Arc<[bool]>) -> Vec<Action<B>> {
+        self.at_least(open_of_bucket.len());
+        for (share, jobs) in self.shares.iter_mut().zip(open_of_bucket) {
+            *share += jobs;
+        }
+        if let Some(order) = &mut self.order {
+            order.begin(epoch, ended);
+        }
+        self.decide()
+    }
+
+    /// This job will not come, or not come back: the order goes on without it.
+    pub fn on_skipped(&mut self, job: JobId) -> Vec<Action<B>> {
+        if self.order.as_mut().is_some_and(|order| order.on_skipped(job)) {
+            self.passed += 1;
+        }
+        self.decide()
+    }
+
+    /// Other limits, another minimum, another random draw: in force at once, for those that wait, too. What is held above a
+    /// lowered limit drains. Seed, window and a fixed order stay what they were.
+    pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action<B>> {
+        let Settings { max_bytes, max_batches, min_ready, draw, .. } = settings;
+        let fixed = self.order.is_some() || draw == Draw::Replay;
+        let draw = if fixed { self.settings.draw } else { draw };
+        self.settings = Settings { max_bytes, max_batches, min_ready, draw, ..self.settings };
+        self.decide()
+    }
+
+    /// A target asks for room.
+    pub fn on_reserve(&mut self, request: RequestId, bytes: u64) -> Vec<Action<B>> {
+        if self.phase == Phase::Draining {
+            self.phase = Phase::Filling;
+        }
+        lifecycle!("wants_room", bytes);
+        self.reserves.push_back((request, bytes));
+        self.decide()
+    }
+
+    /// Whoever asked for this room has gone away and does not wait for it.
+    pub fn on_withdrawn(&mut self, requests: &[RequestId]) -> Vec<Action<B>> {
+        self.reserves.retain(|(waiting, _)| !requests.contains(waiting));
+        self.decide()
+    }
+
+    /// A reservation became a batch.
+    pub fn on_filled(&mut self, job: JobId, bucket: BucketId, bytes: u64, batch: B) -> Vec<Action<B>> {
+        lifecycle!("filled", job = %job, bytes);
+        self.unreserve(bytes);
+        self.put(Entry { job, bucket, bytes, order: None, returned: false, batch });
+        self.decide()
+    }
+
+    /// A reservation was given up.
+    pub fn on_cancelled(&mut self, bytes: u64) -> Vec<Action<B>> {
+        lifecycle!("cancelled", bytes);
+        self.unreserve(bytes);
+        self.decide()
+    }
+
+    /// A drafter asks for a batch.
+    pub fn on_draw(&mut self, request: RequestId) -> Vec<Action<B>> {
+        self.draws.push_back(request);
+        self.decide()
+    }
+
+    /// A drafter is done with a batch.
+    pub fn on_done(&mut self, bytes: u64) -> Vec<Action<B>> {
+        lifecycle!("done", bytes);
+        self.unloan(bytes);
+        self.decide()
+    }
+
+    /// A drafter could not train a batch: another draw gets it.
+    pub fn on_given_back(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        lifecycle!("given_back", job = %entry.job, bytes = entry.bytes);
+        self.unloan(entry.bytes);
+        self.undraw(entry.bucket);
+        self.put(Entry { returned: true, ..entry });
+        self.decide()
+    }
+
+    /// A batch that was given reached its drafter.
+    pub fn on_delivered(&mut self) -> Vec<Action<B>> {
+        self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
+        self.decide()
+    }
+
+    /// A batch that was given did not reach its drafter: as if it had never been drawn.
+    pub fn on_undelivered(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        lifecycle!("undrawn", job = %entry.job, bytes = entry.bytes);
+        self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
+        self.unloan(entry.bytes);
+        self.undraw(entry.bucket);
+        self.put(entry);
+        self.decide()
+    }
+
+    /// Everything that will come is here: for now, or for good when `last`. `late` reservations may be out that will not be
+    /// filled.
+    pub fn on_drain(&mut self, last: bool, late: usize) -> Vec<Action<B>> {
+        if self.phase == Phase::Stopped {
+            return self.decide();
+        }
+        let waits = self.held.reserved_batches + self.reserves.len();
+        lifecycle!("drains", late, last);
+        invariant!("L3", l3(waits, late), "told to drain while {waits} reservations are out, {late} of them late");
+        self.phase = if last { Phase::Last } else { Phase::Draining };
+        self.announced = false;
+        self.decide()
+    }
+
+    /// No job leaves the planner any more. What is held is given out as ever, once a drain says that everything is here; in a fixed
+    /// order only up to the first job that is missing.
+    pub fn on_close(&mut self) -> Vec<Action<B>> {
+        self.closed = true;
+        self.decide()
+    }
+
+    /// Gives nothing out any more and lets what waits go.
+    pub fn on_stop(&mut self) -> Vec<Action<B>> {
+        self.phase = Phase::Stopped;
+        self.ready.iter_mut().for_each(Vec::clear);
+        (self.held.ready_bytes, self.held.ready_batches, self.held.returned_batches) = (0, 0, 0);
+        self.decide()
+    }
+
+    pub fn held(&self) -> Held {
+        self.held
+    }
+
+    /// Draws and reservations that are not answered yet.
+    pub fn waiting(&self) -> (usize, usize) {
+        (self.draws.len(), self.reserves.len())
+    }
+
+    pub fn is_draining(&self) -> bool {
+        matches!(self.phase, Phase::Draining | Phase::Last)
+    }
+
+    /// Jobs of the order that were drawn for the first time or will never be: whoever hands jobs out for draw `replay` keeps
+    /// within the window of it.
+    pub fn passed(&self) -> u64 {
+        self.passed
+    }
+
+    /// Ready batches of each bucket.
+    pub fn depths(&self) -> impl Iterator<Item = usize> {
+        self.ready.iter().map(Vec::len)
+    }
+
+    fn at_least(&mut self, buckets: usize) {
+        let buckets = buckets.max(self.ready.len());
+        self.ready.resize_with(buckets, Vec::new);
+        self.drawn.resize(buckets, 0);
+        self.shares.resize(buckets, 0);
+    }
+
+    fn put(&mut self, entry: Entry<B>) {
+        if self.phase == Phase::Stopped {
+            return;
+        }
+        let bucket = usize::from(entry.bucket);
+        self.at_least(bucket + 1);
+        self.held.ready_bytes += entry.bytes;
+        self.held.ready_batches += 1;
+        self.held.returned_batches += usize::from(entry.returned);
+        self.ready[bucket].push(entry);
+    }
+
+    fn unloan(&mut self, bytes: u64) {
+        invariant!(
+            "L1",
+            bytes <= self.held.loaned_bytes && self.held.loaned_batches > 0,
+            "{bytes} bytes came back of {} on loan",
+            self.held.loaned_bytes
+        );
+        self.held.loaned_bytes = self.held.loaned_bytes.saturating_sub(bytes);
+        self.held.loaned_batches = self.held.loaned_batches.saturating_sub(1);
+    }
+
+    fn undraw(&mut self, bucket: BucketId) {
+        if let Some(drawn) = self.drawn.get_mut(usize::from(bucket)) {
+            *drawn = drawn.saturating_sub(1);
+        }
+    }
+
+    fn unreserve(&mut self, bytes: u64) {
+        invariant!(
+            "L1",
+            bytes <= self.held.reserved_bytes && self.held.reserved_batches > 0,
+            "{bytes} bytes came back of {} reserved",
+            self.held.reserved_bytes
+        );
+        self.held.reserved_bytes = self.held.reserved_bytes.saturating_sub(bytes);
+        self.held.reserved_batches = self.held.reserved_batches.saturating_sub(1);
+    }
+
+    fn decide(&mut self) -> Vec<Action<B>> {
+        let mut actions = Vec::new();
+        self.grant(&mut actions);
+        self.give(&mut actions);
+        if self.closed && self.phase == Phase::Last {
+            self.drop_unreachable();
+        }
+        // What is on loan may come back: until it is done with, nobody is told that there is no more.
+        let over = self.held.ready_batches + self.held.leaving_batches + self.held.loaned_batches == 0;
+        if self.is_draining() && over && !std::mem::replace(&mut self.announced, true) {
+            actions.push(Action::Drained);
+        }
+        if (self.phase == Phase::Last && over) || self.phase == Phase::Stopped {
+            actions.extend(self.draws.drain(..).map(|request| Action::NoMore { request }));
+        }
+        actions
+    }
+
+    /// In a fixed order: lets go what comes after a job that will not come. Its jobs stay open.
+    fn drop_unreachable(&mut self) {
+        let Some(wanted) = self.order.as_ref().map(Order::wanted) else { return };
+        if self.ready.iter().flatten().any(|entry| Some(entry.job) == wanted) {
+            return;
+        }
+        let Held { ready_bytes, ready_batches, .. } = &mut self.held;
+        for entry in self.ready.iter_mut().flat_map(|here| here.extract_if(.., |entry| entry.order.is_none())) {
+            *ready_bytes -= entry.bytes;
+            *ready_batches -= 1;
+        }
+    }
+
+    fn grant(&mut self, actions: &mut Vec<Action<B>>) {
+        let Settings { max_bytes, max_batches, .. } = self.settings;
+        while let Some(&(request, bytes)) = self.reserves.front() {
+            if bytes > max_bytes {
+                self.reserves.pop_front();
+                actions.push(Action::Refuse { request, bytes, max_bytes });
+            } else if self.held.bytes() + bytes <= max_bytes && self.held.batches() < max_batches {
+                self.reserves.pop_front();
+                self.held.reserved_bytes += bytes;
+                self.held.reserved_batches += 1;
+                lifecycle!("granted", bytes);
+                actions.push(Action::Grant { request, bytes });
+                invariant!(
+                    "L1",
+                    l1(self.held.bytes(), max_bytes, self.held.batches(), max_batches),
+                    "{:?} exceeds {max_bytes} bytes or {max_batches} batches",
+                    self.held
+                );
+            } else {
+                break;
+            }
+        }
+    }
+
+    fn give(&mut self, actions: &mut Vec<Action<B>>) {
+        while !self.draws.is_empty() {
+            let Some((bucket, at)) = self.choose() else { break };
+            let Some(request) = self.draws.pop_front() else { break };
+            invariant!(
+                "L2",
+                l2(self.held.ready_batches, self.settings.min_ready, self.is_draining(), self.order.is_some()),
+                "a draw was answered with {} batches ready",
+                self.held.ready_batches
+            );
+            let mut entry = self.ready[bucket].swap_remove(at);
+            lifecycle!("drawn", job = %entry.job, bytes = entry.bytes);
+            self.held.ready_batches -= 1;
+            self.held.returned_batches -= usize::from(entry.returned);
+            self.held.leaving_batches += 1;
+            self.held.loaned_batches += 1;
+            self.held.ready_bytes -= entry.bytes;
+            self.held.loaned_bytes += entry.bytes;
+            self.drawn[bucket] += 1;
+            if let (Some(order), None) = (&mut self.order, entry.order) {
+                order.on_drawn();
+                entry.order = Some(self.draws_so_far);
+                self.draws_so_far += 1;
+                self.passed += 1;
+            }
+            actions.push(Action::Give { request, entry });
+        }
+    }
+
+    /// The bucket to draw from and the place in it; `None` while no draw may be answered.
+    fn choose(&mut self) -> Option<(usize, usize)> {
+        if let Some(order) = &self.order {
+            return self.next_in_order(order.wanted());
+        }
+        let least = if self.is_draining() { 1 } else { self.settings.min_ready.max(1) };
+        if self.held.ready_batches < least {
+            return None;
+        }
+        let some = (0..self.ready.len()).filter(|&b| !self.ready[b].is_empty());
+        let bucket = match self.settings.draw {
+            Draw::Uniform => {
+                let mut left = self.rng.random_range(0..self.held.ready_batches.max(1));
+                some.into_iter().find(|&b| {
+                    let here = left < self.ready[b].len();
+                    left = left.saturating_sub(self.ready[b].len());
+                    here
+                })
+            }
+            Draw::Proportional | Draw::Replay => some.max_by_key(|&b| (self.lag(b), std::cmp::Reverse(b))),
+        }?;
+        Some((bucket, self.rng.random_range(0..self.ready[bucket].len())))
+    }
+
+    /// How far the bucket's share of what was drawn lags behind its share of the plan: share / plan - drawn_b / (drawn + 1),
+    /// brought to one denominator, so that it is exact.
+    fn lag(&self, bucket: usize) -> i128 {
+        let plan: u64 = self.shares.iter().sum();
+        let drawn: u64 = self.drawn.iter().sum();
+        i128::from(self.shares[bucket]) * i128::from(drawn + 1) - i128::from(self.drawn[bucket]) * i128::from(plan)
+    }
+
+    /// What was drawn before and came back goes first, in its old order; then the wanted job, if it is here.
+    fn next_in_order(&self, wanted: Option<JobId>) -> Option<(usize, usize)> {
+        let all =
+            self.ready.iter().enumerate().flat_map(|(b, here)| here.iter().enumerate().map(move |(i, e)| (b, i, e)));
+        let next = all.filter(|(_, _, e)| e.order.is_some() || Some(e.job) == wanted);
+        let next = next.min_by_key(|(_, _, e)| e.order.unwrap_or(u64::MAX));
+        next.map(|(bucket, at, _)| (bucket, at))
+    }
+}

@@ -1,0 +1,127 @@
+//! What the pool tells of itself: its series, and how many batches were ready for how long.
+
+use crate::runtime::{causes::Cause, metrics as m};
+use metrics::{Counter, Gauge, counter, gauge};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// The pool's own series, looked up once.
+pub(crate) struct Series {
+    pub(crate) batches: Gauge,
+    pub(crate) reserved_batches: Gauge,
+    pub(crate) loaned_batches: Gauge,
+    pub(crate) bytes: Gauge,
+    pub(crate) reserved_bytes: Gauge,
+    pub(crate) loaned_bytes: Gauge,
+    pub(crate) draining: Gauge,
+    buckets: Vec<BucketSeries>,
+}
+
+pub(crate) struct BucketSeries {
+    pub(crate) batches: Gauge,
+    pub(crate) draws: Counter,
+}
+
+impl Series {
+    pub(crate) fn new() -> Self {
+        Self {
+            batches: gauge!(m::POOL_BATCHES),
+            reserved_batches: gauge!(m::POOL_RESERVED_BATCHES),
+            loaned_batches: gauge!(m::POOL_LOANED_BATCHES),
+            bytes: gauge!(m::POOL_BYTES),
+            reserved_bytes: gauge!(m::POOL_RESERVED_BYTES),
+            loaned_bytes: gauge!(m::POOL_LOANED_BYTES),
+            draining: gauge!(m::POOL_DRAINING),
+            buckets: Vec::new(),
+        }
+    }
+
+    pub(crate) fn bucket(&mut self, bucket: usize) -> &BucketSeries {
+        while self.buckets.len() <= bucket {
+            let label = self.buckets.len().to_string();
+            self.buckets.push(BucketSeries {
+                batches: gauge!(m::POOL_BUCKET_BATCHES, "bucket" => label.clone()),
+                draws: counter!(m::POOL_DRAWS, "bucket" => label),
+            });
+        }
+        &self.buckets[bucket]
+    }
+}
+
+/// What everything waits for, while so many draws and reservations are not answered.
+pub(crate) fn cause((draws, reservations): (usize, usize)) -> Cause {
+    match (draws, reservations) {
+        (0, 0) => Cause::Idle,
+        (0, _) => Cause::Drafter,
+        _ => Cause::Target,
+    }
+}
+
+/// How long how many batches were ready.
+pub(crate) struct Depths {
+    /// Time at each number of ready batches, up to the last change that a batch took part in.
+    at: Vec<Duration>,
+    since: Instant,
+    depth: usize,
+    /// Whether a batch was ever ready: what comes before the first one is not the pool at work.
+    begun: bool,
+    /// Time without a batch that counts only if another one follows.
+    empty: Duration,
+}
+
+impl Depths {
+    pub(crate) fn new(now: Instant) -> Self {
+        Self { at: Vec::new(), since: now, depth: 0, begun: false, empty: Duration::ZERO }
+    }
+
+    pub(crate) fn observe(&mut self, now: Instant, depth: usize) {
+        let passed = now - self.since;
+        if self.depth > 0 {
+            self.add(self.depth, passed);
+        } else if self.begun {
+            self.empty += passed;
+        }
+        if depth > 0 {
+            self.begun = true;
+            let empty = std::mem::take(&mut self.empty);
+            self.add(0, empty);
+        }
+        (self.since, self.depth) = (now, depth);
+    }
+
+    fn add(&mut self, depth: usize, time: Duration) {
+        if self.at.len() <= depth {
+            self.at.resize(depth + 1, Duration::ZERO);
+        }
+        self.at[depth] += time;
+    }
+
+    /// The least depth that was not exceeded for this percentage of the time.
+    pub(crate) fn percentile(&self, percent: u32) -> usize {
+        let all: Duration = self.at.iter().sum();
+        let mut below = Duration::ZERO;
+        let reached = self.at.iter().position(|&time| {
+            below += time;
+            below * 100 >= all * percent
+        });
+        reached.unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn depths_are_weighed_by_time_from_the_first_batch_to_the_last() {
+        let mut depths = Depths::new(Instant::now());
+        for (seconds, depth) in [(50, 1), (10, 4), (60, 2), (10, 0), (10, 3), (10, 0), (900, 0)] {
+            tokio::time::advance(Duration::from_secs(seconds)).await;
+            depths.observe(Instant::now(), depth);
+        }
+        // One batch 10 s, four 60 s, two 10 s, none 10 s, three 10 s; neither the 50 s before nor the 900 s after count.
+        assert_eq!(depths.at.iter().map(Duration::as_secs).collect::<Vec<_>>(), [10, 10, 10, 10, 60]);
+        assert_eq!([20, 30, 40, 50, 95].map(|p| depths.percentile(p)), [1, 2, 3, 4, 4]);
+        assert_eq!(Depths::new(Instant::now()).percentile(50), 0);
+    }
+}

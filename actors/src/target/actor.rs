@@ -1,0 +1,231 @@
+//! A target pulls a job, reserves its exact bytes in the pool, runs the forward, checks the result, and moves it into the pool.
+//!
+//! In: leases that it pulls. Out: features, moved. When the pool is full it waits before the forward, so it never holds
+//! features that have no room. It ends when the dispatcher has no more jobs. A result that is not what was expected (rows,
+//! taps, width, dtype, not finite) never enters the pool: the job goes back. A target that panics, is lost or keeps failing
+//! is taken out, restarted with a growing pause, and serves again when it answers; after `max_restarts` in vain it is gone.
+//! Invariants: D2, L1.
+
+use super::state::{Recovery, Settings, State};
+use crate::{
+    dispatcher::{self, Failure, Lease},
+    messages::engine::{EngineError, TargetEngine},
+    pool::{self, Reservation},
+    runtime::{
+        causes::Cause,
+        fault::{Fault, Gone, Stops},
+        meter::{Meter, Totals},
+        metrics as m,
+        util::{caught, changed},
+    },
+};
+use metrics::{Counter, counter, gauge};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
+
+/// What a target did.
+#[derive(Clone, Debug, Default)]
+pub struct Work {
+    pub totals: Totals,
+    pub jobs: u64,
+    pub tokens: u64,
+    pub padded_tokens: u64,
+    pub restarts: u64,
+    /// Why it is gone for good, where it is.
+    pub gone: Option<String>,
+}
+
+/// Runs until there are no more jobs, or the target is gone for good: `Work::gone` says so.
+pub async fn run<E: TargetEngine>(
+    index: usize,
+    mut settings: watch::Receiver<Settings>,
+    engine: E,
+    jobs: dispatcher::Handle,
+    pool: pool::Handle<E::Features>,
+    stops: Stops,
+) -> Result<Work, Fault> {
+    let label = index.to_string();
+    let first = *settings.borrow_and_update();
+    let mut target = Target {
+        index,
+        name: format!("target {index}"),
+        state: State::new(first),
+        settings,
+        engine,
+        jobs,
+        pool,
+        meter: Meter::new("target", index),
+        delivered: counter!(m::TARGET_JOBS, "index" => label.clone()),
+        failures: counter!(m::TARGET_FAILURES, "index" => label.clone()),
+        tokens: counter!(m::TARGET_TOKENS, "index" => label.clone()),
+        padded_tokens: counter!(m::TARGET_PADDED_TOKENS, "index" => label),
+        work: Work::default(),
+    };
+    let ended = stops.abort.run_until_cancelled(target.live(&stops)).await;
+    ended.unwrap_or_else(|| Err(Fault::aborted(target.name.clone())))?;
+    Ok(Work { totals: target.meter.totals(), ..target.work })
+}
+
+struct Target<E: TargetEngine> {
+    index: usize,
+    name: String,
+    state: State,
+    settings: watch::Receiver<Settings>,
+    engine: E,
+    jobs: dispatcher::Handle,
+    pool: pool::Handle<E::Features>,
+    meter: Meter,
+    delivered: Counter,
+    failures: Counter,
+    tokens: Counter,
+    padded_tokens: Counter,
+    work: Work,
+}
+
+/// Why a target serves no more.
+enum Served {
+    NoMoreJobs,
+    TakenOut,
+}
+
+impl<E: TargetEngine> Target<E> {
+    async fn live(&mut self, stops: &Stops) -> Result<(), Fault> {
+        loop {
+            self.set_up(true);
+            let served = self.serve(stops).await?;
+            self.set_up(false);
+            match served {
+                Served::NoMoreJobs => return Ok(()),
+                Served::TakenOut => {
+                    let back = stops.close.run_until_cancelled(self.come_back()).await;
+                    if back != Some(true) {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    async fn serve(&mut self, stops: &Stops) -> Result<Served, Fault> {
+        loop {
+            let lease = self.meter.wait(Cause::Job, self.jobs.pull(self.index)).await;
+            let Some(lease) = lease.map_err(|g| self.gone(g))? else { return Ok(Served::NoMoreJobs) };
+            let batch = lease.batch().clone();
+            let bytes = self.engine.feature_bytes(&batch);
+            let room =
+                self.meter.wait(Cause::PoolFull, stops.close.run_until_cancelled(self.pool.reserve(bytes))).await;
+            let Some(room) = room else {
+                lease.unused();
+                return Ok(Served::NoMoreJobs);
+            };
+            let room = match room.map_err(|g| self.gone(g))? {
+                Ok(room) => room,
+                Err(too_large) => {
+                    lease.fail(Failure::Failed, too_large.to_string());
+                    continue;
+                }
+            };
+            self.jobs.started(&lease).await.map_err(|g| self.gone(g))?;
+            let expected = self.engine.expected_shape(&batch);
+            let result = self.meter.busy(caught(self.engine.extract(batch.clone()))).await;
+            let result = result.unwrap_or_else(|panic| Err(EngineError::Lost(panic)));
+            let lost = matches!(result, Err(EngineError::Lost(_)));
+            match State::judge(expected, bytes, result) {
+                Ok(features) => {
+                    self.state.on_success();
+                    let (tokens, slots) = (batch.tokens(), (batch.rows * batch.width) as u64);
+                    if self.deliver(lease, room, features).await? {
+                        self.work.jobs += 1;
+                        self.work.tokens += tokens;
+                        self.work.padded_tokens += slots;
+                        self.delivered.increment(1);
+                        self.tokens.increment(tokens);
+                        self.padded_tokens.increment(slots);
+                    }
+                }
+                Err((failure, message)) => {
+                    drop(room);
+                    self.failures.increment(1);
+                    self.state.reconfigure(*self.settings.borrow_and_update());
+                    tracing::warn!(target_index = self.index, job = %lease.job(), why = message, "extraction failed");
+                    let out = self.state.on_failure(&message, lost);
+                    lease.fail(failure, message);
+                    if out {
+                        return Ok(Served::TakenOut);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Moves features into the pool; false when another target was first.
+    async fn deliver(
+        &mut self,
+        lease: Lease,
+        room: Reservation<E::Features>,
+        features: E::Features,
+    ) -> Result<bool, Fault> {
+        match self.jobs.claim(&lease).await.map_err(|g| self.gone(g))? {
+            Some(job) => lease.deliver(job, room, features),
+            None => {
+                drop((features, room));
+                lease.late();
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Restarts until the engine answers. False when it is gone for good.
+    async fn come_back(&mut self) -> bool {
+        loop {
+            self.state.reconfigure(*self.settings.borrow_and_update());
+            match self.state.recover() {
+                Recovery::RestartAfter(pause) => {
+                    tracing::warn!(target_index = self.index, ?pause, "the target is taken out and will be restarted");
+                    self.rest().await;
+                    let restarted = self.meter.wait(Cause::Down, caught(self.engine.restart())).await;
+                    match restarted.unwrap_or_else(|panic| Err(EngineError::Lost(panic))) {
+                        Ok(()) => {
+                            self.work.restarts += 1;
+                            counter!(m::TARGET_RESTARTS, "index" => self.index.to_string()).increment(1);
+                            tracing::info!(target_index = self.index, "the target answers again");
+                            return true;
+                        }
+                        Err(error) => tracing::warn!(target_index = self.index, %error, "the restart failed"),
+                    }
+                }
+                Recovery::GiveUp(cause) => {
+                    tracing::error!(target_index = self.index, cause, "the target is gone for good");
+                    self.work.gone = Some(cause);
+                    return false;
+                }
+            }
+        }
+    }
+
+    /// Waits for the pause before a restart, as long as the settings say at present.
+    async fn rest(&mut self) {
+        let Self { meter, state, settings, .. } = self;
+        let begun = Instant::now();
+        let rest = async {
+            loop {
+                tokio::select! {
+                    () = sleep_until(begun + state.pause()) => return,
+                    () = changed(settings) => state.reconfigure(*settings.borrow_and_update()),
+                }
+            }
+        };
+        meter.wait(Cause::Down, rest).await;
+    }
+
+    fn set_up(&self, up: bool) {
+        gauge!(m::TARGET_UP, "index" => self.index.to_string()).set(f64::from(u8::from(up)));
+    }
+
+    fn gone(&self, gone: Gone) -> Fault {
+        Fault::gone(self.name.clone(), gone)
+    }
+}

@@ -1,0 +1,314 @@
+//! The trainer owns the optimizer step: it hands out tickets, waits until each is used, reduces, steps, and publishes the weights.
+//!
+//! In: requests for tickets, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
+//! planner), one record a step. A step has exactly `accumulation × drafters` micro-batches, or is the last of the run;
+//! whoever is ready takes the next ticket. At a stop or close it takes no part of an unfinished step into the weights: those jobs
+//! stay open. After a close it makes steps as long as drafters have batches. Changed settings shape whole steps: they are in force from the next step border on. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
+
+use super::messages::{Answer, Inbox, Msg, Part, Phase, Settings, Ticket, Wishes, Work};
+use super::{
+    checkpointer::Saver,
+    replica_check::{self, Comparisons},
+    state::{Action, State},
+    stats::Series,
+};
+use crate::{
+    messages::{
+        engine::{Optimizer, StepRequest},
+        job::Receipt,
+    },
+    planner,
+    runtime::{
+        causes::Cause,
+        fault::{Fault, Gone, Stops},
+        meter::Meter,
+        trace::lifecycle,
+        util::changed,
+    },
+};
+use std::collections::BTreeMap;
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::Instant,
+};
+
+pub use super::stats::StepRecord;
+
+/// A drafter's gradient of the running step, and where its new weights go.
+type HandedIn<O> = (Part<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
+
+struct Trainer<O: Optimizer> {
+    /// In force for the running step.
+    settings: Settings,
+    /// In force from the next step on.
+    next: Settings,
+    /// Micro-batches in the weights.
+    trained: u64,
+    state: State,
+    optimizer: O,
+    planner: planner::Handle,
+    records: mpsc::Sender<StepRecord>,
+    phase: watch::Sender<Phase>,
+    tickets: BTreeMap<usize, oneshot::Sender<Option<Ticket>>>,
+    gradients: BTreeMap<usize, HandedIn<O>>,
+    comparisons: Comparisons,
+    receipts: Vec<Receipt>,
+    meter: Meter,
+    series: Series,
+    born: Instant,
+    work: Work,
+    saver: Saver,
+}
+
+/// Runs until no step can follow. Every step's record goes to `records`.
+pub async fn run<O: Optimizer>(
+    mut wishes: Wishes,
+    optimizer: O,
+    inbox: Inbox<O::Gradient, O::Weights>,
+    planner: planner::Handle,
+    records: mpsc::Sender<StepRecord>,
+    stops: Stops,
+) -> Result<Work, Fault> {
+    let Inbox { mut inbox, phase } = inbox;
+    let settings = wishes.settings.borrow_and_update().clone();
+    let start = settings.start_step;
+    let mut t = Trainer {
+        state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
+        trained: settings.start_micro_batches,
+        optimizer,
+        saver: Saver::new(planner.clone(), start),
+        planner,
+        records,
+        phase,
+        tickets: BTreeMap::new(),
+        gradients: BTreeMap::new(),
+        comparisons: Comparisons::new(),
+        receipts: Vec::new(),
+        meter: Meter::new("trainer", 0),
+        series: Series::new(),
+        born: Instant::now(),
+        work: Work { step: start, ..Work::default() },
+        next: settings.clone(),
+        settings,
+    };
+    t.series.begin(&t.settings);
+    let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &mut wishes, &stops)).await;
+    ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
+    t.work.totals = t.meter.totals();
+    Ok(t.work)
+}
+
+impl<O: Optimizer> Trainer<O> {
+    async fn serve(
+        &mut self,
+        inbox: &mut mpsc::Receiver<Msg<O::Gradient, O::Weights>>,
+        wishes: &mut Wishes,
+        stops: &Stops,
+    ) -> Result<(), Fault> {
+        let mut actions = self.state.reconfigure(self.settings.accumulation, &self.settings.paused);
+        let (mut closing, mut stopping) = (false, false);
+        loop {
+            if self.apply(actions).await? {
+                return Ok(());
+            }
+            let Self { meter, saver, .. } = self;
+            let next = async {
+                tokio::select! {
+                    biased;
+                    () = stops.stop.cancelled(), if !stopping => Event::Stop,
+                    () = stops.close.cancelled(), if !closing => Event::Close,
+                    // Why it failed is logged; training goes on, and the next one comes at its time.
+                    _ = saver.written() => Event::Written,
+                    () = changed(&mut wishes.settings) => Event::Changed,
+                    Some(answer) = wishes.saves.recv() => Event::Save(answer),
+                    msg = inbox.recv() => Event::Msg(msg),
+                }
+            };
+            actions = match meter.wait(Cause::MicroBatches, next).await {
+                Event::Stop => {
+                    stopping = true;
+                    self.state.on_stop()
+                }
+                Event::Close => {
+                    closing = true;
+                    self.state.on_close()
+                }
+                Event::Written => {
+                    if self.saver.is_due() {
+                        self.save().await;
+                    }
+                    Vec::new()
+                }
+                Event::Changed => self.reconfigure(wishes.settings.borrow_and_update().clone()),
+                Event::Save(answer) => {
+                    if self.saver.ask(self.work.step, answer) {
+                        self.save().await;
+                    }
+                    Vec::new()
+                }
+                Event::Msg(None) => return Err(Fault::gone("trainer", Gone("last drafter"))),
+                Event::Msg(Some(msg)) => self.on(msg),
+            };
+        }
+    }
+
+    /// What shapes a step holds from the next one on; at once where nothing of the running one has begun.
+    fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
+        self.next = settings;
+        if self.state.at_border() {
+            self.settings = self.next.clone();
+        }
+        self.state.reconfigure(self.next.accumulation, &self.next.paused)
+    }
+
+    fn on(&mut self, msg: Msg<O::Gradient, O::Weights>) -> Vec<Action> {
+        match msg {
+            Msg::Ticket { drafter, reply } => {
+                self.tickets.insert(drafter, reply);
+                self.state.on_ticket(drafter)
+            }
+            Msg::Report { ticket, order, job, report } => {
+                let bucket = job.spec.bucket;
+                lifecycle!("reported", job = %job.id(), step = ticket.step);
+                self.receipts.push(job.receipt);
+                self.state.on_report(&ticket, order, bucket, &report)
+            }
+            Msg::GiveBack { ticket, skipped } => self.state.on_give_back(&ticket, skipped),
+            Msg::Gradient { drafter, step, part, reply } => {
+                self.gradients.insert(drafter, (part, reply));
+                self.state.on_gradient(drafter, step)
+            }
+            Msg::Finished { drafter } => self.state.on_finished(drafter),
+        }
+    }
+
+    /// Returns true at the end.
+    async fn apply(&mut self, actions: Vec<Action>) -> Result<bool, Fault> {
+        let mut actions: std::collections::VecDeque<Action> = actions.into();
+        while let Some(action) = actions.pop_front() {
+            match action {
+                Action::Issue { drafter, step } => {
+                    let ticket = Ticket { step, drafter, anchors: self.settings.anchors };
+                    let undelivered = match self.tickets.remove(&drafter) {
+                        Some(reply) => reply.send(Some(ticket)).err().flatten(),
+                        None => Some(ticket),
+                    };
+                    if let Some(ticket) = undelivered {
+                        actions.extend(self.state.on_give_back(&ticket, false));
+                    }
+                }
+                Action::Refuse { drafter } => {
+                    if let Some(reply) = self.tickets.remove(&drafter) {
+                        // A drafter that is gone needs no answer.
+                        let _ = reply.send(None);
+                    }
+                }
+                Action::Collect { step, below } => drop(self.phase.send_replace(Phase::Collect { step, below })),
+                Action::Reduce { step } => {
+                    let compare = replica_check::is_due(&self.settings, step);
+                    self.phase.send_replace(Phase::Reduce { step, compare });
+                }
+                Action::Step => actions.extend(self.step().await?),
+                Action::End => {
+                    self.end().await?;
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    async fn step(&mut self) -> Result<Vec<Action>, Fault> {
+        let Self { state, settings, .. } = self;
+        let (step, sum) = (state.step(), *state.sum());
+        let place = 1.0 + self.trained as f64 / state.per_step() as f64;
+        let learning_rate = (settings.learning_rate)(place);
+        let mut record = StepRecord {
+            step,
+            loss: sum.loss(),
+            accuracy: sum.accuracy(),
+            learning_rate,
+            micro_batches: state.micro_batches(),
+            tokens: sum.tokens,
+            supervised: sum.supervised as u64,
+            anchors: sum.anchors,
+            buckets: state.distinct_buckets(),
+            ..StepRecord::default()
+        };
+        let request = StepRequest {
+            step,
+            denominator: sum.loss_denominator,
+            learning_rate,
+            max_grad_norm: settings.max_grad_norm,
+            weight_decay: settings.weight_decay,
+        };
+        let (mut gradients, mut checksums, mut replies) = (Vec::new(), Vec::new(), Vec::new());
+        for (drafter, (part, reply)) in std::mem::take(&mut self.gradients) {
+            gradients.extend(part.gradient);
+            checksums.extend(part.checksum.map(|checksum| (drafter, checksum)));
+            replies.push((drafter, reply));
+        }
+        let Self { optimizer, comparisons, .. } = self;
+        let published = self.meter.busy(async {
+            if !checksums.is_empty()
+                && let Some(given) = replica_check::known("optimizer", optimizer.checksum().await)
+            {
+                comparisons.compare(step, &checksums, given);
+            }
+            let report = optimizer.step(gradients, request).await?;
+            for (drafter, reply) in replies {
+                // A drafter that is gone is noticed by whoever runs it.
+                let _ = reply.send(optimizer.weights(drafter).await?);
+            }
+            Ok::<_, crate::messages::engine::EngineError>(report)
+        });
+        let report = published.await.map_err(|e| Fault::new("trainer", format!("step {step}: {e}")))?;
+        record.grad_norm = report.grad_norm;
+        record.seconds = self.born.elapsed().as_secs_f64();
+        self.work.step = step;
+        self.trained += record.micro_batches;
+        self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
+        self.series.observe(&record, &self.settings);
+        let _ = self.records.send(record).await;
+        if self.settings.checkpoint_every > 0 && step.is_multiple_of(self.settings.checkpoint_every) {
+            self.save().await;
+        }
+        self.settings = self.next.clone();
+        Ok(self.state.on_stepped())
+    }
+
+    async fn end(&mut self) -> Result<(), Fault> {
+        self.work.discarded = self.receipts.len() as u64;
+        self.receipts.clear();
+        if self.saver.is_busy() {
+            // One that fails here is made up for below.
+            let _ = self.saver.written().await;
+        }
+        if self.work.step > self.saver.saved() {
+            self.save().await;
+            self.saver.written().await.map_err(|reason| Fault::new("trainer", reason))?;
+        }
+        self.work.checkpoint = self.saver.name().cloned();
+        self.phase.send_replace(Phase::End);
+        Ok(())
+    }
+
+    /// Begins a checkpoint of the weights as they are, or notes that one is due.
+    async fn save(&mut self) {
+        if self.saver.may_begin() {
+            let step = self.work.step;
+            let copied = self.meter.busy(self.optimizer.save(step)).await;
+            self.saver.begin(step, copied);
+        }
+    }
+}
+
+/// What the trainer waits for.
+enum Event<M> {
+    Stop,
+    Close,
+    Written,
+    Changed,
+    Save(Answer),
+    Msg(Option<M>),
+}

@@ -1,0 +1,271 @@
+//! Every decision of the trainer, without waiting for anything: who gets a ticket, when a step is complete, when it is over.
+
+use crate::{
+    invariant,
+    messages::{engine::MicroReport, types::BucketId},
+    runtime::{invariants::t1, trace::lifecycle},
+    trainer::Ticket,
+};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    ops::Range,
+};
+
+/// What the loop must do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    Issue {
+        drafter: usize,
+        step: u64,
+    },
+    /// No step will need this drafter's batch.
+    Refuse {
+        drafter: usize,
+    },
+    /// Batches below this place in the order belong to this step, those of earlier steps aside.
+    Collect {
+        step: u64,
+        below: u64,
+    },
+    /// Every micro-batch is in: ask for the gradients.
+    Reduce {
+        step: u64,
+    },
+    /// Every gradient is in: update, then call `State::on_stepped`.
+    Step,
+    /// Nothing will follow.
+    End,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Phase {
+    Collect,
+    /// Waiting for the gradients of these drafters.
+    Reduce(BTreeSet<usize>),
+    Over,
+}
+
+/// Every decision of the trainer.
+#[derive(Debug)]
+pub struct State {
+    drafters: usize,
+    micro_batches_per_step: u64,
+    /// Micro-batches of the steps that follow.
+    next_per_step: u64,
+    /// Drafters that are told to draw nothing: they will not say that they are finished.
+    paused: BTreeSet<usize>,
+    max_steps: u64,
+    step: u64,
+    issued: u64,
+    reported: u64,
+    sum: MicroReport,
+    buckets: BTreeSet<BucketId>,
+    /// Where batches have an order: the places of this step's, with those that were given up and replaced by the next.
+    places: Range<u64>,
+    waiting: VecDeque<usize>,
+    finished: BTreeSet<usize>,
+    phase: Phase,
+    closing: bool,
+    stopping: bool,
+}
+
+impl State {
+    /// `start_step` steps are in the weights already. `max_steps` 0 sets no limit.
+    pub fn new(drafters: usize, accumulation: usize, start_step: u64, max_steps: u64) -> Self {
+        Self {
+            drafters,
+            micro_batches_per_step: (drafters * accumulation) as u64,
+            next_per_step: (drafters * accumulation) as u64,
+            paused: BTreeSet::new(),
+            max_steps,
+            step: start_step + 1,
+            issued: 0,
+            reported: 0,
+            sum: MicroReport::default(),
+            buckets: BTreeSet::new(),
+            places: 0..(drafters * accumulation) as u64,
+            waiting: VecDeque::new(),
+            finished: BTreeSet::new(),
+            phase: Phase::Collect,
+            closing: false,
+            stopping: false,
+        }
+    }
+
+    /// From the next step border on, a step has `accumulation` micro-batches for each drafter that is not `paused`. Those that are
+    /// train what they have in hand and get nothing more, so from now on nobody waits for them to finish.
+    pub fn reconfigure(&mut self, accumulation: usize, paused: &[usize]) -> Vec<Action> {
+        self.paused = paused.iter().copied().filter(|&drafter| drafter < self.drafters).collect();
+        self.next_per_step = ((self.drafters - self.paused.len()).max(1) * accumulation.max(1)) as u64;
+        let mut actions = Vec::new();
+        if self.at_border() && self.next_per_step != self.micro_batches_per_step {
+            self.micro_batches_per_step = self.next_per_step;
+            self.places.end = self.places.start + self.next_per_step;
+            actions.push(Action::Collect { step: self.step, below: self.places.end });
+        }
+        actions.extend(self.decide());
+        actions
+    }
+
+    /// Whether no ticket of the running step is out or used yet.
+    pub fn at_border(&self) -> bool {
+        self.phase == Phase::Collect && self.issued == 0
+    }
+
+    /// Micro-batches of the running step.
+    pub fn per_step(&self) -> u64 {
+        self.micro_batches_per_step
+    }
+
+    /// What there is to do before anybody asks.
+    pub fn start(&mut self) -> Vec<Action> {
+        self.decide()
+    }
+
+    pub fn on_ticket(&mut self, drafter: usize) -> Vec<Action> {
+        self.waiting.push_back(drafter);
+        self.decide()
+    }
+
+    /// `order` is the batch's place in the order of all draws, where there is one.
+    pub fn on_report(
+        &mut self,
+        ticket: &Ticket,
+        order: Option<u64>,
+        bucket: BucketId,
+        report: &MicroReport,
+    ) -> Vec<Action> {
+        invariant!("T1", ticket.step == self.step, "a report of step {} came in step {}", ticket.step, self.step);
+        invariant!(
+            "T1",
+            order.is_none_or(|order| self.places.contains(&order)),
+            "the batch at {order:?} was trained in step {} of {:?}",
+            self.step,
+            self.places
+        );
+        self.reported += 1;
+        self.sum.add(report);
+        self.buckets.insert(bucket);
+        self.decide()
+    }
+
+    /// The ticket was not used. When its batch was given up (`skipped`), the next one in the order takes its place.
+    pub fn on_give_back(&mut self, ticket: &Ticket, skipped: bool) -> Vec<Action> {
+        invariant!("T1", ticket.step == self.step && self.issued > self.reported, "a ticket came back that is not out");
+        self.issued = self.issued.saturating_sub(1);
+        let mut actions = Vec::new();
+        if skipped {
+            self.places.end += 1;
+            actions.push(Action::Collect { step: self.step, below: self.places.end });
+        }
+        actions.extend(self.decide());
+        actions
+    }
+
+    pub fn on_gradient(&mut self, drafter: usize, step: u64) -> Vec<Action> {
+        invariant!("T1", step == self.step, "a gradient of step {step} came in step {}", self.step);
+        match &mut self.phase {
+            Phase::Reduce(missing) => {
+                missing.remove(&drafter);
+                if missing.is_empty() { vec![Action::Step] } else { Vec::new() }
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    pub fn on_finished(&mut self, drafter: usize) -> Vec<Action> {
+        self.finished.insert(drafter);
+        self.decide()
+    }
+
+    /// The update of the step is in the weights.
+    pub fn on_stepped(&mut self) -> Vec<Action> {
+        self.phase = Phase::Collect;
+        (self.issued, self.reported) = (0, 0);
+        self.sum = MicroReport::default();
+        self.buckets.clear();
+        self.step += 1;
+        self.micro_batches_per_step = self.next_per_step;
+        self.places = self.places.end..self.places.end + self.micro_batches_per_step;
+        let mut actions = vec![Action::Collect { step: self.step, below: self.places.end }];
+        actions.extend(self.decide());
+        actions
+    }
+
+    /// The plan was cut short: the last micro-batches of what is left make no step if they are too few.
+    pub fn on_close(&mut self) -> Vec<Action> {
+        self.closing = true;
+        self.decide()
+    }
+
+    /// Begins no further step and finishes none that lacks micro-batches.
+    pub fn on_stop(&mut self) -> Vec<Action> {
+        self.stopping = true;
+        self.decide()
+    }
+
+    /// The step that is collected or reduced.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    pub fn sum(&self) -> &MicroReport {
+        &self.sum
+    }
+
+    pub fn micro_batches(&self) -> u64 {
+        self.reported
+    }
+
+    pub fn distinct_buckets(&self) -> u64 {
+        self.buckets.len() as u64
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    fn decide(&mut self) -> Vec<Action> {
+        let mut actions = Vec::new();
+        if self.phase == Phase::Collect {
+            self.collect(&mut actions);
+        }
+        if self.phase == Phase::Over {
+            actions.extend(self.waiting.drain(..).map(|drafter| Action::Refuse { drafter }));
+        }
+        actions
+    }
+
+    fn collect(&mut self, actions: &mut Vec<Action>) {
+        let wanted = !self.stopping && (self.max_steps == 0 || self.step <= self.max_steps);
+        while wanted && self.issued < self.micro_batches_per_step {
+            let Some(drafter) = self.waiting.pop_front() else { break };
+            self.issued += 1;
+            actions.push(Action::Issue { drafter, step: self.step });
+        }
+        if self.reported < self.issued {
+            return;
+        }
+        let mut drafters = 0..self.drafters;
+        let all_finished = drafters.all(|d| self.finished.contains(&d) || self.paused.contains(&d));
+        // Another start goes on with the rest of the plan: only the last step of the run may be smaller.
+        let last = wanted && all_finished && !self.closing;
+        if self.reported == self.micro_batches_per_step || (last && self.reported > 0) {
+            invariant!(
+                "T1",
+                t1(self.reported, self.micro_batches_per_step, all_finished),
+                "step {} has {} micro-batches",
+                self.step,
+                self.reported
+            );
+            lifecycle!("reduced", step = self.step, micro_batches = self.reported);
+            self.phase = Phase::Reduce((0..self.drafters).collect());
+            actions.push(Action::Reduce { step: self.step });
+        } else if !wanted || all_finished {
+            // What an unfinished step has collected goes back: its jobs stay open.
+            self.phase = Phase::Over;
+            actions.extend(self.waiting.drain(..).map(|drafter| Action::Refuse { drafter }));
+            actions.push(Action::End);
+        }
+    }
+}

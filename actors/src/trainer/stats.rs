@@ -1,0 +1,93 @@
+//! What the trainer tells of itself: one record a step, and its series.
+
+use crate::{runtime::metrics as m, trainer::Settings};
+use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
+use serde::Serialize;
+
+/// One optimizer step, for people and plots.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, serde::Deserialize)]
+pub struct StepRecord {
+    pub step: u64,
+    /// Mean loss in nats.
+    pub loss: f64,
+    /// Share of supervised positions that were right.
+    pub accuracy: f64,
+    pub learning_rate: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub micro_batches: u64,
+    /// Real context tokens.
+    pub tokens: u64,
+    pub supervised: u64,
+    pub anchors: u64,
+    /// Distinct length buckets among the micro-batches.
+    pub buckets: u64,
+    /// Since the trainer started, in seconds.
+    pub seconds: f64,
+}
+
+/// The trainer's own series, looked up once.
+pub(crate) struct Series {
+    step: Gauge,
+    steps: Counter,
+    step_seconds: Histogram,
+    buckets: Gauge,
+    loss: Gauge,
+    accuracy: Gauge,
+    learning_rate: Gauge,
+    grad_norm: Gauge,
+    max_grad_norm: Gauge,
+    correct: Counter,
+    supervised: Counter,
+    checkpoint_every: Gauge,
+    /// Where the step before ended, in seconds since the trainer started.
+    ended: f64,
+}
+
+impl Series {
+    pub(crate) fn new() -> Self {
+        Self {
+            step: gauge!(m::STEP),
+            steps: counter!(m::STEPS),
+            step_seconds: histogram!(m::STEP_SECONDS),
+            buckets: gauge!(m::STEP_BUCKETS),
+            loss: gauge!(m::LOSS),
+            accuracy: gauge!(m::ACCURACY),
+            learning_rate: gauge!(m::LEARNING_RATE),
+            grad_norm: gauge!(m::GRAD_NORM),
+            max_grad_norm: gauge!(m::MAX_GRAD_NORM),
+            correct: counter!(m::CORRECT),
+            supervised: counter!(m::SUPERVISED),
+            checkpoint_every: gauge!(m::CHECKPOINT_EVERY),
+            ended: 0.0,
+        }
+    }
+
+    /// A run begins, or goes on from the checkpoint of its start step.
+    pub(crate) fn begin(&self, settings: &Settings) {
+        self.step.set(settings.start_step as f64);
+        gauge!(m::CHECKPOINT_STEP).set(settings.start_step as f64);
+        self.settings(settings);
+    }
+
+    /// A step is in the weights.
+    pub(crate) fn observe(&mut self, r: &StepRecord, settings: &Settings) {
+        self.settings(settings);
+        self.step.set(r.step as f64);
+        self.steps.increment(1);
+        self.step_seconds.record(r.seconds - self.ended);
+        self.ended = r.seconds;
+        self.buckets.set(r.buckets as f64);
+        self.loss.set(r.loss);
+        self.accuracy.set(r.accuracy);
+        self.learning_rate.set(r.learning_rate);
+        self.grad_norm.set(r.grad_norm);
+        self.correct.increment((r.accuracy * r.supervised as f64).round() as u64);
+        self.supervised.increment(r.supervised);
+    }
+
+    fn settings(&self, settings: &Settings) {
+        self.max_grad_norm.set(settings.max_grad_norm);
+        self.checkpoint_every.set(settings.checkpoint_every as f64);
+    }
+}
