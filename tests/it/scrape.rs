@@ -2,7 +2,7 @@
 
 use crate::train::{Guarded, Run, SLOW, interrupt};
 use draftmill_actors::runtime::{
-    meter,
+    causes,
     metrics::{self as m, Kind, Known, TABLE},
 };
 use std::{
