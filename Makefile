@@ -66,13 +66,13 @@ bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside on
 	@$(TORCH) cargo bench --locked --bench dispatch
 
 bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about an hour
-	@$(TORCH) python3 bench/peers/compare.py
+	@$(TORCH) python3 benches/peers/compare.py
 
 bench-gpu: tools ## measure parity, memory and speed of a GPU (CUDA=1), or look on the CPU whether all of it runs
-	@$(TORCH) cargo bench --locked --bench dispatch --no-run; DEVICE=$(DEVICE) bench/gpu.sh
+	@$(TORCH) cargo bench --locked --bench dispatch --no-run; DEVICE=$(DEVICE) benches/gpu.sh
 
 conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
-	@$(TORCH) $(MILL) --version >/dev/null; python3 bench/conformance/conform.py --mill "$(MILL)" $(CONFORM)
+	@$(TORCH) $(MILL) --version >/dev/null; python3 benches/conformance/conform.py --mill "$(MILL)" $(CONFORM)
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked

@@ -1,6 +1,6 @@
 //! The binary.
 
 fn main() {
-    let _points = draftmill::failpoint::set_up();
+    let _points = draftmill::common::failpoint::set_up();
     draftmill::cli::main().leave()
 }

@@ -1,11 +1,12 @@
 //! From two scrapes of the metrics to rates, shares and a sentence: every decision about [`Status`], without a clock of its own.
 
+use super::run_info::Facts;
 use super::{
-    faults::Faults,
+    recent_warnings::Faults,
     samples::Samples,
     status::{Actor, Bucket, Checkpoint, Config, Gpu, Jobs, Pool, Progress, Queue, Run, State, Status, Training},
 };
-use crate::{gpus::Memory, service::facts::Facts};
+use crate::common::gpu_memory::Memory;
 use draftmill_actors::runtime::{
     causes::{ACTORS, BUSY},
     metrics as m,
@@ -294,7 +295,7 @@ fn sentence(status: &Status) -> String {
         State::Stopping => "Stopping: what is under way is finished, and a checkpoint is written.".into(),
         State::Training => {
             let batch = status.mean_wait("drafter", "batch");
-            let room = status.mean_wait("target", "room");
+            let room = status.mean_wait("target", "pool_full");
             let job = status.mean_wait("target", "job");
             match () {
                 () if batch.max(room).max(job) < WORTH_TELLING => {

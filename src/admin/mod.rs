@@ -3,25 +3,25 @@
 //! On loopback unless the configuration says otherwise. Whoever reads gets copies that a sampler makes once a second, so that no
 //! reader, however slow, is ever waited for.
 
+mod access;
+pub mod commands;
 mod connections;
 mod derive;
-pub mod faults;
-mod guard;
 mod page;
+pub mod recent_warnings;
 mod routes;
+pub mod run_info;
 mod samples;
 pub mod status;
 
+pub use self::access::Refusal;
+pub use crate::common::token::Token;
 pub use connections::Limits;
 pub use derive::Derivation;
-pub use guard::{Refusal, Token};
 pub use samples::Samples;
 
-use crate::service::{
-    facts::{self, Facts},
-    orders::Orders,
-};
-use faults::Faults;
+use self::recent_warnings::Faults;
+use self::{commands::Orders, run_info::Facts};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use status::Status;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -143,7 +143,7 @@ async fn sample(
         metrics.run_upkeep();
         let samples = Samples::parse(&metrics.render());
         let (facts, faults) = (facts.borrow().clone(), faults.borrow().clone());
-        let status = derivation.on_sample(&samples, &facts, &faults, born.elapsed(), facts::now());
+        let status = derivation.on_sample(&samples, &facts, &faults, born.elapsed(), crate::common::clock::now());
         publish.send_if_modified(|old| {
             let changed = old.id == 0 || status.differs(&old.status);
             if changed {

@@ -1,10 +1,11 @@
 //! The routes: what is read freely, and the orders behind their guard.
 
-use super::{Limits, Published, Token, guard, page};
-use crate::service::{
-    facts::Facts,
-    orders::{Order, Orders},
+use super::{Limits, Published, access, page};
+use super::{
+    commands::{Order, Orders},
+    run_info::Facts,
 };
+use crate::common::token::Token;
 use axum::{
     Router,
     body::Body,
@@ -160,15 +161,15 @@ async fn give(order: Order, shared: Arc<Shared>, request: Request<Body>) -> Resp
     let Parts { orders, token, limits, .. } = &shared.parts;
     let refused = |reason: &'static str| counter!(ADMIN_REFUSED, "reason" => reason).increment(1);
     let (head, body) = request.into_parts();
-    if let Err(refusal) = guard::admit(&head.headers, token.as_ref()) {
+    if let Err(refusal) = access::admit(&head.headers, token.as_ref()) {
         refused(refusal.reason());
         let sentence = format!("{}\n", refusal.sentence());
         return match refusal {
-            guard::Refusal::Token => {
+            access::Refusal::Token => {
                 let ask = [(header::WWW_AUTHENTICATE, "Bearer realm=\"draftmill\"")];
                 (StatusCode::UNAUTHORIZED, ask, sentence).into_response()
             }
-            guard::Refusal::Origin | guard::Refusal::Host => (StatusCode::FORBIDDEN, sentence).into_response(),
+            access::Refusal::Origin | access::Refusal::Host => (StatusCode::FORBIDDEN, sentence).into_response(),
         };
     }
     match timeout(limits.body, axum::body::to_bytes(body, limits.body_bytes)).await {

@@ -111,8 +111,8 @@ mod tests {
             gauge!("not_finite").set(f64::NAN);
             counter!("jobs_total", "outcome" => "trained").increment(3);
             counter!("jobs_total", "outcome" => "skipped").increment(4);
-            histogram!("seconds", "actor" => "target", "index" => "1", "cause" => "room").record(0.5);
-            histogram!("seconds", "actor" => "target", "index" => "1", "cause" => "room").record(2.0);
+            histogram!("seconds", "actor" => "target", "index" => "1", "cause" => "pool_full").record(0.5);
+            histogram!("seconds", "actor" => "target", "index" => "1", "cause" => "pool_full").record(2.0);
         });
         let samples = Samples::parse(&recorder.handle().render());
         assert_eq!((samples.get("plain"), samples.get("absent"), samples.sum("absent")), (Some(-2.5), None, 0.0));
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(samples.with("jobs_total", &[("outcome", "skipped")]), 4.0);
         assert_eq!(samples.by("jobs_total", "outcome").count(), 2);
         let sums: Vec<_> = samples.by_three("seconds_sum", ["actor", "index", "cause"]).collect();
-        assert_eq!(sums, [("target", "1", "room", 2.5)]);
+        assert_eq!(sums, [("target", "1", "pool_full", 2.5)]);
         assert_eq!((samples.sum("seconds_count"), samples.sum("seconds_bucket")), (2.0, 0.0));
     }
 

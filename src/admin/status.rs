@@ -1,7 +1,8 @@
 //! What `/status`, `/events` and the page tell of a run: one value, of which everything on the page is a part.
 
-use super::faults::Faults;
-use crate::{gpus::Memory, service::facts::Reload};
+use super::recent_warnings::Faults;
+use super::run_info::Reload;
+use crate::common::gpu_memory::Memory;
 use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
 

@@ -1,16 +1,14 @@
 //! What this machine has: devices, memory, disk, ports.
 
 use super::forecast::DeviceMemory;
+use crate::common::host::{free_disk, memory_limit};
 use crate::{
+    common::gpu_memory::Memory,
     config::{ByteSize, Config, Device, Engine, Problem, Written},
-    gpus::Memory,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
-    ffi::CString,
     net::TcpListener,
-    os::unix::ffi::OsStrExt,
-    path::Path,
 };
 
 /// What the rules below need to know of the machine; tests give their own.
@@ -36,7 +34,7 @@ impl Machine {
             torch: cfg!(feature = "torch"),
             cuda_devices: cuda_devices(),
             gpus: gpus(config),
-            memory: host_memory(),
+            memory: memory_limit(),
             free_disk: free_disk(&config.run.dir),
             ask_port: true,
         }
@@ -176,26 +174,6 @@ fn cuda_devices() -> usize {
 #[cfg(not(feature = "torch"))]
 fn cuda_devices() -> usize {
     0
-}
-
-/// Memory of the host in bytes, as Linux tells it.
-pub fn host_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
-/// Room for ordinary users on the disk that holds `path`, or will hold it.
-pub fn free_disk(path: &Path) -> Option<u64> {
-    let path = std::path::absolute(path).ok()?;
-    let existing = path.ancestors().find(|path| path.exists())?;
-    let name = CString::new(existing.as_os_str().as_bytes()).ok()?;
-    // SAFETY: `name` is a string that ends in NUL, and a statvfs of zeros is a valid value for the call to overwrite.
-    let (result, stat) = unsafe {
-        let mut stat: libc::statvfs = std::mem::zeroed();
-        (libc::statvfs(name.as_ptr(), &mut stat), stat)
-    };
-    (result == 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 #[cfg(test)]

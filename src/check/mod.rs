@@ -3,22 +3,24 @@
 //! Nothing here stops at the first mistake: whatever can still be judged is judged.
 
 mod forecast;
+pub mod lr_schedule;
 pub mod machine;
+pub mod pipeline_settings;
 mod report;
 
 pub use self::{
     forecast::{Bucket, DeviceMemory, Disk, Forecast, PoolForecast, forecast},
-    machine::{Machine, host_memory, room_problems},
+    machine::{Machine, room_problems},
     report::Report,
 };
 
 use crate::{
+    common::exit::Exit,
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
         pool_problem, start_from, step_problem,
     },
-    exit::Exit,
     hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
 };
 

@@ -1,9 +1,10 @@
 //! What `draftmill check` found, as JSON and as text for people.
 
 use super::forecast::{DeviceMemory, Forecast};
+use crate::common::text::percent;
 use crate::{
+    common::exit::{Exit, Failure},
     config::{ByteSize, Problem, Problems, mask::MaskToken},
-    exit::{Exit, Failure},
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use serde::Serialize;
@@ -135,10 +136,6 @@ impl Report {
         }
         Ok(())
     }
-}
-
-fn percent(share: f64) -> String {
-    format!("{:.1} %", share * 100.0)
 }
 
 /// "4.10 GiB: 1 target 2.00 GiB, hidden states 100 MiB, pool 2.00 GiB".

@@ -1,9 +1,9 @@
 //! The arguments of every command, with the texts of `--help`.
 
-use super::{block::BlockArgs, doctor::DoctorArgs, simulate::PolicyName};
+use super::{doctor::DoctorArgs, simulate::PolicyName};
 use crate::{
-    config::{Auto, Dtype},
-    exit,
+    common::exit,
+    config::{Auto, Device, Dtype},
     hf::layout::Layout,
     simulate::Sweep,
 };
@@ -16,7 +16,7 @@ use std::{path::PathBuf, str::FromStr};
 
 /// Trains the draft model of a speculative decoder while the frozen target model produces its training signal.
 ///
-/// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `answer` your prompts where the data come
+/// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `generate` answers to your prompts where the data come
 /// from elsewhere, `prepare` the data, `check` the configuration, `train`, `export`, `eval`; `runs` and `ledger` look at runs,
 /// `doctor` at the machine.
 #[derive(Debug, Parser)]
@@ -31,7 +31,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Import(ImportArgs),
-    Answer(AnswerArgs),
+    Generate(GenerateArgs),
     Prepare(PrepareArgs),
     Check(CheckArgs),
     Doctor(DoctorArgs),
@@ -41,8 +41,6 @@ pub enum Command {
     Ledger(LedgerArgs),
     Export(ExportArgs),
     Eval(EvalArgs),
-    #[command(hide = true)]
-    Block(BlockArgs),
 }
 
 /// How much is logged.
@@ -113,10 +111,10 @@ The file grows as FILE.jsonl.part; the same command goes on where it was interru
 and --workers, rounding aside.
 
 Examples:
-  draftmill answer --target models/target --prompts sharegpt.json --limit 5000 --out answers.jsonl
-  draftmill answer --target models/target --prompts a.jsonl b.json.gz --turns 1 --temperature 0.7 --rows 64 --out answers.jsonl
+  draftmill generate --target models/target --prompts sharegpt.json --limit 5000 --out answers.jsonl
+  draftmill generate --target models/target --prompts a.jsonl b.json.gz --turns 1 --temperature 0.7 --rows 64 --out answers.jsonl
   draftmill prepare --config my.toml --set data.inputs=answers.jsonl")]
-pub struct AnswerArgs {
+pub struct GenerateArgs {
     /// Folder of the target, in Hugging Face's layout
     #[arg(long, value_name = "DIR")]
     pub target: PathBuf,
@@ -152,7 +150,7 @@ pub struct AnswerArgs {
     pub workers: Option<u32>,
     /// Where the target computes: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    pub device: String,
+    pub device: Device,
     /// Number type of the forward: auto (f32 on CPU, bf16 on CUDA), f32, bf16 or f16
     #[arg(long, value_name = "DTYPE", default_value = "auto", hide_possible_values = true,
           value_parser = PossibleValuesParser::new(["auto", "f32", "bf16", "f16"]).try_map(|word| match word.as_str() {
@@ -401,7 +399,7 @@ pub struct EvalArgs {
     pub limit: Option<usize>,
     /// Where both models compute: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    pub device: String,
+    pub device: Device,
     /// Write the figures to stdout as JSON
     #[arg(long)]
     pub json: bool,

@@ -3,8 +3,8 @@
 use super::{CheckArgs, output, prepare::stored};
 use crate::{
     check::{Machine, Report, examine},
+    common::exit::Failure,
     config::{Loaded, Problems},
-    exit::Failure,
 };
 
 /// Tells every problem on stderr and the forecast on stdout, or both as JSON on stdout.

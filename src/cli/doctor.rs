@@ -2,8 +2,8 @@
 
 use super::{ConfigArgs, load, output};
 use crate::{
+    common::exit::{Exit, Failure},
     doctor::{State, examine},
-    exit::{Exit, Failure},
 };
 use clap::Args;
 

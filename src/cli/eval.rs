@@ -2,8 +2,8 @@
 
 use super::{EvalArgs, output};
 use crate::{
+    common::exit::{Exit, Failure},
     eval::{self, EvalOptions, Record},
-    exit::{Exit, Failure},
 };
 
 /// Measures a drafter and tells the figures.
@@ -16,7 +16,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         max_new_tokens: args.max_new_tokens as usize,
         temperature: args.temperature,
         seed: args.seed,
-        device: args.device.clone(),
+        device: args.device,
     };
     let mut done = 0;
     let report = measured(&options, prompts, &mut |record: &Record| {
@@ -27,7 +27,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     if let Some(path) = &args.plot {
         let failed =
             |e| Failure::new(Exit::Usage, format!("{} cannot be written ({e}); give another --plot", path.display()));
-        std::fs::write(path, eval::svg(&report)).map_err(failed)?;
+        crate::common::fs::write_atomic(path, eval::svg(&report).as_bytes()).map_err(failed)?;
     }
     if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }
 }

@@ -2,13 +2,20 @@
 
 use super::{ExportArgs, WhichCheckpoint, output};
 use crate::{
-    checkpoint::{self, Verified},
+    common::exit::{Exit, Failure},
     config::{Config, Engine, load_text},
-    eval,
-    exit::{Exit, Failure},
-    export::{self, ExportOptions, Severity},
-    hf::{Dtype, config::TargetConfig, layout::DraftFolder},
-    service::RunFolder,
+    export::{self, ExportOptions},
+    hf::{
+        Dtype,
+        config::TargetConfig,
+        layout::DraftFolder,
+        validate::{self, Severity},
+    },
+    run_dir::{
+        RunFolder,
+        checkpoint::{self, Verified},
+        eval_log,
+    },
 };
 use std::path::{Path, PathBuf};
 
@@ -22,7 +29,7 @@ pub fn run(args: &ExportArgs) -> Result<(), Failure> {
 }
 
 fn check(dir: &Path, target: Option<&Path>, json: bool) -> Result<(), Failure> {
-    let findings = export::check(dir);
+    let findings = validate::check(dir);
     if json {
         output::print_json(&serde_json::json!({ "dir": dir, "sound": findings.is_empty(), "findings": findings }))?;
     } else if findings.is_empty() {
@@ -123,9 +130,9 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
 
 /// The checkpoint whose drafter had the best measured acceptance.
 fn best(run: &Path, steps: &[u64]) -> Result<u64, Failure> {
-    let scores = eval::scores(run);
+    let scores = eval_log::scores(run);
     let scored = steps.iter().filter_map(|step| Some((*step, *scores.get(step)?)));
-    eval::best(scored).map(|(step, _)| step).ok_or_else(|| {
+    eval_log::best(scored).map(|(step, _)| step).ok_or_else(|| {
         let run = run.display();
         Failure::new(
             Exit::Model,

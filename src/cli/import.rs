@@ -2,7 +2,7 @@
 
 use super::{ImportArgs, output};
 use crate::{
-    exit::{Exit, Failure},
+    common::exit::{Exit, Failure},
     export,
     hf::draft::DraftConfig,
     import::{ImportOptions, import_gguf},

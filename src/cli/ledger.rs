@@ -2,8 +2,8 @@
 
 use super::{LedgerArgs, output};
 use crate::{
-    exit::{Exit, Failure},
-    state::{BucketCounts, Checkpoint, EpochCounts, JobHistory, Skipped, StateReader},
+    common::exit::{Exit, Failure},
+    run_dir::db::{BucketCounts, Checkpoint, EpochCounts, JobHistory, Skipped, StateReader},
 };
 use draftmill_actors::messages::types::{JobId, Outcome};
 use serde::Serialize;
@@ -83,7 +83,7 @@ fn tell_job(args: &LedgerArgs, reader: &StateReader, job: JobId) -> Result<(), F
 }
 
 fn overview(args: &LedgerArgs, reader: &StateReader) -> Result<(), Failure> {
-    let failed = Failure::of::<crate::state::StateError>;
+    let failed = Failure::of::<crate::run_dir::db::StateError>;
     let overview = Overview {
         step: reader.last_step().map_err(failed(Exit::Run))?,
         checkpoint: reader.latest_checkpoint().map_err(failed(Exit::Run))?,

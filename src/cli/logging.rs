@@ -1,10 +1,10 @@
 //! Log lines on stderr: for people on a terminal, JSON where a machine reads.
 
-use super::{LogArgs, repeats};
+use super::{LogArgs, log_throttle};
 use crate::{
-    admin::faults::FaultLayer,
+    admin::recent_warnings::FaultLayer,
+    common::exit::{Exit, Failure},
     config::{Log, LogFormat},
-    exit::{Exit, Failure},
     service::{Logs, SetLevel},
 };
 use std::{
@@ -29,9 +29,9 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     let lines = fmt::layer().with_writer(move || OverProgress { terminal, begun: false });
     let human = !json(log.format, terminal);
     let lines: Box<dyn Layer<Registry> + Send + Sync> = if !human {
-        lines.json().flatten_event(true).map_event_format(repeats::few).boxed()
+        lines.json().flatten_event(true).map_event_format(log_throttle::few).boxed()
     } else {
-        lines.with_ansi(terminal).with_target(false).map_event_format(repeats::few).boxed()
+        lines.with_ansi(terminal).with_target(false).map_event_format(log_throttle::few).boxed()
     };
     let (filter, handle) = reload::Layer::new(filter);
     let faults = FaultLayer.with_filter(LevelFilter::WARN);
@@ -43,7 +43,7 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     };
     let fixed = args.log_level.is_some() || args.verbose > 0;
     let set_level = (!fixed).then(|| Arc::new(set_level) as SetLevel);
-    Ok(Logs { set_level, human, settle: Some(repeats::settle) })
+    Ok(Logs { set_level, human, settle: Some(log_throttle::settle) })
 }
 
 /// Writes one log line to stderr. On a terminal it first clears the line, where a progress bar may stand; the bar draws

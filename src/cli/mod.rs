@@ -1,37 +1,36 @@
 //! The command line: what can be asked for, and who answers. Data goes to stdout, everything else to stderr.
 
-mod answer;
 mod args;
-mod block;
 mod check;
 mod doctor;
 mod eval;
 mod export;
+mod generate;
 mod import;
+mod interruptible;
 mod ledger;
+mod log_throttle;
 mod logging;
 mod output;
 mod prepare;
-mod repeats;
 mod runs;
 mod simulate;
 mod train;
-mod watched;
 
 pub use self::args::{
-    AnswerArgs, CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, ImportArgs, LedgerArgs, LogArgs,
+    CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, GenerateArgs, ImportArgs, LedgerArgs, LogArgs,
     PrepareArgs, RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
 };
-pub use self::{block::BlockArgs, doctor::DoctorArgs};
+pub use self::doctor::DoctorArgs;
 
 use crate::{
+    common::exit::{Exit, Failure},
     config::{self, Loaded, Log, Problems},
-    exit::{Exit, Failure},
     service::Logs,
 };
 use clap::Parser;
 
-/// The whole program: reads the command line, does it, and ends with one of the codes of [`crate::exit`].
+/// The whole program: reads the command line, does it, and ends with one of the codes of [`crate::common::exit`].
 pub fn main() -> Exit {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -42,7 +41,7 @@ pub fn main() -> Exit {
         }
     };
     let ended = run(cli);
-    repeats::settle();
+    log_throttle::settle();
     match ended {
         Ok(()) => Exit::Done,
         Err(failure) => {
@@ -59,10 +58,10 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             logging::start(&cli.log, &Log::default())?;
             import::run(args)
         }
-        Command::Answer(args) => {
+        Command::Generate(args) => {
             open_libtorch()?;
             logging::start(&cli.log, &Log::default())?;
-            answer::run(args)
+            generate::run(args)
         }
         Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?.0),
         Command::Check(args) => {
@@ -100,11 +99,6 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             open_libtorch()?;
             logging::start(&cli.log, &Log::default())?;
             eval::run(args)
-        }
-        Command::Block(args) => {
-            open_libtorch()?;
-            logging::start(&cli.log, &Log::default())?;
-            block::run(args)
         }
         Command::Export(args) => {
             open_libtorch()?;

@@ -1,6 +1,6 @@
 //! Writing to stdout and stderr without a panic where the reader has gone (`draftmill check | head`).
 
-use crate::exit::{Exit, Failure};
+use crate::common::exit::{Exit, Failure};
 use serde::Serialize;
 use std::io::{ErrorKind, Write, stderr, stdout};
 

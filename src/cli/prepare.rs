@@ -1,14 +1,18 @@
 //! `draftmill prepare`.
 
 use super::{
-    PrepareArgs, output,
-    watched::{Shown, stop_on_signal},
+    PrepareArgs,
+    interruptible::{Shown, stop_on_signal},
+    output,
 };
 use crate::{
     check::{Samples, Stored},
+    common::{
+        exit::{Exit, Failure},
+        text::grouped,
+    },
     config::{ByteSize, Config, Loaded},
-    data::{PrepareError, PrepareOptions, Progress, Split, Store, grouped, prepare},
-    exit::{Exit, Failure},
+    data::{PrepareError, PrepareOptions, Progress, Split, Store, prepare},
 };
 use std::ops::ControlFlow;
 

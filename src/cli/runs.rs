@@ -2,8 +2,8 @@
 
 use super::{RunsArgs, output};
 use crate::{
-    exit::{Exit, Failure},
-    state::{StateError, StateReader, holder},
+    common::exit::{Exit, Failure},
+    run_dir::db::{StateError, StateReader, holder},
 };
 use serde::Serialize;
 use std::{

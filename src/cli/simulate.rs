@@ -2,8 +2,8 @@
 
 use super::{ConfigArgs, SimulateArgs, output};
 use crate::{
+    common::exit::Failure,
     config::Loaded,
-    exit::Failure,
     simulate::{self, Policy, Scenario},
 };
 

@@ -2,8 +2,8 @@
 
 use super::{TrainArgs, output};
 use crate::{
+    common::exit::{Exit, Failure},
     config::{Loaded, Source},
-    exit::{Exit, Failure},
     service::{self, Ended, Logs, Start},
 };
 

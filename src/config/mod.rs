@@ -7,6 +7,7 @@
 
 mod example;
 mod init;
+mod keep;
 mod load;
 pub mod mask;
 mod problem;
@@ -19,6 +20,7 @@ pub mod wire;
 pub use self::{
     example::{annotated, changes, differences, example},
     init::start_from,
+    keep::Keep,
     load::{Written, read_text},
     problem::{Problem, Problems},
     resolve::{Config, Data, Drafter, Eval, Plan, Run, Target, resolve},
@@ -28,6 +30,7 @@ pub use self::{
     values::*,
     wire::{Admin, Apply, Checkpoint, Dispatch, FIELDS, Field, Log, Optimizer, Pool, Reload, Shutdown, Simulate, Wire},
 };
+pub use crate::common::device::Device;
 
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,6 @@
 //! What is wrong with a setting: where it was written, what it says, why that cannot work, and what to do instead.
 
+use crate::common::exit::{Exit, Failure};
 use serde::Serialize;
 use std::fmt;
 
@@ -59,3 +60,9 @@ impl fmt::Display for Problems {
 }
 
 impl std::error::Error for Problems {}
+
+impl From<Problems> for Failure {
+    fn from(problems: Problems) -> Self {
+        Failure::new(Exit::Config, problems)
+    }
+}

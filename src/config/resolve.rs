@@ -1,13 +1,15 @@
 //! From the wire types to settings with nothing left open, or everything that cannot work.
 
+use super::Keep;
 use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Device, Dtype, Engine, Exchange, Labels, Overlong, SlotWeights, Start, TopK, UnknownRole},
+    values::{Dtype, Engine, Exchange, Labels, Overlong, SlotWeights, Start, TopK, UnknownRole},
     wire::{self, Wire},
 };
-use crate::{admin::Token, retention::Keep};
+use crate::common::device::Device;
+use crate::common::token::Token;
 use draftmill_actors::{messages::engine::FeatureDtype, planner::plan::Order};
 use std::{collections::BTreeSet, num::NonZeroUsize, path::PathBuf};
 

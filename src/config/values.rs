@@ -32,14 +32,6 @@ pub enum TopK {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listen(pub Option<SocketAddr>);
 
-/// Where a model runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Device {
-    Cpu,
-    /// CUDA device by index.
-    Cuda(usize),
-}
-
 /// Declares an enum whose variants are written as one word each.
 macro_rules! words {
     ($(#[$meta:meta])* $name:ident { $($(#[$variant_meta:meta])* $variant:ident = $word:literal),* $(,)? }) => {
@@ -294,28 +286,6 @@ impl fmt::Display for TimeSpan {
     }
 }
 
-impl FromStr for Device {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let index = match text {
-            "cpu" => return Ok(Device::Cpu),
-            "cuda" => Some(0),
-            _ => text.strip_prefix("cuda:").and_then(|index| index.parse().ok()),
-        };
-        index.map(Device::Cuda).ok_or_else(|| format!("{text:?} is no device; write \"cpu\" or \"cuda:0\""))
-    }
-}
-
-impl fmt::Display for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Device::Cpu => f.write_str("cpu"),
-            Device::Cuda(index) => write!(f, "cuda:{index}"),
-        }
-    }
-}
-
 impl FromStr for TopK {
     type Err = String;
 
@@ -380,7 +350,7 @@ macro_rules! from_text {
         }
     };
 }
-as_text!(ByteSize, TimeSpan, Device, Listen);
+as_text!(ByteSize, TimeSpan, Listen);
 from_text!(TopK);
 
 impl Serialize for TopK {
@@ -471,11 +441,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn text_forms_lose_nothing(bytes in 0..=u64::MAX / 2, nanos in 0..u64::MAX / 2, index in 0usize..64) {
+        fn text_forms_lose_nothing(bytes in 0..=u64::MAX / 2, nanos in 0..u64::MAX / 2) {
             prop_assert_eq!(ByteSize(bytes).to_string().parse(), Ok(ByteSize(bytes)));
             let span = TimeSpan(Duration::from_nanos(nanos));
             prop_assert_eq!(span.to_string().parse(), Ok(span));
-            prop_assert_eq!(Device::Cuda(index).to_string().parse(), Ok(Device::Cuda(index)));
         }
     }
 }

@@ -4,9 +4,10 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Device, Dtype, Ending, Engine, Exchange, Labels, Lengths, Listen, LogFormat, Overlong, Schedule,
+    Auto, ByteSize, Dtype, Ending, Engine, Exchange, Labels, Lengths, Listen, LogFormat, Overlong, Schedule,
     SlotWeights, Start, TimeSpan, TopK, UnknownRole,
 };
+use crate::common::device::Device;
 use draftmill_actors::{planner::plan::Order, pool::Draw};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;

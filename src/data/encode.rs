@@ -3,7 +3,7 @@
 use super::{
     chat::{ChatTemplate, loss_mask},
     input::Placed,
-    prepare::PrepareOptions,
+    options::PrepareOptions,
     reject::{Reason, Reject},
     row::{RolesMet, Row, parse},
     store::{Split, hex},

@@ -8,6 +8,7 @@
 pub mod chat;
 pub(crate) mod encode;
 pub(crate) mod input;
+mod options;
 mod prepare;
 mod reject;
 mod report;
@@ -17,11 +18,12 @@ pub(crate) mod split;
 mod store;
 mod writer;
 
-pub(crate) use self::writer::{beside, locked, sync_folder_of};
 pub use self::{
-    prepare::{PrepareError, PrepareOptions, prepare},
+    options::PrepareOptions,
+    prepare::{PrepareError, prepare},
     reject::{Reason, Reject},
-    report::{PrepareReport, Progress, grouped},
+    report::{PrepareReport, Progress},
     source::StoreSource,
     store::{FORMAT, Split, Store, StoreError},
 };
+pub use crate::common::text::grouped;

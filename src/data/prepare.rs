@@ -1,5 +1,6 @@
 //! `draftmill prepare`: reads rows, makes samples of them in parallel and in order, and writes the store.
 
+use super::options::PrepareOptions;
 use super::{
     encode::{Encoded, Encoder, Sample, split_of},
     input::{Inputs, Placed, ReadError},
@@ -7,9 +8,9 @@ use super::{
     report::{PrepareReport, Progress},
     row::ROLES,
     store::Split,
-    writer::{PartFile, StoreWriter, beside},
+    writer::StoreWriter,
 };
-use crate::config::{Config, Data};
+use crate::common::fs::{AtomicFile, with_suffix};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde_json::json;
 use std::{
@@ -21,21 +22,6 @@ use std::{
 };
 use thiserror::Error;
 use tokio::time::Instant;
-
-/// What to prepare and how.
-#[derive(Clone, Debug, PartialEq)]
-pub struct PrepareOptions {
-    /// The section `[data]`.
-    pub data: Data,
-    /// Hugging Face folder with tokenizer and chat template; not needed for rows that are tokens already.
-    pub model_dir: PathBuf,
-}
-
-impl From<&Config> for PrepareOptions {
-    fn from(config: &Config) -> Self {
-        PrepareOptions { data: config.data.clone(), model_dir: config.target.dir.clone() }
-    }
-}
 
 /// Why no store was written. A store that lay there before stays as it was.
 #[derive(Debug, Error)]
@@ -148,7 +134,7 @@ struct Output {
     store: StoreWriter,
     store_path: PathBuf,
     rejects: BufWriter<fs::File>,
-    rejects_part: PartFile,
+    rejects_part: AtomicFile,
     rejects_path: PathBuf,
     validation_fraction: f64,
     report: PrepareReport,
@@ -160,14 +146,14 @@ const MOST_NAMES: usize = 64;
 
 impl Output {
     fn create(options: &PrepareOptions) -> Result<Output, PrepareError> {
-        let rejects_path = beside(&options.data.store, ".rejects.jsonl");
+        let rejects_path = with_suffix(&options.data.store, ".rejects.jsonl");
         let failed = |path: &Path| {
             let path = path.to_path_buf();
             move |source| PrepareError::Write { path, source }
         };
         let store = StoreWriter::create(&options.data.store).map_err(failed(&options.data.store))?;
-        let rejects_part = PartFile::create(&rejects_path).map_err(failed(&rejects_path))?;
-        let rejects = BufWriter::new(rejects_part.file.try_clone().map_err(failed(&rejects_path))?);
+        let rejects_part = AtomicFile::create(&rejects_path).map_err(failed(&rejects_path))?;
+        let rejects = BufWriter::new(rejects_part.file().try_clone().map_err(failed(&rejects_path))?);
         Ok(Output {
             store,
             store_path: options.data.store.clone(),
@@ -257,7 +243,7 @@ impl Output {
             }
         } else {
             let flushed = rejects.into_inner().map(drop).map_err(io::IntoInnerError::into_error);
-            flushed.and_then(|()| rejects_part.publish(&rejects_path)).map_err(|error| write(&rejects_path, error))?;
+            flushed.and_then(|()| rejects_part.publish()).map_err(|error| write(&rejects_path, error))?;
             report.rejects_file = Some(rejects_path);
         }
         let most = options.data.max_reject_fraction;

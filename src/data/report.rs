@@ -1,6 +1,7 @@
 //! What `prepare` tells: how far it is, and the closing table.
 
 use super::reject::Reason;
+use crate::common::text::grouped;
 use serde::Serialize;
 use std::{collections::BTreeMap, fmt, path::PathBuf};
 
@@ -124,19 +125,6 @@ impl fmt::Display for PrepareReport {
             (None, None) => writeln!(f, "no store was written"),
         }
     }
-}
-
-/// 1234567 as 1,234,567.
-pub fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 #[cfg(test)]

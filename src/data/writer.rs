@@ -3,20 +3,19 @@
 use super::store::{
     FINGERPRINT_KEY, FORMAT, FORMAT_KEY, Hashes, IDS, LOSS_MASK, OFFSETS, Split, TRAIN_KEY, VALIDATION_KEY,
 };
+use crate::common::fs::{AtomicFile, with_suffix};
 use serde_json::{Value, json};
 use sha2::Digest;
 use std::{
     collections::BTreeMap,
-    fs::{self, File, OpenOptions, TryLockError},
+    fs::{self, File, OpenOptions},
     io::{self, BufWriter, Seek, Write},
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 /// A store that is being written. Dropped without [`StoreWriter::finish`], it leaves nothing behind.
 pub struct StoreWriter {
-    path: PathBuf,
-    part: PartFile,
+    part: AtomicFile,
     /// Train and validation.
     ids: [Spill; 2],
     masks: [Spill; 2],
@@ -29,10 +28,9 @@ pub struct StoreWriter {
 impl StoreWriter {
     /// Begins a store at `path`; makes its folder. One process at a time can write it.
     pub fn create(path: &Path) -> io::Result<StoreWriter> {
-        let part = PartFile::create(path)?;
+        let part = AtomicFile::create(path)?;
         let spill = |name: &str| Ok::<_, io::Error>([Spill::create(path, name)?, Spill::create(path, name)?]);
         Ok(StoreWriter {
-            path: path.into(),
             part,
             ids: spill("ids")?,
             masks: spill("masks")?,
@@ -74,7 +72,7 @@ impl StoreWriter {
         let fingerprint = self.hashes.fingerprint(&metadata, lengths.iter().copied());
         metadata.insert(FINGERPRINT_KEY.into(), fingerprint.clone());
 
-        let mut out = BufWriter::with_capacity(1 << 20, &self.part.file);
+        let mut out = BufWriter::with_capacity(1 << 20, self.part.file());
         out.write_all(&header(&metadata, train + validation, self.tokens)?)?;
         let mut offset = 0i64;
         out.write_all(&offset.to_le_bytes())?;
@@ -87,7 +85,7 @@ impl StoreWriter {
         }
         out.flush()?;
         drop(out);
-        self.part.publish(&self.path)?;
+        self.part.publish()?;
         Ok(fingerprint)
     }
 }
@@ -109,37 +107,6 @@ fn header(metadata: &BTreeMap<String, String>, samples: u64, tokens: u64) -> io:
     Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
 }
 
-/// `path` with an ending added to its whole name.
-pub fn beside(path: &Path, ending: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(ending);
-    name.into()
-}
-
-/// Opens a file for reading and writing, or makes it and its folder, with a lock against a second writer.
-pub fn locked(path: &Path) -> io::Result<File> {
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        fs::create_dir_all(folder)?;
-    }
-    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
-    let taken = || io::Error::new(io::ErrorKind::ResourceBusy, "another process is writing it");
-    file.try_lock().map_err(|error| match error {
-        TryLockError::WouldBlock => taken(),
-        TryLockError::Error(error) => error,
-    })?;
-    // Another process may have published or removed the file between our opening and our lock.
-    if fs::metadata(path).map_or(0, |named| named.ino()) != file.metadata()?.ino() {
-        return Err(taken());
-    }
-    Ok(file)
-}
-
-/// Makes a rename last.
-pub fn sync_folder_of(path: &Path) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(folder)?.sync_all()
-}
-
 /// A file that has no name, so that it is gone with the process, however that ends.
 struct Spill {
     file: BufWriter<File>,
@@ -147,7 +114,7 @@ struct Spill {
 
 impl Spill {
     fn create(store: &Path, name: &str) -> io::Result<Spill> {
-        let path = beside(store, &format!(".{}.{name}", std::process::id()));
+        let path = with_suffix(store, &format!(".{}.{name}", std::process::id()));
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path)?;
         fs::remove_file(&path)?;
         Ok(Spill { file: BufWriter::with_capacity(1 << 18, file) })
@@ -163,42 +130,6 @@ impl Spill {
         let mut bytes = Vec::new();
         io::Read::read_to_end(&mut self.rewound()?, &mut bytes)?;
         Ok(bytes)
-    }
-}
-
-/// A file under a temporary name, locked against a second writer, removed unless it is published.
-pub struct PartFile {
-    path: PathBuf,
-    pub file: File,
-    published: bool,
-}
-
-impl PartFile {
-    /// Opens `path` + ".part"; what a killed process left there is overwritten.
-    pub fn create(path: &Path) -> io::Result<PartFile> {
-        if path.is_dir() {
-            return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder"));
-        }
-        let part = beside(path, ".part");
-        let file = locked(&part)?;
-        file.set_len(0)?;
-        Ok(PartFile { path: part, file, published: false })
-    }
-
-    /// Syncs the file and gives it its name.
-    pub fn publish(mut self, path: &Path) -> io::Result<()> {
-        self.file.sync_all()?;
-        fs::rename(&self.path, path)?;
-        self.published = true;
-        sync_folder_of(path)
-    }
-}
-
-impl Drop for PartFile {
-    fn drop(&mut self) {
-        if !self.published {
-            let _ = fs::remove_file(&self.path);
-        }
     }
 }
 

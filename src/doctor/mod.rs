@@ -1,13 +1,18 @@
 //! `draftmill doctor`: what the machine is and whether it works, tried out without a model and without a run.
 
+#[cfg(feature = "torch")]
+mod matmul_check;
 #[cfg_attr(not(feature = "torch"), path = "no_torch.rs")]
 mod torch;
 
 use crate::{
-    check::machine::{self, Machine, free_disk, host_memory},
+    check::machine::{self, Machine},
+    common::{
+        exit::Exit,
+        host::{free_disk, machine_memory, memory_limit},
+        process::open_files,
+    },
     config::{ByteSize, Loaded},
-    exit::Exit,
-    service::process::{memory_limit, open_files},
 };
 use serde::Serialize;
 use std::{
@@ -99,7 +104,7 @@ pub fn examine(loaded: &Loaded, chosen: bool) -> Report {
     let cores = available_parallelism().map_or(1, usize::from);
     let threads = config.run.threads;
     report.ok("threads", format!("{cores} cores; an operation on the CPU takes {threads} (run.threads)"));
-    memory(&mut report, host_memory(), memory_limit(), config.pool.max_bytes);
+    memory(&mut report, machine_memory(), memory_limit(), config.pool.max_bytes);
     files(&mut report, open_files());
     folder(&mut report, &config.run.dir);
     if chosen {

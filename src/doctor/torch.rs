@@ -1,15 +1,18 @@
 //! libtorch and the devices that it sees: whether each computes right, and whether copies between two bring what was sent.
 
 use super::Report;
+use super::matmul_check::{is_rounding, product_gap};
 use crate::{
+    collective::{
+        nccl::Communicator,
+        nccl_ffi::{NcclError, Table},
+        peer_copy::{self, Route},
+    },
     config::ByteSize,
-    engines::staging::tried,
+    engines::transfer::tried,
     model::{
         ModelError,
         libtorch::{has_cuda_half, init_libtorch},
-        nccl::{Communicator, NcclError, Table},
-        route::{self, Route},
-        trial::{is_rounding, product_gap},
     },
 };
 use libloading::os::unix::{Library, Symbol};
@@ -31,7 +34,7 @@ pub fn examine(report: &mut Report) {
             );
         }
     };
-    let version = draftmill_shim::version();
+    let version = draftmill_torch_ext::version();
     let half = if has_cuda_half() { "with CUDA" } else { "for CPUs only" };
     report.ok("libtorch", format!("{version}, {half}"));
     match count {
@@ -58,11 +61,11 @@ pub fn examine(report: &mut Report) {
 
 /// What it is, and whether it computes.
 fn device(report: &mut Report, device: Device, kinds: &[Kind]) {
-    let name = route::name(device);
+    let name = peer_copy::name(device);
     let (mut about, mut crowded) = (String::new(), false);
     if let Device::Cuda(index) = device {
         about += &gpu_name(index).map_or_else(String::new, |name| format!("{name}, "));
-        match draftmill_shim::memory(device) {
+        match draftmill_torch_ext::memory(device) {
             Ok(Some(memory)) => {
                 let [free, total] = [memory.free, memory.total].map(|bytes| ByteSize(bytes).rounded());
                 about += &format!("{total} of memory, {free} free; ");
@@ -104,7 +107,7 @@ fn device(report: &mut Report, device: Device, kinds: &[Kind]) {
 
 /// How copies go from one GPU to another, by trial.
 fn pair(report: &mut Report, from: Device, to: Device, try_out: impl Fn(Route) -> Result<bool, ModelError>) {
-    let part = format!("{} -> {}", route::name(from), route::name(to));
+    let part = format!("{} -> {}", peer_copy::name(from), peer_copy::name(to));
     let why = match try_out(Route::Direct) {
         Ok(true) => return report.ok(&part, "direct copies arrive"),
         Ok(false) => "direct copies bring other bits than were sent".to_owned(),
@@ -114,7 +117,7 @@ fn pair(report: &mut Report, from: Device, to: Device, try_out: impl Fn(Route) -
         Ok(true) => report.warn(
             &part,
             format!("{why}; those by way of the host arrive, and a run takes that way by itself, which is slower"),
-            route::REMEDY,
+            peer_copy::REMEDY,
         ),
         _ => report.fail(&part, format!("{why}, and so do those by way of the host"), COMPUTES_WRONG),
     }
@@ -170,7 +173,7 @@ fn gpu_name(index: usize) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{doctor::State, model::nccl::fake};
+    use crate::{collective::fake_nccl, doctor::State};
 
     #[test]
     fn a_pair_is_judged_by_what_arrives() {
@@ -204,16 +207,16 @@ mod tests {
             let mut report = Report::default();
             nccl(&mut report, &vec![Device::Cpu; gpus], opened, Communicator::start);
             let finding = report.findings.remove(0);
-            (finding.state, finding.found, fake::calls().len())
+            (finding.state, finding.found, fake_nccl::calls().len())
         };
         let missing = || Err(NcclError::Missing("no such file".into()));
         let sentence = "NCCL is not there (no such file); drafters exchange by copies".to_owned();
         assert_eq!(found(2, missing()), (State::Ok, sentence, 0));
-        assert_eq!(found(1, Ok(fake::table())), (State::Ok, "2.28.9; of use with several GPUs".into(), 1));
-        let (state, right, _) = found(2, Ok(fake::table()));
+        assert_eq!(found(1, Ok(fake_nccl::table())), (State::Ok, "2.28.9; of use with several GPUs".into(), 1));
+        let (state, right, _) = found(2, Ok(fake_nccl::table()));
         assert_eq!((state, right.as_str()), (State::Ok, "2.28.9; sums and copies of 2 GPUs are right"));
-        let table = fake::table();
-        fake::lie_in("ncclReduce");
+        let table = fake_nccl::table();
+        fake_nccl::lie_in("ncclReduce");
         let (state, wrong, _) = found(2, Ok(table));
         assert_eq!(state, State::Warning);
         assert!(wrong.contains("other numbers arrived") && wrong.ends_with("drafters exchange by copies"), "{wrong}");

@@ -1,18 +1,21 @@
 //! The engines behind the actors' seam: libtorch's state, driven one unit of blocking work at a time, and the simulated ones.
 
+pub mod checkpointing;
+pub mod costs;
 #[cfg(feature = "torch")]
-pub mod exchange;
+mod features;
+#[cfg(feature = "torch")]
+pub mod gradient_exchange;
+#[cfg(feature = "torch")]
+mod oom_split;
 #[cfg(feature = "torch")]
 pub mod optimizer;
-#[cfg(feature = "torch")]
-mod pieces;
-#[cfg(feature = "torch")]
-mod rows;
-pub mod saving;
 pub mod simulated;
 #[cfg(feature = "torch")]
-pub mod staging;
+mod target_forward;
 #[cfg(feature = "torch")]
 pub mod torch;
+#[cfg(feature = "torch")]
+pub mod transfer;
 #[cfg(feature = "torch")]
 mod worker;

@@ -1,8 +1,7 @@
 //! The optimizer behind the actors' seam: fp32 masters and moments on one device, a copy of the weights for each drafter.
 
-use super::{exchange::Exchange, saving::Saving, worker::Worker};
+use super::{checkpointing::Saving, gradient_exchange::Exchange, worker::Worker};
 use crate::{
-    checkpoint::{self, CheckpointError, NamedTensor, Verified},
     eval::evaluator::Snapshots,
     model::{
         ModelError,
@@ -10,6 +9,7 @@ use crate::{
         load,
         params::{Gradient, ParamSet, Weights},
     },
+    run_dir::checkpoint::{self, CheckpointError, NamedTensor, Verified},
 };
 use draftmill_actors::messages::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
 use tch::{Device, Kind};
@@ -180,13 +180,11 @@ fn named(set: &ParamSet) -> Result<Vec<NamedTensor>, ModelError> {
 mod tests {
     use super::*;
     use crate::{
-        engines::saving::Kept,
+        collective::{fake_nccl, nccl::Communicator},
+        config::Keep,
+        engines::checkpointing::Kept,
         hf::{config::TargetConfig, draft::DraftConfig},
-        model::{
-            nccl::{Communicator, fake},
-            params::init_params,
-        },
-        retention::Keep,
+        model::params::init_params,
     };
     use tokio::sync::watch;
 
@@ -207,13 +205,13 @@ mod tests {
         });
         let target = TargetConfig::from_json(&target).unwrap();
         let draft = DraftConfig::for_target(&target, 2, vec![1, 3, 5], 4, 49);
-        let open = |_: &[Device]| Communicator::new(fake::table(), &[Device::Cpu; 2]);
+        let open = |_: &[Device]| Communicator::new(fake_nccl::table(), &[Device::Cpu; 2]);
         let by_nccl = Exchange::default().with_nccl(&[Device::Cuda(0), Device::Cuda(1)], open);
         let mut both = [inner(&draft, Exchange::default()), inner(&draft, by_nccl)];
         for step in 1..=5 {
             if step == 4 {
                 // Its reduce works, its broadcast does not.
-                fake::fail_at(fake::calls().len() + 5);
+                fake_nccl::fail_at(fake_nccl::calls().len() + 5);
             }
             let request =
                 StepRequest { step, denominator: 3.0, learning_rate: 1e-2, max_grad_norm: 1.0, weight_decay: 0.0 };
@@ -230,7 +228,7 @@ mod tests {
             assert_eq!(sums[0], [sums[1][0]; 3], "step {step}");
             assert_eq!(sums[1], [sums[0][0]; 3], "step {step}");
         }
-        let count = |name| fake::calls().iter().filter(|&&call| call == name).count();
+        let count = |name| fake_nccl::calls().iter().filter(|&&call| call == name).count();
         assert_eq!((count("ncclReduce"), count("ncclBroadcast"), count("ncclCommAbort")), (8, 7, 2));
     }
 }

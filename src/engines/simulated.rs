@@ -1,14 +1,14 @@
 //! The simulated engine of a run on disk: it sleeps as the cost model says, and its "weights" remember every job that trained
 //! them, so that a checkpoint says by itself what it holds, whatever the ledger says.
 
+use super::checkpointing::Saving;
 use crate::{
-    checkpoint::{self, CheckpointError, NamedTensor, Verified},
-    engines::saving::Saving,
     hf::{
         Dtype, HfError,
         draft::{DraftConfig, LayerType},
         tensors::TensorFiles,
     },
+    run_dir::checkpoint::{self, CheckpointError, NamedTensor, Verified},
 };
 use draftmill_actors::{
     messages::{
@@ -154,14 +154,14 @@ pub fn stand_in() -> DraftConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engines::saving::Kept;
+    use crate::engines::checkpointing::Kept;
     use draftmill_actors::simulated::CostModel;
     use tokio::sync::watch;
 
     #[tokio::test(start_paused = true)]
     async fn a_checkpoint_says_which_jobs_are_in_it() {
         let dir = tempfile::tempdir().unwrap();
-        let keep = crate::retention::Keep { last: 1, ..Default::default() };
+        let keep = crate::config::Keep { last: 1, ..Default::default() };
         let kept = watch::channel(Kept { keep, config: String::new() }).1;
         let saving = Saving { folder: dir.path().to_owned(), kept, seed: 0, draft: stand_in() };
         let inner = SimOptimizer::new(CostModel::default(), 0.0);

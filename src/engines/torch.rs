@@ -1,61 +1,31 @@
 //! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
 
-use super::pieces::{Room, add, sums_in_pieces};
-use super::rows::Forward;
-use super::staging::{Coming, Outbound, Take, staging};
+use super::features::{Take, bytes};
+pub use super::features::{TargetOptions, TorchFeatures};
+use super::oom_split::{Room, add, sums_in_pieces};
+use super::target_forward::Forward;
+use super::transfer::staging;
 use super::worker::{Worker, engine_error, panicked};
-use crate::config::{ROW_BYTES, TopK, feature_bytes_per_token};
 use crate::hf::config::TargetConfig;
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
 use crate::model::ModelError;
-use crate::model::anchors::{Anchors, job_rng};
-use crate::model::batch::{Packed, Rows, Teacher, all_finite};
-use crate::model::draft::{DraftOptions, Drafter, Shared};
+use crate::model::batch::Packed;
+use crate::model::drafter::anchors::{Anchors, job_rng};
+use crate::model::drafter::{DraftOptions, Drafter, Shared};
 use crate::model::load::kind_of;
 use crate::model::params::{Gradient, Weights};
 use crate::model::target::{Depth, Target};
 use draftmill_actors::messages::engine::{
-    DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Staging, TargetEngine,
+    DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, Staging, TargetEngine,
 };
 use draftmill_actors::messages::types::{JobId, PaddedBatch};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use tch::{Device, Tensor};
+use tch::Device;
 
-pub use crate::model::libtorch::{init_libtorch, parse_device};
-
-/// Hidden states of one job's real tokens, with the ids and the loss mask that belong to them.
-pub struct TorchFeatures {
-    /// `[tokens, taps * width]`.
-    pub(super) hidden: Tensor,
-    pub(super) ids: Vec<i32>,
-    /// What the target says of each place; `None` where the ids are the labels.
-    pub(super) teacher: Option<Teacher>,
-    pub(super) loss_mask: Vec<u8>,
-    pub(super) lengths: Vec<u32>,
-    pub(super) shape: FeatureShape,
-    pub(super) finite: bool,
-    /// A copy of `hidden` on its way to the drafter that has this batch in hand.
-    pub(super) coming: Option<Coming>,
-}
-
-/// How a target extracts.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TargetOptions {
-    pub device: Device,
-    /// Number type of weights and activations.
-    pub compute: FeatureDtype,
-    /// Number type of the features that leave.
-    pub features: FeatureDtype,
-    /// Where features wait to be drawn.
-    pub features_on: Device,
-    /// Tapped layers, in the order of the drafter's `target_layer_ids`.
-    pub taps: Vec<usize>,
-    /// So much of what the target says of each place is sent along. It is then loaded and computed whole.
-    pub labels: Option<TopK>,
-}
+pub use crate::model::libtorch::init_libtorch;
 
 /// A frozen target on one device.
 pub struct TorchTarget {
@@ -93,28 +63,6 @@ struct Replica {
     options: DrafterOptions,
     sum: Option<Gradient>,
     room: Room,
-}
-
-impl Features for TorchFeatures {
-    fn bytes(&self) -> u64 {
-        bytes(&self.shape, self.lengths.len(), self.teacher.as_ref().map(Teacher::top_k))
-    }
-
-    fn shape(&self) -> FeatureShape {
-        self.shape
-    }
-
-    fn all_finite(&self) -> bool {
-        self.finite
-    }
-}
-
-impl TorchFeatures {
-    /// The rows as the drafter takes them.
-    pub fn packed(&self) -> Packed<'_> {
-        let TorchFeatures { hidden, ids, teacher, loss_mask, lengths, .. } = self;
-        Packed { hidden, ids, teacher: teacher.as_ref(), loss_mask, lengths }
-    }
 }
 
 impl TorchTarget {
@@ -291,56 +239,4 @@ impl Replica {
         add(&mut self.sum, gradient)?;
         Ok(report)
     }
-}
-
-/// One forward of the whole batch.
-pub(super) fn extract(
-    target: &Target,
-    batch: &PaddedBatch,
-    options: &TargetOptions,
-    outbound: &mut Outbound,
-) -> Result<TorchFeatures, ModelError> {
-    let _no_grad = tch::no_grad_guard();
-    let rows = Rows::new(&batch.ids, &batch.lengths, batch.width)?;
-    if batch.loss_mask.len() != batch.ids.len() {
-        let (mask, ids) = (batch.loss_mask.len(), batch.ids.len());
-        return Err(ModelError::Input(format!("a loss mask of {mask} entries does not fit {ids} ids")));
-    }
-    let (hidden, teacher) = target.taught(&rows, &options.taps, kind_of(options.features), options.labels)?;
-    // Read before the copy, where the values were made.
-    let finite = all_finite(&hidden)? && teacher.as_ref().map_or(Ok(true), Teacher::all_finite)?;
-    let mut brought = |tensor: &Tensor| outbound.brought(tensor, options.features_on);
-    let hidden = brought(&hidden)?;
-    let teacher = teacher.map(|teacher| teacher.by(&mut brought)).transpose()?;
-    let cells: Vec<usize> = batch
-        .lengths
-        .iter()
-        .enumerate()
-        .flat_map(|(row, &len)| {
-            let start = row * batch.width;
-            start..start + len as usize
-        })
-        .collect();
-    let shape = FeatureShape {
-        tokens: cells.len() as u64,
-        taps: options.taps.len() as u32,
-        width: target.config().hidden_size as u32,
-        dtype: options.features,
-    };
-    Ok(TorchFeatures {
-        hidden,
-        teacher,
-        ids: cells.iter().map(|&cell| batch.ids[cell]).collect(),
-        loss_mask: cells.iter().map(|&cell| batch.loss_mask[cell]).collect(),
-        lengths: batch.lengths.clone(),
-        shape,
-        finite,
-        coming: None,
-    })
-}
-
-/// What `draftmill check` counts for each token, and a length for each row.
-fn bytes(shape: &FeatureShape, rows: usize, labels: Option<TopK>) -> u64 {
-    let per_token = feature_bytes_per_token(shape.taps as usize, shape.width as usize, shape.dtype, labels);
-    shape.tokens * per_token + rows as u64 * ROW_BYTES
 }

@@ -2,27 +2,28 @@
 //! another on a blocking thread.
 
 use super::{
-    Bench,
-    during::{Due, Evaluator, Last, Rhythm, Turn, Turns, What},
-    figures::{self, Figures, Record},
-    history::{Decoded, EvalLog, HeldOut, History, Measured},
     prompts,
+    schedule::{Due, Evaluator, Last, Rhythm, Turn, Turns, What},
+    stats::{self, Figures, Record},
 };
 use crate::{
-    checkpoint,
+    common::clock::now,
     config::{Eval, Loaded, TopK},
     data::{Split, Store},
     hf::{draft::DraftConfig, tensors::TensorFiles},
+    inference::{self, speculative},
     model::{
-        ModelError,
-        anchors::Anchors,
+        ModelError, SlotCount,
         batch::{Packed, Rows},
-        decode::{self, SlotCount, speculative},
-        draft::Drafter,
-        libtorch::{parse_device, use_all_cores},
+        drafter::{Drafter, anchors::Anchors},
+        libtorch::{open_device, use_all_cores},
         params::{Weights, init_params, load_params},
     },
-    service::facts::now,
+    run_dir::checkpoint,
+};
+use crate::{
+    inference::loaded_target::Bench,
+    run_dir::eval_log::{Decoded, EvalLog, HeldOut, History, Measured},
 };
 use draftmill_actors::{
     messages::engine::MicroReport,
@@ -109,7 +110,7 @@ pub fn start(setup: Setup, log: EvalLog, history: History) -> Result<Option<(Sna
     }
     let in_force = setup.in_force.clone();
     let turns = Turns::new(can, move || Rhythm::of(&in_force.borrow().config.eval));
-    let device = parse_device(&eval.device.to_string())?;
+    let device = open_device(eval.device)?;
     let (jobs, due) = mpsc::channel(1);
     let (watched, watching) = watch::channel(history);
     let (last, end) = oneshot::channel();
@@ -314,7 +315,7 @@ impl Worker {
             samples: samples.len(),
             loss: sum.loss(),
             accuracy: sum.accuracy(),
-            predicted_acceptance: figures::predicted(&accuracy_by_position),
+            predicted_acceptance: stats::predicted(&accuracy_by_position),
             accuracy_by_position,
         })
     }
@@ -326,7 +327,7 @@ impl Worker {
             let most = self.setup.eval.max_new_tokens as usize;
             let Some(settings) = bench.settings(prompt.len(), most, 0.0, 0) else { continue };
             let responses = speculative(&bench.target, drafter, std::slice::from_ref(prompt), &settings)?;
-            let record = |response: &decode::Response| Record {
+            let record = |response: &inference::Response| Record {
                 steps: response.steps.iter().map(Into::into).collect(),
                 tokens: response.tokens.len() as u64 - 1,
                 ..Record::default()

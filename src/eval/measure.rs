@@ -1,21 +1,17 @@
 //! Loads target and drafter, and decodes every prompt with the drafter and without.
 
 use super::{
-    Bench, EvalOptions,
-    figures::{Figures, Record, Report, Step},
+    EvalOptions,
     prompts::Prompt,
+    stats::{Figures, Record, Report, Step},
 };
+use crate::inference::loaded_target::Bench;
 use crate::{
-    exit::{Exit, Failure},
-    export::{self, Severity},
-    hf::{config::TargetConfig, layout::DraftFolder},
-    model::{
-        ModelError,
-        decode::{self, Drafting, Response, Session, Settings, slot_accuracy},
-        draft::Drafter,
-        libtorch::parse_device,
-        params::folder_params,
-    },
+    common::exit::{Exit, Failure},
+    export::{self},
+    hf::{config::TargetConfig, layout::DraftFolder, validate::Severity},
+    inference::{self, Drafting, Response, Session, Settings, slot_accuracy},
+    model::{ModelError, drafter::Drafter, libtorch::open_device, params::folder_params},
 };
 use tch::Kind;
 use tokio::time::Instant;
@@ -68,7 +64,7 @@ pub fn measure(options: &EvalOptions, prompts: Vec<Prompt>, tell: &mut dyn FnMut
 
 /// Loads the target and the drafter, and refuses what does not belong together.
 fn load(options: &EvalOptions) -> Result<(Bench, Drafter), Failure> {
-    let device = parse_device(&options.device).map_err(Failure::of(Exit::Usage))?;
+    let device = open_device(options.device).map_err(Failure::of(Exit::Usage))?;
     let findings = export::check(&options.draft);
     if let Some(finding) = findings.into_iter().find(|finding| finding.severity == Severity::Error) {
         return Err(Failure::new(Exit::Model, format!("{}: {finding}", options.draft.display())));
@@ -111,8 +107,8 @@ fn respond(
     Ok((record, plain.tokens))
 }
 
-impl From<&decode::Step> for Step {
-    fn from(step: &decode::Step) -> Step {
+impl From<&inference::Step> for Step {
+    fn from(step: &inference::Step) -> Step {
         Step { drafted: step.drafted, accepted: step.accepted, produced: step.produced }
     }
 }

@@ -1,29 +1,24 @@
 //! What a drafter is worth: acceptance and speed of speculative decoding, measured with the target it was trained for.
 
 #[cfg(feature = "torch")]
-mod bench;
-#[cfg(feature = "torch")]
-mod block;
-pub mod during;
-#[cfg(feature = "torch")]
 pub mod evaluator;
-mod figures;
-mod history;
 #[cfg(feature = "torch")]
 mod measure;
 mod plot;
 mod prompts;
+pub mod schedule;
+mod stats;
 mod table;
 
 #[cfg(feature = "torch")]
-pub use self::{bench::Bench, block::dump_block, measure::measure};
+pub use self::measure::measure;
 pub use self::{
-    figures::{Category, Figures, Record, Report, Step},
-    history::{Decoded, EvalLog, HeldOut, History, Measured, best, read as read_history, scores},
     plot::svg,
     prompts::{MAX_ROW_BYTES, Prompt, PromptError, parse, read},
+    stats::{Category, Figures, Record, Report, Step},
 };
 
+use crate::config::Device;
 use std::path::PathBuf;
 
 /// What is measured, and how.
@@ -38,5 +33,5 @@ pub struct EvalOptions {
     pub temperature: f64,
     pub seed: u64,
     /// cpu, cuda or cuda:N.
-    pub device: String,
+    pub device: Device,
 }

@@ -1,6 +1,6 @@
 //! The figures as a picture: two bar charts in one SVG, written by hand.
 
-use super::figures::Report;
+use super::stats::Report;
 use std::fmt::Write;
 
 const HEIGHT: f64 = 180.0;

@@ -1,6 +1,6 @@
 //! A measurement as a person reads it.
 
-use super::figures::{Figures, Report};
+use super::stats::{Figures, Report};
 use std::fmt;
 
 /// Characters of the longest bar.

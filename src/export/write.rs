@@ -1,33 +1,32 @@
 //! A model folder on its way to disk: written beside its place, synced, checked, and renamed; or nothing of it stays.
 
-use super::{CONFIG, ExportError, ExportReport, MODEL, check};
+use super::{ExportError, ExportReport};
+use crate::common::fs::{AtomicDir, parent, write_json};
+use crate::hf::layout::{CONFIG, MODEL};
+use crate::hf::validate;
 use crate::{
-    checkpoint::{self, NamedTensor},
     hf::{Dtype, dtype_name, tensors::RawDtype},
+    run_dir::checkpoint::{self, NamedTensor},
 };
 use half::{bf16, f16};
 use serde_json::Value;
-use std::{
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::{fs, io, path::Path};
 
 /// What an export holds, and so what another one may replace.
 const OURS: [&str; 2] = [CONFIG, MODEL];
 
-/// The folder to write, where nothing stands in its way: it is absent or empty, or `force` replaces an earlier export.
-fn free(out: &Path, force: bool) -> Result<PathBuf, ExportError> {
+/// Refuses a folder that holds anything but an earlier export, or an earlier export without `force`.
+fn check_free(out: &Path, force: bool) -> Result<(), ExportError> {
     let at = |source| ExportError::Io { path: out.to_owned(), source };
     if !out.exists() {
-        return std::path::absolute(out).map_err(at);
+        return Ok(());
     }
-    let out = fs::canonicalize(out).map_err(at)?;
-    let names = fs::read_dir(&out).map_err(at)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    let names = fs::read_dir(out).map_err(at)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
     let names = names.collect::<io::Result<Vec<_>>>().map_err(at)?;
     if let Some(found) = names.iter().find(|name| !OURS.contains(&name.as_str())) {
-        return Err(ExportError::Foreign { dir: out, found: found.clone() });
+        return Err(ExportError::Foreign { dir: out.to_owned(), found: found.clone() });
     }
-    if names.is_empty() || force { Ok(out) } else { Err(ExportError::Occupied(out)) }
+    if names.is_empty() || force { Ok(()) } else { Err(ExportError::Occupied(out.to_owned())) }
 }
 
 /// Writes config and tensors, checks the folder strictly, lets `prove` look at it, and puts it in its place.
@@ -43,40 +42,25 @@ pub fn write_folder(
         let path = path.to_owned();
         move |source| ExportError::Io { path, source }
     };
-    let out = free(out, force)?;
-    let tmp = out.with_extension("tmp");
-    let out = out.as_path();
-    let result = (|| {
-        free(&tmp, true)?;
-        let _ = fs::remove_dir_all(&tmp);
-        fs::create_dir_all(&tmp).map_err(at(&tmp))?;
-        let model = tmp.join(MODEL);
-        match dtype {
-            Dtype::F32 => checkpoint::write_tensors(&model, tensors, f32::to_le_bytes, RawDtype::F32),
-            Dtype::F16 => checkpoint::write_tensors(&model, tensors, |v| f16::from_f32(v).to_le_bytes(), RawDtype::F16),
-            Dtype::Bf16 => {
-                checkpoint::write_tensors(&model, tensors, |v| bf16::from_f32(v).to_le_bytes(), RawDtype::BF16)
-            }
-        }
-        .map_err(at(&model))?;
-        checkpoint::write_json(&tmp.join(CONFIG), json).map_err(at(&tmp.join(CONFIG)))?;
-        checkpoint::sync(&tmp).map_err(at(&tmp))?;
-        if let Some(finding) = check(&tmp).into_iter().next() {
-            return Err(ExportError::Unsound(finding));
-        }
-        prove(&tmp)?;
-        if out.exists() {
-            fs::remove_dir_all(out).map_err(at(out))?;
-        }
-        fs::rename(&tmp, out).map_err(at(out))
-    })();
-    if result.is_err() {
-        // Best effort: the error is what the user must hear of.
-        let _ = fs::remove_dir_all(&tmp);
+    check_free(out, force)?;
+    fs::create_dir_all(parent(out)).map_err(at(parent(out)))?;
+    let dir = AtomicDir::create(out, "export").map_err(at(out))?;
+    let (model, config) = (dir.path().join(MODEL), dir.path().join(CONFIG));
+    match dtype {
+        Dtype::F32 => checkpoint::write_tensors(&model, tensors, f32::to_le_bytes, RawDtype::F32),
+        Dtype::F16 => checkpoint::write_tensors(&model, tensors, |v| f16::from_f32(v).to_le_bytes(), RawDtype::F16),
+        Dtype::Bf16 => checkpoint::write_tensors(&model, tensors, |v| bf16::from_f32(v).to_le_bytes(), RawDtype::BF16),
     }
-    result?;
+    .map_err(at(&model))?;
+    write_json(&config, json).map_err(at(&config))?;
+    if let Some(finding) = validate::check(dir.path()).into_iter().next() {
+        return Err(ExportError::Unsound(finding));
+    }
+    prove(dir.path())?;
+    check_free(out, force)?;
+    let out = dir.publish().map_err(at(out))?;
     Ok(ExportReport {
-        dir: out.to_owned(),
+        dir: out.clone(),
         step: None,
         tensors: tensors.len(),
         parameters: tensors.iter().map(|t| t.data.len()).sum(),

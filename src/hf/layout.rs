@@ -23,6 +23,9 @@ pub struct Verifier {
 
 /// Version of speculators whose files these are.
 const SPECULATORS_VERSION: &str = "0.9.0";
+/// Files of a drafter's folder.
+pub const CONFIG: &str = "config.json";
+pub const MODEL: &str = "model.safetensors";
 /// The target's own tensors, which a file of the speculators layout may hold, each `[vocab, hidden]`.
 pub const EMBEDDING: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";

@@ -3,8 +3,10 @@
 pub mod config;
 pub mod draft;
 mod fields;
+pub mod fingerprint;
 pub mod layout;
 pub mod tensors;
+pub mod validate;
 
 pub use draftmill_actors::messages::engine::FeatureDtype as Dtype;
 

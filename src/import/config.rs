@@ -2,7 +2,7 @@
 
 use super::ImportError;
 use super::gguf::{Gguf, first_line};
-use super::tokenizer::SpecialTokens;
+use super::special_tokens::SpecialTokens;
 use crate::hf::{Dtype, dtype_name};
 use serde_json::{Value, json};
 

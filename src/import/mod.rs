@@ -6,6 +6,7 @@
 mod config;
 mod folder;
 mod gguf;
+mod special_tokens;
 mod tensors;
 mod tokenizer;
 

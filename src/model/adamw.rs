@@ -4,7 +4,7 @@ use super::{
     ModelError,
     params::{Gradient, ParamSet},
 };
-use draftmill_shim::{Reading, Update};
+use draftmill_torch_ext::{Reading, Update};
 use tch::Tensor;
 
 /// What shapes an update, the learning rate aside.
@@ -65,7 +65,7 @@ impl AdamW {
             return Err(ModelError::Input("the gradient has other parameters than the optimizer".into()));
         }
         let update = self.update(lr, denominator, max_norm);
-        let norm = draftmill_shim::norm(gradient.tensors())?;
+        let norm = draftmill_torch_ext::norm(gradient.tensors())?;
         // Its way to the host begins here, so that the device is at the update while the host still waits for the number.
         let reading = Reading::begin(&norm);
         let fused = !self.plain && self.fused(&mut gradient, &norm, &update)?;
@@ -99,9 +99,9 @@ impl AdamW {
     /// The update in libtorch's fused kernel; false where it takes no such tensors, and nothing was changed.
     fn fused(&mut self, gradient: &mut Gradient, norm: &Tensor, update: &Update) -> Result<bool, ModelError> {
         let (m, v) = (self.exp_avg.tensors_mut(), self.exp_avg_sq.tensors_mut());
-        match draftmill_shim::fused_adamw(self.masters.tensors_mut(), gradient.tensors_mut(), m, v, norm, update) {
+        match draftmill_torch_ext::fused_adamw(self.masters.tensors_mut(), gradient.tensors_mut(), m, v, norm, update) {
             Ok(()) => Ok(true),
-            Err(draftmill_shim::Error::Unsuitable(_)) => Ok(false),
+            Err(draftmill_torch_ext::Error::Unsuitable(_)) => Ok(false),
             Err(error) => Err(error.into()),
         }
     }

@@ -1,7 +1,8 @@
 //! Start-up of libtorch: CUDA where it lies beside the libraries, thread counts, and device names.
 
 use super::ModelError;
-use draftmill_shim::Attention;
+use crate::config;
+use draftmill_torch_ext::Attention;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use std::{error::Error, path::PathBuf};
 use tch::{Cuda, Device};
@@ -32,15 +33,15 @@ pub fn init_libtorch() -> Result<usize, ModelError> {
     }
     if std::env::var_os(AVOID_CUDNN_ATTENTION).is_none() {
         // With an explicit mask it can give NaN gradients on Hopper (pytorch#196678), and it plans anew for every shape.
-        draftmill_shim::set_attention(Attention { cudnn: false, ..draftmill_shim::attention()? })?;
+        draftmill_torch_ext::set_attention(Attention { cudnn: false, ..draftmill_torch_ext::attention()? })?;
     }
     if !allocator_is_set_up() {
         // Hardly two batches have the same shape, and a GPU that is nearly full has no room for gaps.
-        draftmill_shim::expand_segments(true)?;
+        draftmill_torch_ext::expand_segments(true)?;
     }
     // Who writes f32 gets f32: TF32 keeps 10 bits of a factor, three digits, which neither the golden data nor a loss
     // that is compared between devices survives. libtorch's default differs by operation (cuDNN's convolutions round).
-    draftmill_shim::allow_tf32(std::env::var_os(ALLOW_TF32).is_some_and(|asked| asked == "1"))?;
+    draftmill_torch_ext::allow_tf32(std::env::var_os(ALLOW_TF32).is_some_and(|asked| asked == "1"))?;
     Ok(if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 })
 }
 
@@ -50,7 +51,7 @@ pub fn has_cuda_half() -> bool {
 }
 
 /// Why a library could not be opened: what the dynamic loader said, which the error itself keeps behind it.
-pub(super) fn loaders_words(error: &libloading::Error) -> String {
+pub(crate) fn loaders_words(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
@@ -58,9 +59,9 @@ fn allocator_is_set_up() -> bool {
     ALLOCATOR.iter().any(|name| std::env::var_os(name).is_some())
 }
 
-impl From<draftmill_shim::Error> for ModelError {
+impl From<draftmill_torch_ext::Error> for ModelError {
     /// The text tells an error of memory from others, as that of tch's does.
-    fn from(error: draftmill_shim::Error) -> ModelError {
+    fn from(error: draftmill_torch_ext::Error) -> ModelError {
         ModelError::Torch(error.to_string())
     }
 }
@@ -75,26 +76,22 @@ pub fn use_all_cores() {
     set_threads(std::thread::available_parallelism().map_or(1, usize::from));
 }
 
-/// `cpu`, `cuda` (the first one) or `cuda:N`.
-pub fn parse_device(name: &str) -> Result<Device, ModelError> {
-    let index = match name {
-        "cpu" => return Ok(Device::Cpu),
-        "cuda" => Some(0),
-        _ => name.strip_prefix("cuda:").and_then(|index| index.parse().ok()),
-    };
-    let index: usize = index
-        .ok_or_else(|| ModelError::Input(format!("`{name}` is no device; write cpu, cuda or cuda:N with N from 0")))?;
+/// Opens a device for tensors.
+///
+/// # Errors
+/// `ModelError::Input` if this process does not see the device.
+pub fn open_device(device: config::Device) -> Result<Device, ModelError> {
     let have = if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 };
-    if index >= have {
-        return Err(ModelError::Input(format!(
-            "device `{name}` is not there: this process sees {have} CUDA devices; use cpu, or a libtorch with CUDA"
-        )));
+    match device {
+        config::Device::Cuda(index) if index >= have => Err(ModelError::Input(format!(
+            "device `{device}` is not there: this process sees {have} CUDA devices; use cpu, or a libtorch with CUDA"
+        ))),
+        device => Ok(device.into()),
     }
-    Ok(Device::Cuda(index))
 }
 
 /// Where the CUDA half would be: in the folder from which the CPU half was loaded.
-pub(super) fn beside_cpu_library() -> Option<PathBuf> {
+pub(crate) fn beside_cpu_library() -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let line = maps.lines().find(|line| line.ends_with(CPU_LIBRARY))?;
     let path = line.find('/').map(|start| PathBuf::from(&line[start..]))?;
@@ -123,10 +120,13 @@ mod tests {
     /// libtorch's defaults are TF32 for convolutions, and cuDNN's attention where there is one.
     #[test]
     fn f32_is_f32_and_cudnn_attention_is_off_unless_asked_otherwise() {
-        draftmill_shim::allow_tf32(true).unwrap();
+        draftmill_torch_ext::allow_tf32(true).unwrap();
         init_libtorch().unwrap();
-        assert_eq!(draftmill_shim::tf32_allowed(), Ok(std::env::var_os(ALLOW_TF32).is_some_and(|asked| asked == "1")));
-        let kernels = draftmill_shim::attention().unwrap();
+        assert_eq!(
+            draftmill_torch_ext::tf32_allowed(),
+            Ok(std::env::var_os(ALLOW_TF32).is_some_and(|asked| asked == "1"))
+        );
+        let kernels = draftmill_torch_ext::attention().unwrap();
         assert_eq!(kernels.cudnn, std::env::var_os(AVOID_CUDNN_ATTENTION).is_some());
         assert!(kernels.flash && kernels.efficient && kernels.math);
     }
@@ -134,15 +134,13 @@ mod tests {
     #[test]
     fn segments_expand_unless_the_allocator_is_set_up_otherwise() {
         init_libtorch().unwrap();
-        assert!(allocator_is_set_up() || draftmill_shim::segments_expand().unwrap());
+        assert!(allocator_is_set_up() || draftmill_torch_ext::segments_expand().unwrap());
     }
 
     #[test]
-    fn devices_have_names() {
-        assert_eq!(parse_device("cpu").unwrap(), Device::Cpu);
-        for name in ["gpu", "cuda:", "cuda:x", "cuda:4096", ""] {
-            let text = parse_device(name).unwrap_err().to_string();
-            assert!(text.contains(&format!("`{name}`")), "{text}");
-        }
+    fn a_device_that_is_absent_is_refused_by_name() {
+        assert_eq!(open_device(config::Device::Cpu).unwrap(), Device::Cpu);
+        let text = open_device(config::Device::Cuda(4096)).unwrap_err().to_string();
+        assert!(text.contains("`cuda:4096`"), "{text}");
     }
 }

@@ -1,33 +1,24 @@
 //! Target, drafter, loss and optimizer in tch.
 
 pub mod adamw;
-pub mod anchors;
 pub mod batch;
-pub mod blocks;
-pub mod cache;
-pub mod decode;
-pub mod draft;
-pub mod fit;
-pub mod heldout;
-pub mod infer;
-pub mod layers;
+pub mod drafter;
 pub mod libtorch;
 pub mod load;
 pub mod loss;
-pub mod nccl;
 pub mod ops;
-pub mod oracle;
 pub mod params;
-mod pass;
 pub mod rope;
-pub mod route;
-mod shares;
-pub mod shelves;
 pub mod target;
-pub mod trial;
-pub mod weighting;
 
 use thiserror::Error;
+
+/// Hits among the tries of one slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlotCount {
+    pub right: u64,
+    pub tried: u64,
+}
 
 /// Why a tensor operation or a model could not be carried out.
 #[derive(Debug, Error)]

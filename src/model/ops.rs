@@ -1,7 +1,7 @@
 //! The few operations that target and drafter are made of, in fallible form.
 
 use super::ModelError;
-use draftmill_shim::rows;
+use draftmill_torch_ext::row_kernels;
 use tch::{Device, Kind, Tensor};
 
 /// What a masked score is set to: large and finite, so that a row of masked scores stays a number.
@@ -76,7 +76,7 @@ pub fn largest(x: &Tensor) -> Result<Tensor, ModelError> {
 
 /// One part of an online softmax, in place: see [`rows::soften`].
 pub fn soften(scores: &mut Tensor, most: &mut Tensor, sum: &mut Tensor) -> Result<Tensor, ModelError> {
-    if let Some(shrink) = rows::soften(scores, most, sum)? {
+    if let Some(shrink) = row_kernels::soften(scores, most, sum)? {
         return Ok(shrink);
     }
     let larger = most.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
@@ -95,7 +95,7 @@ pub fn soften_backward(
     log_sum: &Tensor,
     delta: &Tensor,
 ) -> Result<(), ModelError> {
-    if !rows::soften_backward(scores, d_weights, log_sum, delta)? {
+    if !row_kernels::soften_backward(scores, d_weights, log_sum, delta)? {
         let _ = scores.f_sub_(log_sum)?.f_exp_()?;
         let _ = d_weights.f_sub_(delta)?.f_mul_(scores)?;
     }

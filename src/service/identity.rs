@@ -2,10 +2,10 @@
 
 use super::{Failed, models::Models};
 use crate::{
+    common::exit::{Exit, Failure},
     config::{Config, Labels, TopK},
     data::Store,
-    exit::{Exit, Failure},
-    state::Identity,
+    run_dir::db::Identity,
 };
 use draftmill_actors::planner::plan::PlanSettings;
 

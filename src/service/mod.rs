@@ -4,54 +4,54 @@
 //! folder (lock, identity, resume point), port, engines; then the actors run until the plan is trained, a signal asks
 //! for an orderly end, or the first fault.
 
-mod closing;
-pub mod facts;
-#[cfg(feature = "torch")]
-mod fitting;
-mod folder;
+mod config_controller;
 mod identity;
-mod keeper;
+#[cfg(feature = "torch")]
+mod least_squares_init;
 mod logs;
 mod models;
-mod notify;
-mod opening;
-pub mod orders;
-pub(crate) mod process;
 mod progress;
 mod reload;
-mod schedule;
-mod settings;
+mod sd_notify;
+mod shutdown;
 mod signals;
-mod steps;
+mod startup_banner;
 mod summary;
 #[cfg_attr(not(feature = "torch"), path = "no_torch.rs")]
-mod torch;
+mod torch_engines;
 
-pub use folder::RunFolder;
-pub use keeper::SetLevel;
+pub use self::config_controller::SetLevel;
 pub use logs::Logs;
-#[cfg(feature = "torch")]
-pub(crate) use models::fingerprint;
-pub use schedule::Schedule;
-pub(crate) use settings::{Place, mill_settings};
-pub use steps::{StepLog, Window};
 pub use summary::{ActorShares, Evaluation, Summary};
 
+use self::config_controller::Keeper;
+use self::sd_notify::Manager;
+use self::shutdown::{Left, close};
+use self::startup_banner::Opening;
+use crate::admin::commands::{self, Orders};
+use crate::admin::run_info::Facts;
+use crate::run_dir::{About, Opened};
 use crate::{
     admin,
-    check::{Forecast, Machine, Samples, Stored, examine},
+    check::{
+        Forecast, Machine, Samples, Stored, examine,
+        pipeline_settings::{Place, mill_settings, plan_settings},
+    },
+    common::{
+        clock,
+        exit::{Exit, Failure},
+        process,
+    },
     config::{Config, Engine, Loaded, Source},
     data::{Split, Store, StoreSource},
     engines::{
-        saving::{Kept, Saving},
+        checkpointing::{Kept, Saving},
+        costs,
         simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
     },
-    eval::{History, during::Evaluator},
-    exit::{Exit, Failure},
-    simulate,
-    state::RunEnd,
+    eval::schedule::Evaluator,
+    run_dir::{RunFolder, db::RunEnd, eval_log::History, step_log::StepLog},
 };
-use closing::{Left, close};
 use draftmill_actors::{
     messages::engine::{DraftEngine, Optimizer, TargetEngine},
     pipeline::{self, Parts, Steering},
@@ -59,16 +59,9 @@ use draftmill_actors::{
     simulated::{self as sim, SimOptimizer},
     trainer::StepRecord,
 };
-use facts::Facts;
-use folder::{About, Opened};
-use keeper::Keeper;
 use models::Models;
-use notify::Manager;
-use opening::Opening;
-use orders::Orders;
 use progress::Progress;
 use reload::Ground;
-use settings::plan_settings;
 use std::{fmt::Display, sync::Arc};
 use tokio::{
     net::TcpListener,
@@ -80,8 +73,6 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 /// Step records on their way to the log: the trainer waits for the disk only when this is full.
 const RECORDS: usize = 64;
-/// A target or drafter that fails this often in a row is broken, not its jobs.
-const MAX_FAILURES_IN_A_ROW: u32 = 5;
 
 /// How a run begins.
 #[derive(Clone, Default)]
@@ -235,7 +226,7 @@ impl Prepared {
         match self.loaded.config.run.engine {
             Engine::Simulated => {
                 let config = &self.loaded.config;
-                let costs = simulate::costs(config);
+                let costs = costs::costs(config);
                 let checkpoints = self.opened.folder.checkpoints();
                 let trained = match &self.opened.from {
                     Some(from) => trained_jobs(&checkpoints.join(&from.name)).failed(Exit::Model)?,
@@ -249,10 +240,10 @@ impl Prepared {
                 };
                 let weight = 0.01 * self.start_step() as f64;
                 let optimizer = SimOptimizer::new(costs, weight);
-                let mut drafters = sim::drafters(costs, &simulate::drafter_speeds(config));
+                let mut drafters = sim::drafters(costs, &costs::drafter_speeds(config));
                 drafters.iter_mut().for_each(|drafter| drafter.weight = weight);
                 let engines = Engines {
-                    targets: sim::targets(costs, &simulate::target_speeds(config)),
+                    targets: sim::targets(costs, &costs::target_speeds(config)),
                     drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
                     optimizer: RememberingOptimizer::new(optimizer, trained, saving),
                     // There is no drafter to measure.
@@ -265,7 +256,7 @@ impl Prepared {
                     self.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
                 let (folder, from) = (self.opened.folder.clone(), self.opened.verified.take());
                 let in_force = live.in_force.subscribe();
-                let load = torch::load(in_force, models, folder, from, for_saving, self.store.clone());
+                let load = torch_engines::load(in_force, models, folder, from, for_saving, self.store.clone());
                 let engines = unless_stopped(stops, load).await??;
                 self.drive(engines, listener, (live, kept), stops.clone()).await
             }
@@ -315,7 +306,7 @@ impl Prepared {
         let checkpoint_time = state.checkpoint_time().failed(Exit::Run)?.unwrap_or(0.0);
         let facts = Facts {
             run: begun.run,
-            started: facts::now(),
+            started: clock::now(),
             dir: loaded.config.run.dir.display().to_string(),
             engine: loaded.config.run.engine.to_string(),
             planned_steps: forecast.steps,
@@ -323,7 +314,7 @@ impl Prepared {
             ..Facts::default()
         };
         let (facts, told) = watch::channel(facts);
-        let (orders, given) = orders::channel();
+        let (orders, given) = commands::channel();
         let asked = Asked { orders, facts: told.clone() };
         let metrics = listener
             .map(|listener| serve_metrics(listener, &loaded.config, &forecast, checkpoint_time, asked, &stops))
@@ -435,7 +426,7 @@ fn serve_metrics(
         checkpoint_time,
     });
     let watching = process::watch(forecast.gpus());
-    let faults = admin::faults::recent();
+    let faults = admin::recent_warnings::recent();
     let server =
         admin::Server { listener, metrics: handle, facts, faults, orders, token, limits: admin::Limits::default() };
     let serving = server.run(stops.abort.clone());

@@ -1,12 +1,13 @@
 //! What stands in for the engines of a real run in a build without libtorch: a sentence.
 
-use super::{Engines, folder::RunFolder, models::Models};
+use super::{Engines, models::Models};
+use crate::run_dir::RunFolder;
 use crate::{
-    checkpoint::Verified,
+    common::exit::{Exit, Failure},
     config::Loaded,
     data::Store,
-    engines::saving::Kept,
-    exit::{Exit, Failure},
+    engines::checkpointing::Kept,
+    run_dir::checkpoint::Verified,
 };
 use draftmill_actors::simulated::{SimDrafter, SimOptimizer, SimTarget};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! What a person sees while a run goes on: a live line on a terminal, a plain line every few seconds elsewhere.
 
-use super::facts::Facts;
+use crate::admin::run_info::Facts;
 use crate::config::Loaded;
 use draftmill_actors::trainer::StepRecord;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};

@@ -2,8 +2,8 @@
 
 use super::Logs;
 use crate::{
+    common::exit::Exit,
     config::{Ending, Loaded},
-    exit::Exit,
 };
 use draftmill_actors::runtime::fault::Stops;
 use std::{fmt, io, time::Duration};

@@ -1,7 +1,7 @@
 //! What a run did, in numbers that a person reads at its end and a program from `summary.json`.
 
-use super::steps::Window;
-use crate::{config::ByteSize, eval::History};
+use crate::run_dir::step_log::Window;
+use crate::{config::ByteSize, run_dir::eval_log::History};
 use draftmill_actors::{pipeline::Report, runtime::meter::Totals};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, path::PathBuf};

@@ -1,6 +1,7 @@
 //! From what the actors left behind (totals, ledger, step records) to the figures of a report.
 
-use super::{Actor, Jobs, Pool, Report, Scenario, Stage, Steps, costs, drafter_speeds, target_speeds};
+use super::{Actor, Jobs, Pool, Report, Scenario, Stage, Steps};
+use crate::engines::costs::{costs, drafter_speeds, target_speeds};
 use draftmill_actors::{
     messages::types::{BucketId, JobSpec, Outcome},
     pipeline,

@@ -2,9 +2,9 @@
 
 use crate::{
     check::forecast,
+    common::exit::{Exit, Failure},
     config::{Config, Lengths},
     data::{Split, Store},
-    exit::{Exit, Failure},
 };
 use draftmill_actors::{runtime::random::stream_seed, simulated::normal};
 use rand::SeedableRng;

@@ -1,11 +1,14 @@
 //! One simulated node: the actors of a real run, started on a paused clock, and what they leave behind.
 
-use super::{Policy, Report, Scenario, costs, drafter_speeds, figures::Seen, target_speeds};
+use super::{Policy, Report, Scenario, figures::Seen};
+use crate::engines::costs::{costs, drafter_speeds, target_speeds};
 use crate::{
-    check::forecast,
+    check::{
+        forecast,
+        pipeline_settings::{Place, mill_settings},
+    },
+    common::exit::{Exit, Failure},
     config::{Problems, pool_problem, step_problem},
-    exit::{Exit, Failure},
-    service,
 };
 use draftmill_actors::{
     dispatcher,
@@ -43,7 +46,7 @@ pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, F
     if !refused.is_empty() {
         return Err(Problems(refused).into());
     }
-    let mut settings = service::mill_settings(config, &forecast, lengths, service::Place::default());
+    let mut settings = mill_settings(config, &forecast, lengths, Place::default());
     settings.trainer.checkpoint_every = 0;
     settings.dispatcher.policy = match scenario.policy {
         Policy::Pull => dispatcher::Policy::Pull,

@@ -1,7 +1,7 @@
 //! The same work on several nodes: one run for each way to split the workers, or for each depth of a queue.
 
 use super::{Policy, Report, Scenario, run};
-use crate::exit::{Exit, Failure};
+use crate::common::exit::{Exit, Failure};
 use serde::Serialize;
 use std::{collections::BTreeSet, ops::RangeInclusive, str::FromStr};
 

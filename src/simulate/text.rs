@@ -1,6 +1,7 @@
 //! A report and a sweep as text for people.
 
 use super::{Actor, Report, Split, Stage};
+use crate::common::text::{counted, grouped, percent};
 use crate::config::ByteSize;
 use draftmill_actors::pool::Draw;
 use std::fmt::{self, Write};
@@ -16,9 +17,9 @@ impl fmt::Display for Report {
         writeln!(
             f,
             "{} and {}: {} tokens/s, {} of what they could do",
-            counted(targets, "target"),
-            counted(drafters, "drafter"),
-            grouped(self.tokens_per_second),
+            counted(targets as u64, "target"),
+            counted(drafters as u64, "drafter"),
+            grouped(self.tokens_per_second.round() as u64),
             percent(self.efficiency)
         )?;
         writeln!(f)?;
@@ -33,7 +34,10 @@ impl fmt::Display for Report {
         let mut row = |name: &str, value: String| writeln!(f, "  {name:<12}{value}");
         row(
             "bound",
-            format!("{} tokens/s if the {slower} never paused; {slack}", grouped(self.bound_tokens_per_second)),
+            format!(
+                "{} tokens/s if the {slower} never paused; {slack}",
+                grouped(self.bound_tokens_per_second.round() as u64)
+            ),
         )?;
         row(
             "efficiency",
@@ -46,14 +50,14 @@ impl fmt::Display for Report {
         row("policy", format!("{}, draw {}", self.policy, draw_name(self.draw)))?;
         let skipped = match self.jobs.skipped {
             0 => String::new(),
-            n => format!(", {} skipped", grouped(n as f64)),
+            n => format!(", {} skipped", grouped(n)),
         };
         row(
             "jobs",
             format!(
                 "{} of {} trained{skipped}; {} of the token slots were padding",
-                grouped(self.jobs.trained as f64),
-                grouped(self.jobs.planned as f64),
+                grouped(self.jobs.trained),
+                grouped(self.jobs.planned),
                 percent(self.padding_share)
             ),
         )?;
@@ -62,7 +66,7 @@ impl fmt::Display for Report {
             "pool",
             format!(
                 "{} ready, or fewer, half of the time; {} for 95 % of it; peak {} of {}",
-                counted(pool.depth_p50 as usize, "batch"),
+                counted(pool.depth_p50 as u64, "batch"),
                 pool.depth_p95,
                 ByteSize(pool.peak_bytes).rounded(),
                 ByteSize(pool.max_bytes).rounded()
@@ -75,7 +79,7 @@ impl fmt::Display for Report {
                 "{:.1} of {} buckets in a step of {}; mean length from step to step correlates by {:+.2}",
                 steps.distinct_buckets_mean,
                 steps.buckets,
-                counted(steps.micro_batches_per_step as usize, "micro-batch"),
+                counted(steps.micro_batches_per_step as u64, "micro-batch"),
                 steps.length_correlation
             ),
         )?;
@@ -84,7 +88,7 @@ impl fmt::Display for Report {
             format!(
                 "{} for {} steps, simulated in {:.1} s",
                 duration(self.virtual_seconds),
-                grouped(steps.count as f64),
+                grouped(steps.count),
                 self.wall_seconds
             ),
         )?;
@@ -111,7 +115,7 @@ impl Report {
             ),
             Stage::Drafters => format!(
                 "The drafters hold this node back: targets wait for room in the pool {} of the time.",
-                percent(wait(&self.targets, "room"))
+                percent(wait(&self.targets, "pool_full"))
             ),
         };
         if targets + drafters > 2 {
@@ -145,7 +149,7 @@ fn write_table(text: &mut String, splits: &[Split]) -> fmt::Result {
             report.targets.len(),
             report.drafters.len(),
             report.policy.to_string(),
-            grouped(report.tokens_per_second),
+            grouped(report.tokens_per_second.round() as u64),
             percent(report.efficiency),
             busy(&report.targets),
             busy(&report.drafters),
@@ -165,7 +169,7 @@ fn stage(f: &mut fmt::Formatter<'_>, name: &str, workers: &[Actor]) -> fmt::Resu
     speeds.dedup();
     for speed in speeds {
         let alike: Vec<&Actor> = workers.iter().filter(|worker| worker.speed == speed).collect();
-        line(f, &counted(alike.len(), name), &mean(&alike))?;
+        line(f, &counted(alike.len() as u64, name), &mean(&alike))?;
     }
     Ok(())
 }
@@ -201,32 +205,6 @@ fn bar(share: f64) -> String {
     format!("{bar:<BAR$}")
 }
 
-fn counted(count: usize, name: &str) -> String {
-    let plural = match count {
-        1 => "",
-        _ if name.ends_with("ch") => "es",
-        _ => "s",
-    };
-    format!("{count} {name}{plural}")
-}
-
-fn percent(share: f64) -> String {
-    format!("{:.1} %", share * 100.0)
-}
-
-/// A whole number with its thousands apart: "96 412".
-fn grouped(number: f64) -> String {
-    let digits = format!("{:.0}", number.abs());
-    let mut text = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(' ');
-        }
-        text.push(digit);
-    }
-    text
-}
-
 /// "3 h 25 min", "4 min 12 s", "8.5 s".
 fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
@@ -248,7 +226,6 @@ mod tests {
 
     #[test]
     fn numbers_are_for_people() {
-        assert_eq!([0.0, 999.6, 12_345.0, 1_234_567.0].map(grouped), ["0", "1 000", "12 345", "1 234 567"]);
         assert_eq!([8.46, 252.0, 12_300.0].map(duration), ["8.5 s", "4 min 12 s", "3 h 25 min"]);
         assert_eq!(draw_name(Draw::Proportional), "proportional");
     }

@@ -2,11 +2,12 @@
 
 use crate::train::{Run, SLOW, text};
 use draftmill::{
-    admin::{self, Limits, Server, Token},
-    service::{
-        facts::Facts,
-        orders::{self, Given, Order},
+    admin::{
+        self, Limits, Server,
+        commands::{self as orders, Given, Order},
+        run_info::Facts,
     },
+    common::token::Token,
 };
 use draftmill_actors::runtime::metrics as m;
 use metrics::{counter, gauge};
@@ -190,7 +191,7 @@ async fn readiness_goes_when_no_target_answers_and_at_once_when_the_run_ends() {
     let world = World::new(Limits::default(), None).await;
     let starting = world.get("/readyz").await;
     is(&starting, 503);
-    gauge!(m::ACTOR_STATE, "actor" => "target", "index" => "0", "state" => "out").set(1.0);
+    gauge!(m::ACTOR_STATE, "actor" => "target", "index" => "0", "state" => "down").set(1.0);
     eventually("no target", async || world.get("/readyz").await.contains("no target")).await;
     let out = world.get("/readyz").await;
     is(&out, 503);

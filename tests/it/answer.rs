@@ -35,7 +35,7 @@ fn a_build_without_libtorch_says_so() {
 #[cfg(feature = "torch")]
 mod torch {
     use super::*;
-    use draftmill::{eval::Bench, model::decode::plain};
+    use draftmill::inference::{loaded_target::Bench, plain};
     use serde_json::{Value, json};
     use std::{fs, path::Path, time::Duration};
     use tch::{Device, Kind};

@@ -1,9 +1,9 @@
-//! The Python pipeline of `bench/` still runs, and trains each job exactly once: what `make bench` compares with must not rot.
+//! The Python pipeline of `benches/` still runs, and trains each job exactly once: what `make bench` compares with must not rot.
 
 use std::{path::Path, process::Command};
 
 fn pipeline(options: &[&str]) -> serde_json::Value {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/pipeline.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/pipeline.py");
     let output = Command::new("python3").arg(script).args(["--jobs", "200"]).args(options).output().unwrap();
     let complaint = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{options:?}: {} {complaint}", String::from_utf8_lossy(&output.stdout));
@@ -32,7 +32,7 @@ fn the_python_pipeline_trains_each_job_once() {
     }
 }
 
-/// What `bench/gpu.sh` does with a program and a libtorch of these files; its program says what it was given.
+/// What `benches/gpu.sh` does with a program and a libtorch of these files; its program says what it was given.
 fn gpu(program: Option<&str>, version: &str, variables: &[(&str, &str)]) -> (bool, String) {
     let folder = tempfile::tempdir().unwrap();
     let place = |name: &str| folder.path().join(name);
@@ -41,7 +41,7 @@ fn gpu(program: Option<&str>, version: &str, variables: &[(&str, &str)]) -> (boo
     std::fs::write(place("version.py"), format!("__version__ = '{version}'\n")).unwrap();
     std::fs::write(place("program"), "#!/bin/sh\necho \"$@\"\necho \"libraries $LD_LIBRARY_PATH\"\n").unwrap();
     std::fs::set_permissions(place("program"), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/gpu.sh");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/gpu.sh");
     let mut command = Command::new(script);
     command.env_clear().env("PATH", "/usr/bin:/bin").env("LIBTORCH", folder.path()).envs(variables.iter().copied());
     let output = command.args(program.map(place)).output().unwrap();

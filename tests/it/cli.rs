@@ -2,9 +2,11 @@
 
 use draftmill::{
     check::{Machine, Samples, Stored, examine},
+    common::{
+        exit::{EXITS, Exit},
+        gpu_memory::Memory,
+    },
     config,
-    exit::{EXITS, Exit},
-    gpus::Memory,
 };
 use serde_json::{Value, json};
 use std::{

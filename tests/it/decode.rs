@@ -6,9 +6,9 @@ mod scene;
 
 use self::scene::{Scripted, World};
 use draftmill::hf::draft::LayerType;
+use draftmill::inference::{Drafting, Response, Session, Settings, plain, speculative};
 use draftmill::model::batch::Rows;
-use draftmill::model::decode::{Drafting, Response, Session, Settings, plain, speculative};
-use draftmill::model::draft::Drafter;
+use draftmill::model::drafter::Drafter;
 use tch::Tensor;
 
 fn settings(max_new_tokens: usize) -> Settings {

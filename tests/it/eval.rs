@@ -195,7 +195,7 @@ mod torch {
         }
     }
 
-    /// What bench/conformance holds against other implementations.
+    /// What benches/conformance holds against other implementations.
     #[test]
     fn a_block_is_written_with_everything_that_it_follows_from() {
         let scene = Scene::new();

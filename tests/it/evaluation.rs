@@ -12,7 +12,7 @@ const MEASURED: &[&str] = &[
 ];
 
 fn measures(run: &Run) -> Vec<Value> {
-    let history = draftmill::eval::read_history(&run.dir()).unwrap();
+    let history = draftmill::run_dir::eval_log::read(&run.dir()).unwrap();
     history.0.into_iter().map(|measured| serde_json::to_value(measured).unwrap()).collect()
 }
 
@@ -52,7 +52,7 @@ fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays
 
     // One checkpoint is kept for being the last, and one for being the best of those that had one.
     let dir = run.dir();
-    let kept = draftmill::checkpoint::steps(&dir.join("checkpoints")).unwrap();
+    let kept = draftmill::run_dir::checkpoint::steps(&dir.join("checkpoints")).unwrap();
     let scored: Vec<_> = scores.iter().filter(|(step, _)| step % 5 == 0 && *step > 0 || *step == last).collect();
     let best = scored.iter().max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0))).unwrap().0;
     assert!(kept.contains(&best) && kept.len() <= 2, "{kept:?} of {scored:?}");

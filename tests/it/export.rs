@@ -5,9 +5,14 @@ mod layouts;
 mod served;
 
 use draftmill::{
-    checkpoint::{self, NamedTensor, State},
-    export::{ExportError, ExportOptions, Finding, Severity, check, export_checkpoint},
-    hf::{Dtype, draft::DraftConfig, tensors::TensorFiles},
+    export::{ExportError, ExportOptions, export_checkpoint},
+    hf::{
+        Dtype,
+        draft::DraftConfig,
+        tensors::TensorFiles,
+        validate::{Finding, Severity, check},
+    },
+    run_dir::checkpoint::{self, NamedTensor, State},
 };
 use serde_json::{Value, json};
 use std::{

@@ -9,7 +9,7 @@ use crate::{
     torture::{assert_every_job_once, assert_sound},
     train::{Run, text},
 };
-use draftmill::state::StateReader;
+use draftmill::run_dir::db::StateReader;
 use serde_json::Value;
 use std::{
     fs,

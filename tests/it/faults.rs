@@ -5,8 +5,8 @@ use crate::{
     train::{Run, SLOW, text},
 };
 use draftmill::{
-    checkpoint::{self, FIRST_MOMENTS, NamedTensor, SECOND_MOMENTS, State, Verified, WEIGHTS},
     engines::simulated::stand_in,
+    run_dir::checkpoint::{self, FIRST_MOMENTS, NamedTensor, SECOND_MOMENTS, State, Verified, WEIGHTS},
 };
 use std::{
     fs,

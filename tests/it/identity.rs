@@ -54,7 +54,7 @@ fn automodel_3396_another_tokenizer_or_template_is_refused_by_name() {
 mod torch {
     use super::*;
     use crate::torture::assert_verified;
-    use draftmill::checkpoint::{FIRST_MOMENTS, SECOND_MOMENTS, WEIGHTS};
+    use draftmill::run_dir::checkpoint::{FIRST_MOMENTS, SECOND_MOMENTS, WEIGHTS};
     use std::{fs, path::Path};
 
     #[test]

@@ -1,7 +1,7 @@
 //! `draftmill runs`, `draftmill ledger` and the documented queries, on runs that a real binary made.
 
 use crate::train::{Run, SLOW, signal, text};
-use draftmill::state::StateReader;
+use draftmill::run_dir::db::StateReader;
 use rusqlite::{Connection, OpenFlags};
 use serde_json::{Value, json};
 use std::{fs, process::Output};

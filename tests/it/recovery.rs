@@ -38,7 +38,7 @@ fn a_kill_before_the_export_is_made_good() {
     undo_the_end(&run);
     let again = run.train(&[]);
     assert_eq!(again.status.code(), Some(0), "{}", text(&again));
-    assert_eq!(draftmill::export::check(&run.dir().join("export")), []);
+    assert_eq!(draftmill::hf::validate::check(&run.dir().join("export")), []);
     assert_whole(&run);
 
     // The summary of an earlier, shorter end does not hide that the export of this one is missing.
@@ -48,7 +48,7 @@ fn a_kill_before_the_export_is_made_good() {
     undo_the_end(&run);
     fs::write(run.dir().join("summary.json"), old).unwrap();
     assert!(run.train(&["--set", "run.epochs=2"]).status.success());
-    assert_eq!(draftmill::export::check(&run.dir().join("export")), []);
+    assert_eq!(draftmill::hf::validate::check(&run.dir().join("export")), []);
     assert_whole(&run);
 }
 
@@ -58,7 +58,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
     let run = Run::new(SLOW);
     kill_at(&run, 14);
     let checkpoints = run.dir().join("checkpoints");
-    let newest = || *draftmill::checkpoint::steps(&checkpoints).unwrap().last().unwrap();
+    let newest = || *draftmill::run_dir::checkpoint::steps(&checkpoints).unwrap().last().unwrap();
     let names = [
         "weights.safetensors",
         "exp_avg.safetensors",
@@ -105,7 +105,7 @@ fn where_every_checkpoint_is_damaged_nothing_is_begun() {
     let run = Run::new(SLOW);
     kill_at(&run, 14);
     let checkpoints = run.dir().join("checkpoints");
-    let steps = draftmill::checkpoint::steps(&checkpoints).unwrap();
+    let steps = draftmill::run_dir::checkpoint::steps(&checkpoints).unwrap();
     for step in &steps {
         fs::write(checkpoints.join(format!("step-{step}/state.json")), "{}").unwrap();
     }
@@ -118,7 +118,7 @@ fn where_every_checkpoint_is_damaged_nothing_is_begun() {
         assert!(text(&refused).contains("--fresh --force"), "{}", text(&refused));
         let last = if gone { "is gone" } else { "state.json" };
         assert!(text(&refused).contains(last), "{}", text(&refused));
-        assert!(gone || draftmill::checkpoint::steps(&checkpoints).unwrap() == steps, "nothing is touched");
+        assert!(gone || draftmill::run_dir::checkpoint::steps(&checkpoints).unwrap() == steps, "nothing is touched");
     }
     assert!(run.train(&["--fresh", "--force"]).status.success());
     assert_whole(&run);
@@ -250,7 +250,7 @@ fn a_checkpoint_that_never_came_to_exist_is_removed() {
     fs::write(checkpoints.join("notes.tmp"), "a person's").unwrap();
     undo_the_end(&run);
     assert!(run.train(&[]).status.success());
-    assert_eq!(draftmill::checkpoint::steps(&checkpoints).unwrap().last(), Some(&(last as u64)));
+    assert_eq!(draftmill::run_dir::checkpoint::steps(&checkpoints).unwrap().last(), Some(&(last as u64)));
     assert!(!checkpoints.join("step-7.tmp").exists() && checkpoints.join("notes.tmp").exists());
 }
 

@@ -4,7 +4,7 @@ use crate::{
     scrape::{get, without_run},
     train::{Guarded, interrupt, signal},
 };
-use draftmill::state::{STEP_SIZE, StateReader};
+use draftmill::run_dir::db::{STEP_SIZE, StateReader};
 use rusqlite::Connection;
 use serde_json::Value;
 use std::{

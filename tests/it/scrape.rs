@@ -214,7 +214,7 @@ fn a_run_that_goes_on_tells_of_its_checkpoint_at_once() {
     assert_eq!((at(&first, m::CHECKPOINT_STEP), at(&first, m::CHECKPOINT_TIME)), (0.0, 0.0));
     let written = run.scrape_until(|scrape| at(scrape, m::CHECKPOINT_STEP) >= 4.0);
     let time = at(&written, m::CHECKPOINT_TIME);
-    assert!(time > at(&written, m::PROCESS_START_TIME) && time <= draftmill::service::facts::now(), "{time}");
+    assert!(time > at(&written, m::PROCESS_START_TIME) && time <= draftmill::common::clock::now(), "{time}");
     let folder = run.run.clone();
     assert_eq!(run.stop(), Some(130));
 

@@ -1,8 +1,8 @@
 //! `draftmill simulate`: its figures, on the real actors and a clock that jumps, and its command line.
 
 use draftmill::{
+    common::exit::Exit,
     config,
-    exit::Exit,
     simulate::{Actor, Policy, Report, Scenario, Stage, Sweep, run},
 };
 use draftmill_actors::pool::Draw;
@@ -133,7 +133,7 @@ fn drafters_that_are_the_bottleneck_work_without_a_pause() {
     let report = report(&node(1200, &["simulate.micro_batch=2s"]));
     assert_eq!(report.slower_stage, Stage::Drafters);
     assert!((0.98..=1.005).contains(&report.efficiency), "{report}");
-    assert!(mean(&report.targets, |a| a.waits["room"]) > 0.1, "{report}");
+    assert!(mean(&report.targets, |a| a.waits["pool_full"]) > 0.1, "{report}");
 }
 
 #[test]

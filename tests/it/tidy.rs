@@ -1,6 +1,6 @@
 //! House rules that no compiler checks: module docs, file lengths, and documents that must follow the code.
 
-use draftmill::exit;
+use draftmill::common::exit;
 use draftmill_actors::runtime::metrics;
 use std::{
     fs,
@@ -12,8 +12,8 @@ fn root() -> &'static Path {
 }
 
 fn sources() -> Vec<PathBuf> {
-    let mut files = ["build.rs", "shim/build.rs"].map(|f| root().join(f)).to_vec();
-    let folders = ["src", "tests", "bench", "actors/src", "actors/tests", "shim/src"];
+    let mut files = ["src/build.rs", "torch-ext/build.rs"].map(|f| root().join(f)).to_vec();
+    let folders = ["src", "tests", "benches", "actors/src", "actors/tests", "torch-ext/src"];
     let mut folders = folders.map(|f| root().join(f)).to_vec();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
@@ -72,7 +72,7 @@ fn actors_use_no_wall_clock_no_thread_rng_and_no_unbounded_channel() {
 #[test]
 fn the_architecture_names_every_part_and_every_invariant() {
     let text = read("ARCHITECTURE.md");
-    for (folder, inside) in [("src", "src/"), ("actors/src", "actors/src/"), ("shim/src", "shim/src/")] {
+    for (folder, inside) in [("src", "src/"), ("actors/src", "actors/src/"), ("torch-ext/src", "torch-ext/src/")] {
         for entry in fs::read_dir(root().join(folder)).unwrap() {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_str().unwrap().to_owned();
@@ -132,7 +132,7 @@ fn metrics_are_named_in_one_place() {
 /// `cargo test --workspace --no-default-features` builds this package too, where neither libtorch nor time for it is.
 #[test]
 fn without_its_feature_the_shim_needs_nothing() {
-    let manifest: toml::Table = read("shim/Cargo.toml").parse().unwrap();
+    let manifest: toml::Table = read("torch-ext/Cargo.toml").parse().unwrap();
     for kind in ["dependencies", "build-dependencies"] {
         for (name, dependency) in manifest[kind].as_table().unwrap() {
             assert_eq!(dependency.get("optional"), Some(&true.into()), "{kind} of the shim: {name}");

@@ -4,7 +4,7 @@
 //! repeats a schedule; the moments within it are the machine's.
 
 use crate::train::{Run, text};
-use draftmill::{engines::simulated::trained_jobs, state::StateReader};
+use draftmill::{engines::simulated::trained_jobs, run_dir::db::StateReader};
 use draftmill_actors::messages::types::{JobId, Outcome};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -148,7 +148,7 @@ fn r1_kills_of_a_real_training_lose_nothing() {
         assert_verified(&run);
         assert_eq!(run.ledger().1, 0);
         assert_eq!(run.steps(), (1..=run.steps().len() as u64).collect::<Vec<_>>());
-        assert_eq!(draftmill::export::check(&run.dir().join("export")), []);
+        assert_eq!(draftmill::hf::validate::check(&run.dir().join("export")), []);
     }
     println!("{kills} kills");
 }

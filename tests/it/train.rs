@@ -1,6 +1,6 @@
 //! The binary from rows to export: a short real training on a tiny model, and runs that are stopped and gone on with.
 
-use draftmill::state::StateReader;
+use draftmill::run_dir::db::StateReader;
 use draftmill_actors::messages::types::{JobId, Outcome};
 use serde_json::Value;
 use std::{
@@ -160,7 +160,7 @@ fn a_short_real_training_learns_and_exports() {
     assert_eq!((trained_jobs as f64, open), (number("jobs_trained"), 0));
     assert_eq!(run.steps(), (1..=number("steps") as u64).collect::<Vec<_>>());
     let export = Path::new(summary["export_dir"].as_str().unwrap());
-    assert_eq!(draftmill::export::check(export), []);
+    assert_eq!(draftmill::hf::validate::check(export), []);
     let actors: Vec<_> = summary["actors"].as_array().unwrap().iter().map(|a| a["actor"].as_str().unwrap()).collect();
     assert_eq!(actors, ["target", "target", "drafter", "drafter", "trainer"]);
 
@@ -169,7 +169,7 @@ fn a_short_real_training_learns_and_exports() {
     std::fs::remove_dir_all(export).unwrap();
     let again = run.train(&["--json"]);
     assert_eq!(again.status.code(), Some(0), "{}", text(&again));
-    assert_eq!(draftmill::export::check(export), []);
+    assert_eq!(draftmill::hf::validate::check(export), []);
     let after = run.summary();
     assert_eq!((&after["steps"], &after["loss_last"]), (&summary["steps"], &summary["loss_last"]));
     let summary = after;
@@ -195,7 +195,7 @@ fn a_real_run_that_is_interrupted_goes_on_to_the_same_end() {
     assert_eq!(end.status.code(), Some(0), "{}", text(&end));
     assert_eq!(run.ledger(), whole.ledger());
     assert_eq!(run.steps(), whole.steps());
-    assert_eq!(draftmill::export::check(&run.dir().join("export")), []);
+    assert_eq!(draftmill::hf::validate::check(&run.dir().join("export")), []);
 }
 
 #[test]

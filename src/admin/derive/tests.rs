@@ -1,7 +1,7 @@
 //! Rates, shares and sentences from metrics that real meters wrote, on a clock that the test owns.
 
 use super::*;
-use crate::{admin::recorder, service::facts::Acceptance};
+use crate::admin::{recorder, run_info::Acceptance};
 use draftmill_actors::runtime::{causes::Cause, meter::Meter};
 use metrics::{counter, gauge, with_local_recorder};
 use metrics_exporter_prometheus::PrometheusRecorder;
@@ -98,17 +98,17 @@ async fn a_long_wait_counts_before_it_is_over_and_only_once_after() {
     assert_eq!((target.state.as_str(), target.busy), ("busy", 1.0), "{status:?}");
     let status = world.looks(15).await;
     let target = named(&status, "target");
-    assert_eq!(target.state, "room");
-    assert!(target.waits["room"] > 0.85 && target.busy < 0.15, "{target:?}");
+    assert_eq!(target.state, "pool_full");
+    assert!(target.waits["pool_full"] > 0.85 && target.busy < 0.15, "{target:?}");
     assert_eq!(target.up, Some(true));
     // The end of the wait records 30 s at once: the share stays a share.
     let status = world.looks(21).await;
     let target = named(&status, "target");
-    assert!((0.7..=1.0).contains(&target.waits["room"]) && target.busy < 0.05, "{target:?}");
+    assert!((0.7..=1.0).contains(&target.waits["pool_full"]) && target.busy < 0.05, "{target:?}");
     drop(waiting.await.unwrap());
     let status = world.looks(12).await;
     let target = named(&status, "target");
-    assert_eq!((target.state.as_str(), target.busy, target.waits["room"]), ("idle", 0.0, 0.0));
+    assert_eq!((target.state.as_str(), target.busy, target.waits["pool_full"]), ("idle", 0.0, 0.0));
 }
 
 /// A future that is dropped in the middle, as in a `select!`, leaves no state behind.
@@ -206,10 +206,10 @@ async fn pool_loss_and_checkpoint_are_those_of_the_metrics() {
 async fn gpus_are_told_once_they_told_of_themselves() {
     let mut world = World::new();
     assert!(world.look(|| ()).gpus.is_empty());
-    let memory = crate::gpus::Memory { allocated: 1, peak: 2, reserved: 3, free: 4, total: 9 };
+    let memory = crate::common::gpu_memory::Memory { allocated: 1, peak: 2, reserved: 3, free: 4, total: 9 };
     let status = world.look(|| {
         memory.publish("cuda:1");
-        crate::gpus::Memory::default().publish("cuda:0");
+        crate::common::gpu_memory::Memory::default().publish("cuda:0");
     });
     assert_eq!(status.gpus, [Gpu { device: "cuda:1".into(), memory }]);
     let told = serde_json::to_value(&status.gpus).unwrap();

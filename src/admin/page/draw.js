@@ -57,7 +57,7 @@ function fillActor(rows, actor) {
   put(name, String(actor.index));
   name.setAttribute("aria-label", actor.actor + " " + actor.index);
   const all = Object.entries(actor.waits).filter(([, share]) => share > 0);
-  parts(time.firstElementChild, [["busy", actor.busy], ...all.map(([cause, share]) => [cause === "out" ? "out" : "wait", share])]);
+  parts(time.firstElementChild, [["busy", actor.busy], ...all.map(([cause, share]) => [cause === "down" ? "down" : "wait", share])]);
   put(rows.querySelector(".does"), does(actor));
   rows.classList.toggle("gone", actor.up === false);
   put(busy, share(actor.busy));

@@ -2,7 +2,7 @@
 
 use super::super::batch::Rows;
 use super::super::ops::{attention, rms_norm};
-use super::super::shelves::{Group, Shelves};
+use super::batched_kv_cache::{Group, Shelves};
 use super::{Layer, ModelError, Target};
 use crate::model::rope::RopeTable;
 use tch::Tensor;

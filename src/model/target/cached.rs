@@ -1,8 +1,8 @@
 //! The target's forward over a few new tokens behind a cache of earlier ones: what decoding is made of.
 
 use super::super::batch::Rows;
-use super::super::cache::KvCache;
 use super::super::ops::{additive_mask, attention, linear, rms_norm};
+use super::kv_cache::KvCache;
 use super::{ModelError, Target};
 use tch::{Kind, Tensor};
 

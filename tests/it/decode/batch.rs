@@ -1,7 +1,7 @@
 //! Batched decoding: whatever stands beside a prompt, its answer is the one that it gets alone.
 
 use super::scene::World;
-use draftmill::model::decode::{Answer, Batch, Settings, plain};
+use draftmill::inference::{Answer, Batch, Settings, plain};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;

@@ -2,8 +2,8 @@
 //! fixed seeds against exact probabilities.
 
 use super::scene::World;
+use draftmill::inference::{Chance, Settings, speculative};
 use draftmill::model::batch::Rows;
-use draftmill::model::decode::{Chance, Settings, speculative};
 use tch::{Kind, Tensor};
 
 fn settings(temperature: f64, seed: u64) -> Settings {

@@ -3,11 +3,11 @@
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
 use draftmill::hf::tensors::{RawDtype, TensorFiles};
+use draftmill::inference::{ContextCache, Drafting};
 use draftmill::model::ModelError;
-use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
-use draftmill::model::decode::{ContextCache, Drafting};
-use draftmill::model::draft::{DraftOptions, Drafter, Shared};
+use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::{DraftOptions, Drafter, Shared};
 use draftmill::model::params::{ParamSet, init_params, load_params};
 use draftmill::model::target::{Depth, Target};
 use rand::RngExt;

@@ -2,8 +2,12 @@
 
 use super::{Export, checkpoint, draft, only};
 use draftmill::{
-    export::{ExportError, ExportOptions, check, export_checkpoint, import_folder},
-    hf::{Dtype, layout::DraftFolder, layout::Layout},
+    export::{ExportError, ExportOptions, export_checkpoint, import_folder},
+    hf::{
+        Dtype,
+        layout::{DraftFolder, Layout},
+        validate::check,
+    },
 };
 use serde_json::{Value, json};
 use std::{

@@ -1,10 +1,15 @@
 //! The self-check: what was written is served, and every way in which it could be another drafter is found.
 
 use draftmill::{
-    checkpoint::{self, NamedTensor, State},
     config::Device,
-    export::{ExportError, ExportOptions, ProofError, check, export_checkpoint, prove},
-    hf::{Dtype, draft::DraftConfig, layout::DraftFolder, layout::Layout},
+    export::{ExportError, ExportOptions, ProofError, export_checkpoint, prove},
+    hf::{
+        Dtype,
+        draft::DraftConfig,
+        layout::{DraftFolder, Layout},
+        validate::check,
+    },
+    run_dir::checkpoint::{self, NamedTensor, State},
 };
 use serde_json::{Value, json};
 use std::{

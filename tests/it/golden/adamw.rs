@@ -5,16 +5,16 @@ use super::{
     files::{LOSS, near, number, open, tensor},
 };
 use draftmill::{
-    checkpoint::{CheckpointError, FIRST_MOMENTS, SECOND_MOMENTS, Verified, WEIGHTS},
+    config::Keep,
     engines::{
+        checkpointing::{Kept, Saving},
         optimizer::TorchOptimizer,
-        saving::{Kept, Saving},
     },
     model::{
         adamw::{AdamW, Hyper},
         params::{Gradient, ParamSet},
     },
-    retention::Keep,
+    run_dir::checkpoint::{CheckpointError, FIRST_MOMENTS, SECOND_MOMENTS, Verified, WEIGHTS},
 };
 use draftmill_actors::messages::engine::{Optimizer, StepRequest};
 use std::path::Path;
@@ -248,7 +248,7 @@ async fn old_checkpoints_go_and_every_damage_is_found() {
     for step in 1..=5 {
         optimizer.save(step).await.unwrap().await.unwrap();
     }
-    assert_eq!(draftmill::checkpoint::steps(dir.path()).unwrap(), [3, 4, 5]);
+    assert_eq!(draftmill::run_dir::checkpoint::steps(dir.path()).unwrap(), [3, 4, 5]);
     let whole = dir.path().join("step-5");
     for entry in std::fs::read_dir(&whole).unwrap() {
         let path = entry.unwrap().path();

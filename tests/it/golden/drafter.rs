@@ -7,13 +7,13 @@ use super::files::{
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
 use draftmill::hf::tensors::TensorFiles;
-use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
-use draftmill::model::draft::{AttentionBy, DraftOptions, Drafter, Shared};
-use draftmill::model::loss::{Labels, Tile, head_loss};
-use draftmill::model::oracle::{Dense, Trace};
+use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::reference::{Dense, Trace};
+use draftmill::model::drafter::{AttentionBy, DraftOptions, Drafter, Shared};
+use draftmill::model::loss::head_loss::{Labels, Tile, head_loss};
+use draftmill::model::loss::weighting::Weighting;
 use draftmill::model::params::{Gradient, load_params};
-use draftmill::model::weighting::Weighting;
 use draftmill_actors::messages::engine::MicroReport;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};

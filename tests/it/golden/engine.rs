@@ -3,10 +3,10 @@
 use super::drafter::Case;
 use super::files::{GRADIENT, close_to_largest, path};
 use draftmill::engines::torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchFeatures, TorchTarget};
-use draftmill::model::anchors::{Anchors, job_rng};
-use draftmill::model::draft::DraftOptions;
+use draftmill::model::drafter::DraftOptions;
+use draftmill::model::drafter::anchors::{Anchors, job_rng};
+use draftmill::model::loss::weighting::Weighting;
 use draftmill::model::params::{Gradient, init_params};
-use draftmill::model::weighting::Weighting;
 use draftmill_actors::messages::engine::{DraftEngine, EngineError, FeatureDtype, Features, TargetEngine};
 use draftmill_actors::messages::types::{JobId, PaddedBatch};
 use std::sync::Arc;

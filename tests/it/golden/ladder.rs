@@ -4,12 +4,12 @@
 use super::files::{close_to_largest, gap, largest};
 use super::random::{Scene, scene};
 use draftmill::hf::draft::LayerType;
-use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
-use draftmill::model::draft::{AttentionBy, Drafter};
-use draftmill::model::loss::Tile;
-use draftmill::model::oracle::Dense;
-use draftmill::model::weighting::Weighting;
+use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::reference::Dense;
+use draftmill::model::drafter::{AttentionBy, Drafter};
+use draftmill::model::loss::head_loss::Tile;
+use draftmill::model::loss::weighting::Weighting;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 

@@ -2,9 +2,9 @@
 
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::DraftConfig;
-use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::Packed;
-use draftmill::model::draft::{DraftOptions, Drafter, Shared};
+use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::{DraftOptions, Drafter, Shared};
 use draftmill::model::ops::linear;
 use draftmill::model::params::init_params;
 use std::process::Command;

@@ -2,11 +2,11 @@
 
 use draftmill::hf::Dtype;
 use draftmill::hf::draft::{DraftConfig, LayerType};
-use draftmill::model::anchors::Anchors;
 use draftmill::model::batch::{Packed, Teacher};
-use draftmill::model::draft::{DraftOptions, Drafter, Shared};
+use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::{DraftOptions, Drafter, Shared};
+use draftmill::model::loss::weighting::Weighting;
 use draftmill::model::params::{ParamSet, init_params};
-use draftmill::model::weighting::Weighting;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;

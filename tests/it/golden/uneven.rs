@@ -7,16 +7,16 @@ use super::{
     files::close_to_largest,
 };
 use draftmill::{
+    config::Keep,
     engines::{
+        checkpointing::{Kept, Saving},
         optimizer::TorchOptimizer,
-        saving::{Kept, Saving},
         torch::{TorchDrafter, TorchFeatures},
     },
     model::{
         adamw::Hyper,
         params::{Gradient, Weights, init_params},
     },
-    retention::Keep,
 };
 use draftmill_actors::{
     dispatcher,

@@ -1,0 +1,110 @@
+//! What a checkpoint of a drafter of one gigabyte costs the steps: the real optimizer on the CPU, written to a real disk.
+
+use crate::machine::{Failed, Outcome, median};
+use draftmill::{
+    config::Keep,
+    engines::{
+        checkpointing::{Kept, Saving},
+        optimizer::TorchOptimizer,
+        simulated::stand_in,
+    },
+    model::{
+        adamw::Hyper,
+        ops::GradGuard,
+        params::{Gradient, ParamSet},
+    },
+};
+use draftmill_actors::messages::engine::{Optimizer, StepRequest};
+use std::path::Path;
+use tch::{Device, Kind, Tensor};
+use tokio::{runtime::Runtime, sync::watch, time::Instant};
+
+/// 16 tensors of 64 MiB: 1 GiB of weights, and twice that of moments.
+const TENSORS: i64 = 16;
+const ROWS: i64 = 1 << 12;
+/// Slots of the micro-batch of a step: 32 blocks of 16, far fewer than the recipe's 512 blocks.
+const SLOTS: i64 = 512;
+const CHECKPOINTS: u64 = 3;
+
+/// Seconds; medians.
+pub struct Costs {
+    /// Forward and backward of one micro-batch through as many weights, the update, and the copy of the weights for one drafter.
+    pub step: f64,
+    /// The update and that copy alone.
+    pub update: f64,
+    /// The copy of weights and moments: training stands still.
+    pub stall: f64,
+    /// A step while a checkpoint is being written.
+    pub step_beside: f64,
+    /// From the copy to a checkpoint that is complete.
+    pub written: f64,
+}
+
+pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
+    let saving = Saving {
+        folder: folder.to_owned(),
+        kept: watch::channel(Kept { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
+        seed: 1,
+        draft: stand_in(),
+    };
+    let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    let devices = vec![Device::Cpu];
+    let mut optimizer =
+        TorchOptimizer::new(&gigabyte(), hyper, Device::Cpu, devices, saving).failed("make an optimizer")?;
+    let mut weights = gigabyte();
+    let (mut steps, mut updates, mut beside) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut stalls, mut written) = (Vec::new(), Vec::new());
+    runtime.block_on(async {
+        step(&mut optimizer, &mut weights).await?;
+        for number in 1..=CHECKPOINTS {
+            let (whole, update) = step(&mut optimizer, &mut weights).await?;
+            steps.push(whole);
+            updates.push(update);
+            let born = Instant::now();
+            let writing = optimizer.save(number).await.failed("copy a checkpoint")?;
+            stalls.push(born.elapsed().as_secs_f64());
+            let writing = tokio::spawn(writing);
+            while !writing.is_finished() {
+                beside.push(step(&mut optimizer, &mut weights).await?.0);
+            }
+            writing.await.failed("write a checkpoint")?.failed("write a checkpoint")?;
+            written.push(born.elapsed().as_secs_f64());
+        }
+        Ok::<_, String>(())
+    })?;
+    Ok(Costs {
+        step: median(steps),
+        update: median(updates),
+        stall: median(stalls),
+        step_beside: median(beside),
+        written: median(written),
+    })
+}
+
+fn gigabyte() -> ParamSet {
+    let tensor = |i: i64| (format!("layers.{i}"), Tensor::randn([ROWS, ROWS], (Kind::Float, Device::Cpu)));
+    ParamSet::new((0..TENSORS).map(tensor).collect())
+}
+
+/// Seconds of one step, and of its update alone.
+async fn step(optimizer: &mut TorchOptimizer, weights: &mut ParamSet) -> Outcome<(f64, f64)> {
+    let born = Instant::now();
+    let gradient = gradient(weights).failed("compute a gradient")?;
+    let computed = Instant::now();
+    let request = StepRequest { step: 1, denominator: 1.0, learning_rate: 1e-4, max_grad_norm: 1.0, weight_decay: 0.0 };
+    optimizer.step(vec![gradient], request).await.failed("take a step")?;
+    *weights = optimizer.weights(0).await.failed("publish the weights")?;
+    Ok((born.elapsed().as_secs_f64(), computed.elapsed().as_secs_f64()))
+}
+
+/// Forward and backward of one micro-batch through every weight.
+fn gradient(weights: &ParamSet) -> Result<Gradient, tch::TchError> {
+    let _grad = GradGuard::enable();
+    let leaves: Vec<Tensor> = weights.tensors().iter().map(|weight| weight.detach().set_requires_grad(true)).collect();
+    let mut x = Tensor::f_randn([SLOTS, ROWS], (Kind::Float, Device::Cpu))?;
+    for leaf in &leaves {
+        x = x.f_mm(leaf)?.f_tanh()?;
+    }
+    let gradients = Tensor::f_run_backward(&[x.f_sum(Kind::Float)?], &leaves, false, false)?;
+    Ok(ParamSet::new(weights.names().iter().cloned().zip(gradients).collect()))
+}

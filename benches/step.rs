@@ -1,0 +1,215 @@
+//! One training step of a drafter, alone: what `benches/peers` measures beside other trainers.
+//!
+//! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
+//! how far the peak of memory rose above the weights. Random data and weights; on the CPU, in f32 and with two threads unless
+//! `--device cuda:0` and `--dtype bf16` say otherwise. `--attention kernel` or `plain` says how blocks attend to their context, where
+//! the device's default is not meant.
+//! `--labels data,16,all` takes a step with each of these labels in turn, from the same anchors, and prints a line for each;
+//! the peak is then that of all.
+
+use crate::{
+    machine::{Failed, Outcome},
+    sampled::{Options, Sampled},
+    widths::{Widths, widths},
+};
+use draftmill::{
+    config::TopK,
+    hf::draft::DraftConfig,
+    model::{
+        adamw::{AdamW, Hyper},
+        batch::{Likeliest, Packed, Teacher},
+        drafter::{AttentionBy, DraftOptions, Drafter, Shared, anchors::Anchors},
+        loss::{head_loss::Tile, weighting::Weighting},
+        params::init_params,
+    },
+};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use tch::{Device, Kind, Tensor};
+
+/// Tokens of a row that are prompt and so not supervised.
+const PROMPT: usize = 64;
+/// Labels that are the data's own.
+const DATA: &str = "data";
+pub const SEED: u64 = 1;
+/// Threads of libtorch.
+pub const THREADS: i32 = 2;
+
+/// What is measured; every field is an option of the same name.
+pub struct Shape {
+    pub device: Device,
+    /// `dtype`: the number type of features and activations.
+    pub kind: Kind,
+    widths: Widths,
+    rows: usize,
+    length: usize,
+    pub anchors: usize,
+    layers: usize,
+    pub steps: usize,
+    pub tile: Tile,
+    pub group_slots: usize,
+    attention: AttentionBy,
+    /// `None`: the data's own.
+    labels: Vec<Option<TopK>>,
+}
+
+/// A micro-batch of random features.
+pub struct Micro {
+    hidden: Tensor,
+    ids: Vec<i32>,
+    loss_mask: Vec<u8>,
+    lengths: Vec<u32>,
+    teacher: Option<Teacher>,
+}
+
+pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
+    let mut given = Options::read(arguments)?;
+    let (device, kind) = (given.device()?, given.kind()?);
+    let defaults = DraftOptions::new(device);
+    let mut widths = widths(given.word("widths", "smollm2"))?;
+    widths.vocab = given.number("vocab", widths.vocab)?;
+    let shape = Shape {
+        device,
+        kind,
+        widths,
+        rows: given.number("rows", 2)?,
+        length: given.number("length", 512)?,
+        anchors: given.number("anchors", 64)?,
+        layers: given.number("layers", 2)?,
+        steps: given.number("steps", 5)?,
+        tile: Tile {
+            slots: given.number("tile-slots", defaults.tile.slots)?,
+            tokens: given.number("tile-tokens", defaults.tile.tokens)?,
+        },
+        group_slots: given.number("group-slots", defaults.group_slots)?,
+        attention: match given.word("attention", "default") {
+            "default" => defaults.attention,
+            "kernel" => AttentionBy::Kernel,
+            "plain" => AttentionBy::Plain,
+            other => return Err(format!("--attention is kernel or plain, not {other}")),
+        },
+        labels: given.word("labels", DATA).split(',').map(labels).collect::<Outcome<_>>()?,
+    };
+    given.done().map(|()| shape)
+}
+
+fn labels(text: &str) -> Outcome<Option<TopK>> {
+    if text == DATA { Ok(None) } else { text.parse().map(Some) }
+}
+
+pub fn config(shape: &Shape) -> DraftConfig {
+    shape.widths.drafter(shape.layers)
+}
+
+/// The device that a mode with no other option is given, ready to draw the same numbers in every run.
+pub fn device_alone(arguments: &[&str]) -> Outcome<Device> {
+    let mut given = Options::read(arguments)?;
+    let device = given.device()?;
+    given.done()?;
+    tch::set_num_threads(THREADS);
+    tch::manual_seed(SEED as i64);
+    Ok(device)
+}
+
+impl Micro {
+    pub fn new(shape: &Shape, config: &DraftConfig) -> Micro {
+        let supervised = |place: usize| place >= PROMPT.min(shape.length / 2);
+        let mut micro = Micro::of(vec![shape.length as u32; shape.rows], config, supervised);
+        micro.hidden = micro.hidden.to_device(shape.device).to_kind(shape.kind);
+        micro
+    }
+
+    /// In f32 on the CPU.
+    pub fn of(lengths: Vec<u32>, config: &DraftConfig, supervised: impl Fn(usize) -> bool) -> Micro {
+        let tokens = lengths.iter().map(|&length| length as usize).sum::<usize>();
+        let width = config.target_layer_ids.len() * config.hidden_size;
+        let places = lengths.iter().flat_map(|&length| 0..length as usize);
+        Micro {
+            hidden: random([tokens as i64, width as i64], Device::Cpu),
+            ids: (0..tokens).map(|i| (i * 7919 % (config.vocab_size - 1)) as i32).collect(),
+            loss_mask: places.map(|place| u8::from(supervised(place))).collect(),
+            lengths,
+            teacher: None,
+        }
+    }
+
+    /// With what a target could say of its tokens.
+    fn taught(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
+        let tokens = self.ids.len();
+        let teacher = labels.map(|labels| match labels {
+            TopK::Likeliest(each) => {
+                let (each, vocab) = (each as usize, config.vocab_size);
+                let ids = (0..tokens * each).map(|i| (i * 7919 % vocab) as i32).collect();
+                Teacher::Likeliest(Likeliest { each, ids, shares: vec![1.0 / each as f32; tokens * each] })
+            }
+            TopK::All => {
+                let states = random([tokens as i64, config.hidden_size as i64], Device::Cpu);
+                Teacher::States(states.to_device(self.hidden.device()).to_kind(self.hidden.kind()))
+            }
+        });
+        Micro { teacher, ..self }
+    }
+
+    pub fn batch(&self) -> Packed<'_> {
+        let Micro { hidden, ids, loss_mask, lengths, teacher } = self;
+        Packed { teacher: teacher.as_ref(), ..Packed::of_ids(hidden, ids, loss_mask, lengths) }
+    }
+}
+
+pub fn random(size: [i64; 2], device: Device) -> Tensor {
+    Tensor::randn(size, (Kind::Float, device))
+}
+
+/// Measures and prints.
+pub fn run(arguments: &[&str]) -> Outcome<()> {
+    let shape = &shape(arguments)?;
+    tch::set_num_threads(THREADS);
+    tch::manual_seed(SEED as i64);
+    let config = config(shape);
+    let options = DraftOptions {
+        tile: shape.tile,
+        group_slots: shape.group_slots,
+        attention: shape.attention,
+        weighting: Weighting::Decay(Some(7.0)),
+        kind: shape.kind,
+        ..DraftOptions::new(shape.device)
+    };
+    let table =
+        || (random([config.vocab_size as i64, config.hidden_size as i64], shape.device) * 0.02).to_kind(shape.kind);
+    let shared = Shared { embedding: table(), head: table() };
+    let mut drafter = Drafter::new(config.clone(), shared, options).failed("make a drafter")?;
+    let weights = init_params(&config, SEED).failed("draw weights")?;
+    let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    let masters = weights.deep_copy(shape.device, Kind::Float).failed("copy weights")?;
+    let mut adamw = AdamW::new(masters, hyper).failed("make an optimizer")?;
+    drafter.load_weights(weights).failed("load weights")?;
+
+    let new = |&labels| (labels, Micro::new(shape, &config).taught(labels, &config));
+    let micros: Vec<_> = shape.labels.iter().map(new).collect();
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+
+    let mut sides = Vec::new();
+    for (labels, micro) in &micros {
+        sides.push((labels, micro.batch(), Sampled::begin(shape.device)?));
+    }
+    for _ in 0..=shape.steps {
+        let Some((_, first, _)) = sides.first() else { break };
+        let anchors =
+            Anchors::sample(first.loss_mask, first.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
+        for (_, batch, sampled) in &mut sides {
+            sampled.step(|| {
+                let (report, gradient) = drafter.loss_and_gradient(batch, &anchors).failed("compute a gradient")?;
+                let gradient = gradient.ok_or("nothing was supervised")?;
+                adamw.step(gradient, report.loss_denominator, 1e-4, 1.0).failed("take a step")?;
+                let weights = adamw.masters.deep_copy(shape.device, Kind::Float).failed("publish weights")?;
+                drafter.load_weights(weights).failed("load weights")
+            })?;
+        }
+    }
+    for (labels, _, sampled) in sides {
+        let mut line = sampled.json()?;
+        line["labels"] = labels.map_or_else(|| DATA.into(), |labels| labels.to_string().into());
+        println!("{line}");
+    }
+    Ok(())
+}

@@ -1,0 +1,110 @@
+//! Who proposes the tokens of a block, and how a DFlash drafter does it with a cache of context keys.
+
+use crate::hf::draft::LayerType;
+use crate::model::ModelError;
+use crate::model::drafter::Drafter;
+use crate::model::drafter::layers::Layers;
+use crate::model::ops::{additive_mask, attention, linear};
+use crate::model::target::kv_cache::KvCache;
+use tch::{Kind, Tensor};
+
+/// The seam between decoding and the drafter, so that tests can decode with one that is always right.
+pub trait Drafting {
+    /// What the drafter remembers of one response.
+    type Memory;
+
+    /// Target layers whose outputs are the context.
+    fn taps(&self) -> &[usize];
+
+    /// Memory of nothing.
+    fn begin(&self) -> Result<Self::Memory, ModelError>;
+
+    /// Logits of the slots behind the anchor `last`, `[block_size - 1, vocab]`. `context [tokens, taps * hidden]` are the
+    /// taps of the tokens that were committed since the last call, all of them before the anchor.
+    fn propose(&self, memory: &mut Self::Memory, context: &Tensor, last: u32) -> Result<Tensor, ModelError>;
+}
+
+/// Keys and values of the committed context, in the form of each layer; and the weights, cast once.
+pub struct ContextCache {
+    keys: KvCache,
+    layers: Layers,
+}
+
+impl ContextCache {
+    /// Tokens of context that are remembered.
+    pub fn len(&self) -> i64 {
+        self.keys.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+}
+
+impl Drafting for Drafter {
+    type Memory = ContextCache;
+
+    fn taps(&self) -> &[usize] {
+        &self.config().target_layer_ids
+    }
+
+    fn begin(&self) -> Result<ContextCache, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let layers = Layers::new(self.config(), self.params(), self.options().kind)?;
+        Ok(ContextCache { keys: KvCache::new(self.config().num_hidden_layers), layers })
+    }
+
+    fn propose(&self, memory: &mut ContextCache, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let hidden = self.draft_cached(memory, context, last)?;
+        let slots = self.config().block_size as i64 - 1;
+        linear(&hidden.f_narrow(0, 1, slots)?, &self.shared().head, None)
+    }
+}
+
+impl Drafter {
+    /// What the head sees of the block behind all context so far, `[block_size, hidden]`: the numbers of
+    /// [`Drafter::draft_block`], with the keys of earlier context taken from `memory`.
+    pub fn draft_cached(&self, memory: &mut ContextCache, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let (config, kind, device) = (self.config(), self.options().kind, self.options().device);
+        let (known, fresh, size) = (memory.len(), context.size()[0], config.block_size as i64);
+        let anchor = known + fresh;
+        let context_table = self.rope().table(&(known..anchor).collect::<Vec<i64>>(), kind)?;
+        let slot_table = self.rope().table(&(anchor..anchor + size).collect::<Vec<i64>>(), kind)?;
+        let mut ids = vec![i64::from(config.mask_token_id); config.block_size];
+        ids[0] = last.into();
+        let ids = Tensor::f_from_slice(&ids)?.f_to(device)?;
+        let sliding = match config.sliding_window {
+            Some(window) => Some(sliding_mask(anchor, size, window as i64, (kind, device))?),
+            None => None,
+        };
+
+        let ContextCache { keys: cache, layers } = memory;
+        let context = layers.context(context)?;
+        let mut x = self.shared().embedding.f_index_select(0, &ids)?;
+        for (index, (layer, &layer_type)) in layers.layers.iter().zip(&config.layer_types).enumerate() {
+            let inner = layer.inner(&x)?;
+            let queries = layer.queries(&inner, &slot_table)?.f_unsqueeze(0)?.f_transpose(1, 2)?;
+            let (before, own) = (layer.keys_values(&context, &context_table)?, layer.keys_values(&inner, &slot_table)?);
+            let keys = Tensor::f_cat(&[before.0, own.0], 0)?;
+            let values = Tensor::f_cat(&[before.1, own.1], 0)?;
+            let (keys, values) = cache.write(index, &keys, &values)?;
+            let mask = sliding.as_ref().filter(|_| layer_type == LayerType::Sliding);
+            let mixed = attention(&queries, &keys, &values, mask, false)?;
+            x = layer.finish(&x, &mixed.f_transpose(1, 2)?.f_reshape([size, -1])?)?;
+        }
+        // The context stays; the block's own keys, which stand behind it, do not.
+        cache.keep(fresh);
+        layers.normed(&x)
+    }
+}
+
+/// Slot `j` of a block at `anchor` sees context from `anchor + j - (window - 1)` on, and the slots up to its own.
+fn sliding_mask(anchor: i64, size: i64, window: i64, on: (Kind, tch::Device)) -> Result<Tensor, ModelError> {
+    let key = Tensor::f_arange(anchor + size, (Kind::Int64, on.1))?;
+    let slot = Tensor::f_arange_start(anchor, anchor + size, (Kind::Int64, on.1))?.f_unsqueeze(1)?;
+    let near = key.f_gt_tensor(&slot.f_sub_scalar(window)?)?.f_logical_or(&key.f_ge(anchor)?)?;
+    let allowed = near.f_logical_and(&key.f_le_tensor(&slot)?)?;
+    Ok(additive_mask(&allowed, on.0)?.f_unsqueeze(0)?.f_unsqueeze(0)?)
+}

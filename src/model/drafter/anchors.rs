@@ -1,0 +1,257 @@
+//! Where blocks start, and which of their slots are trained: pure functions of masks, lengths and a seed.
+
+use crate::model::ModelError;
+use crate::model::batch::{Likeliest, Packed, Teacher};
+use draftmill_actors::{messages::types::JobId, runtime::random::stream_seed};
+use rand::seq::index;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+
+/// Sorted anchors of each row of a micro-batch; a row may have none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Anchors {
+    pub rows: Vec<Vec<u32>>,
+}
+
+/// The slots that are trained, over all blocks in row order: slot `j` of block `n` has the place `n * block_size + j`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Slots {
+    pub places: Vec<i64>,
+    /// The packed token before each slot's own position: where the target says what is to come there.
+    pub before: Vec<i64>,
+    /// Labels of each slot; none where they are made from the target's states.
+    pub each: usize,
+    /// Those at the slot's own position, `[slots, each]`: labels are not shifted.
+    pub labels: Vec<i64>,
+    /// How much each of them counts, `[slots, each]`; 1 in sum.
+    pub shares: Vec<f32>,
+    /// Decay of the slot; 1 where there is none.
+    pub weights: Vec<f32>,
+}
+
+/// The stream of random numbers that belongs to one job of a run, whoever trains it and when.
+pub fn job_rng(seed: u64, job: JobId) -> ChaCha8Rng {
+    ChaCha8Rng::from_seed(stream_seed(seed, "anchors", &[job.epoch.into(), job.index.into()]))
+}
+
+/// Positions of one row where a block may start: the token and the one after it are supervised. Whether the whole block
+/// fits does not matter, since slots past the end are not trained.
+pub fn candidates(loss_mask: &[u8]) -> Vec<u32> {
+    (0u32..).zip(loss_mask.windows(2)).filter(|(_, pair)| pair[0] > 0 && pair[1] > 0).map(|(p, _)| p).collect()
+}
+
+impl Anchors {
+    /// At most `most` anchors of each row, drawn uniformly without replacement.
+    pub fn sample(loss_mask: &[u8], lengths: &[u32], most: usize, rng: &mut ChaCha8Rng) -> Result<Anchors, ModelError> {
+        let total: usize = lengths.iter().map(|&len| len as usize).sum();
+        if total != loss_mask.len() {
+            let have = loss_mask.len();
+            return Err(ModelError::Input(format!("a loss mask of {have} entries does not cover {total} tokens")));
+        }
+        let mut rest = loss_mask;
+        let rows = lengths.iter().map(|&len| {
+            let (row, after) = rest.split_at(len as usize);
+            rest = after;
+            let candidates = candidates(row);
+            let chosen = index::sample(rng, candidates.len(), most.min(candidates.len()));
+            let mut anchors: Vec<u32> = chosen.into_iter().map(|place| candidates[place]).collect();
+            anchors.sort_unstable();
+            anchors
+        });
+        Ok(Anchors { rows: rows.collect() })
+    }
+
+    /// Blocks of all rows.
+    pub fn count(&self) -> usize {
+        self.rows.iter().map(Vec::len).sum()
+    }
+
+    /// Of each row: the largest anchor, before which lies all that its blocks see; 0 without anchors.
+    pub fn cuts(&self) -> Vec<i64> {
+        self.rows.iter().map(|row| row.last().copied().unwrap_or(0).into()).collect()
+    }
+
+    /// Part `number` of `count` of about the same size, for the same rows; none is empty where there are as many blocks.
+    pub fn part(&self, number: usize, count: usize) -> Anchors {
+        let all = self.count();
+        let (from, to) = (all * number / count, all * (number + 1) / count);
+        let mut seen = 0;
+        let rows = self.rows.iter().map(|row| {
+            let place = |at: usize| at.saturating_sub(seen).min(row.len());
+            let mine = row[place(from)..place(to)].to_vec();
+            seen += row.len();
+            mine
+        });
+        Anchors { rows: rows.collect() }
+    }
+
+    /// Refuses anchors outside their rows, out of order, or for another number of rows.
+    pub fn check(&self, lengths: &[u32]) -> Result<(), ModelError> {
+        let fits = |(anchors, &len): (&Vec<u32>, &u32)| {
+            anchors.windows(2).all(|pair| pair[0] <= pair[1]) && anchors.last().is_none_or(|&last| last < len)
+        };
+        if self.rows.len() != lengths.len() || !self.rows.iter().zip(lengths).all(fits) {
+            return Err(ModelError::Input(format!(
+                "anchors must be sorted positions inside their rows: {:?} for rows of {lengths:?} tokens",
+                self.rows
+            )));
+        }
+        Ok(())
+    }
+
+    /// Ids that stand in slot 0 of each block.
+    pub fn ids(&self, batch: &Packed<'_>) -> Vec<i64> {
+        let rows = self.rows.iter().zip(batch.offsets());
+        rows.flat_map(|(anchors, start)| anchors.iter().map(move |&a| i64::from(batch.ids[start + a as usize])))
+            .collect()
+    }
+
+    /// Slots `1..` of each block whose position lies in the row and is supervised. A hole in the loss mask leaves out
+    /// its own slot only.
+    pub fn slots(&self, batch: &Packed<'_>, block_size: usize, gamma: Option<f64>) -> Slots {
+        let decay = decay(block_size, gamma);
+        let mut slots = Slots {
+            each: match batch.teacher {
+                None => 1,
+                Some(Teacher::Likeliest(said)) => said.each,
+                Some(Teacher::States(_)) => 0,
+            },
+            ..Slots::default()
+        };
+        let rows = self.rows.iter().zip(batch.offsets()).zip(batch.lengths);
+        let blocks = rows.flat_map(|((anchors, start), &len)| anchors.iter().map(move |&a| (start, a as usize, len)));
+        for (block, (start, anchor, len)) in blocks.enumerate() {
+            for (slot, &weight) in decay.iter().enumerate().skip(1) {
+                let position = anchor + slot;
+                if position < len as usize && batch.loss_mask[start + position] > 0 {
+                    slots.places.push((block * block_size + slot) as i64);
+                    slots.before.push((start + position) as i64 - 1);
+                    match batch.teacher {
+                        None => {
+                            slots.labels.push(batch.ids[start + position].into());
+                            slots.shares.push(1.0);
+                        }
+                        Some(Teacher::States(_)) => {}
+                        Some(Teacher::Likeliest(Likeliest { each, ids, shares })) => {
+                            let at = (start + position) * each..(start + position + 1) * each;
+                            slots.labels.extend(ids[at.clone()].iter().map(|&id| i64::from(id)));
+                            slots.shares.extend(&shares[at]);
+                        }
+                    }
+                    slots.weights.push(weight as f32);
+                }
+            }
+        }
+        slots
+    }
+}
+
+/// Weight of each slot by its distance from the anchor: `exp(-max(j - 1, 0) / gamma)`. `None` or 0 weighs all alike.
+pub fn decay(block_size: usize, gamma: Option<f64>) -> Vec<f64> {
+    let gamma = gamma.filter(|&gamma| gamma > 0.0);
+    (0..block_size).map(|j| gamma.map_or(1.0, |gamma| (-(j.saturating_sub(1) as f64) / gamma).exp())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use tch::{Device, Kind, Tensor};
+
+    fn rows() -> impl Strategy<Value = (Vec<u8>, Vec<u32>)> {
+        prop::collection::vec(prop::collection::vec(0u8..2, 0..40), 1..5).prop_map(|rows| {
+            let lengths = rows.iter().map(|row| row.len() as u32).collect();
+            (rows.concat(), lengths)
+        })
+    }
+
+    proptest! {
+        /// Automodel#3673: how many blocks a batch had was known only once it had run out of memory.
+        #[test]
+        fn automodel_3673_anchors_are_sorted_different_supervised_and_as_many_as_a_row_has_up_to_the_limit(
+            (mask, lengths) in rows(), most in 0usize..30, seed: u64,
+        ) {
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
+            let anchors = Anchors::sample(&mask, &lengths, most, &mut rng).unwrap();
+            anchors.check(&lengths).unwrap();
+            let mut start = 0;
+            for (row, &len) in anchors.rows.iter().zip(&lengths) {
+                let mask = &mask[start..start + len as usize];
+                prop_assert!(row.windows(2).all(|pair| pair[0] < pair[1]));
+                prop_assert!(row.iter().all(|&a| mask[a as usize] == 1 && mask[a as usize + 1] == 1));
+                prop_assert_eq!(row.len(), most.min(candidates(mask).len()));
+                start += len as usize;
+            }
+        }
+    }
+
+    #[test]
+    fn every_candidate_is_drawn_about_equally_often() {
+        let mask = [1u8; 9];
+        let mut seen = [0u32; 9];
+        for index in 0..4000 {
+            let mut rng = job_rng(11, JobId { epoch: 0, index });
+            for &a in &Anchors::sample(&mask, &[9], 3, &mut rng).unwrap().rows[0] {
+                seen[a as usize] += 1;
+            }
+        }
+        // Three of eight candidates; a fair draw strays from 1500 by more than 150 once in 10^6 runs.
+        assert!(seen[..8].iter().all(|&n| n.abs_diff(1500) < 150) && seen[8] == 0, "{seen:?}");
+    }
+
+    #[test]
+    fn a_job_has_its_own_stream() {
+        let draw = |seed, epoch, index| {
+            Anchors::sample(&[1; 200], &[200], 5, &mut job_rng(seed, JobId { epoch, index })).unwrap()
+        };
+        assert_eq!(draw(1, 2, 3), draw(1, 2, 3));
+        for other in [draw(2, 2, 3), draw(1, 3, 3), draw(1, 2, 4)] {
+            assert_ne!(draw(1, 2, 3), other);
+        }
+    }
+
+    fn packed<'a>(hidden: &'a Tensor, ids: &'a [i32], loss_mask: &'a [u8], lengths: &'a [u32]) -> Packed<'a> {
+        Packed::of_ids(hidden, ids, loss_mask, lengths)
+    }
+
+    /// SpecForge#455: labels shifted by one gave a good loss and an acceptance of 1.29.
+    #[test]
+    fn specforge_455_labels_are_not_shifted() {
+        let hidden = Tensor::zeros([7, 1], (Kind::Float, Device::Cpu));
+        let (ids, mask, lengths) = ([10, 11, 12, 13, 20, 21, 22], [1; 7], [4, 3]);
+        let batch = packed(&hidden, &ids, &mask, &lengths);
+        let anchors = Anchors { rows: vec![vec![1], vec![0]] };
+        assert_eq!(anchors.ids(&batch), [11, 20]);
+        let slots = anchors.slots(&batch, 4, None);
+        // Slot j holds the token at anchor + j; slot 0 is given; nothing runs over into the next row.
+        assert_eq!(slots.places, [1, 2, 5, 6]);
+        assert_eq!(slots.labels, [12, 13, 21, 22]);
+        assert_eq!(slots.before, [1, 2, 4, 5]);
+    }
+
+    /// A hole in the loss mask takes out its own slot; it does not end the block.
+    #[test]
+    fn a_hole_in_the_loss_mask_does_not_end_the_block() {
+        let hidden = Tensor::zeros([6, 1], (Kind::Float, Device::Cpu));
+        let batch = packed(&hidden, &[1, 2, 3, 4, 5, 6], &[1, 1, 0, 1, 0, 1], &[6]);
+        let slots = Anchors { rows: vec![vec![0]] }.slots(&batch, 6, Some(2.0));
+        assert_eq!(slots.places, [1, 3, 5]);
+        let want = [1.0, (-1.0f64).exp() as f32, (-2.0f64).exp() as f32];
+        assert_eq!(slots.weights, want);
+    }
+
+    /// SpecForge#463: the trainer had no decay, so late slots weighed as much as the first.
+    #[test]
+    fn specforge_463_weights_decay_from_the_first_trained_slot_on() {
+        assert_eq!(decay(4, None), [1.0; 4]);
+        assert_eq!(decay(4, Some(0.0)), [1.0; 4]);
+        assert_eq!(decay(5, Some(2.0)), [1.0, 1.0, (-0.5f64).exp(), (-1.0f64).exp(), (-1.5f64).exp()]);
+    }
+
+    /// ModelOpt#1211: one anchor fewer than there are candidates was drawn.
+    #[test]
+    fn modelopt_1211_all_candidates_can_be_drawn_and_blocks_may_run_past_the_end() {
+        let anchors = Anchors::sample(&[1; 5], &[5], 99, &mut ChaCha8Rng::seed_from_u64(0)).unwrap();
+        assert_eq!(anchors.rows, [[0, 1, 2, 3]]);
+    }
+}

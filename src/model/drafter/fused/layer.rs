@@ -1,0 +1,261 @@
+//! One layer forward and backward.
+
+use super::attention::{Gradients, Inputs, Output};
+use super::heads::Heads;
+use super::products::product;
+use super::weights::LayerWeights;
+use super::{mlp, norm};
+use crate::model::ModelError;
+use crate::model::drafter::AttentionBy;
+use crate::model::drafter::blocks::Sight;
+use crate::model::ops::wide;
+use crate::model::rope::Turn;
+use tch::Tensor;
+
+/// What all layers have in common.
+pub struct Shape<'a> {
+    pub heads: i64,
+    pub kv_heads: i64,
+    pub head_dim: i64,
+    pub block_size: i64,
+    pub eps: f64,
+    /// With the factor `1 / sqrt(head_dim)`, and without.
+    pub query_turn: &'a Turn,
+    pub key_turn: &'a Turn,
+    pub context_turn: &'a Turn,
+}
+
+/// One layer as it is applied to the slots.
+pub struct Layer<'a> {
+    pub shape: &'a Shape<'a>,
+    pub weights: &'a LayerWeights,
+    pub sight: Sight<'a>,
+    pub by: AttentionBy,
+    /// Keys and values of the context before norm and turn, `[tokens, 2 * kv_heads * head_dim]`.
+    pub context: Option<Tensor>,
+    pub ends: Ends<'a>,
+}
+
+/// Where a layer has fewer rows to compute than there are slots.
+#[derive(Clone, Copy, Default)]
+pub struct Ends<'a> {
+    /// The first layer: all slots but those of the anchors hold the mask token, so its input has one row for each anchor
+    /// and one row for the mask.
+    pub first: bool,
+    /// The last layer: after attention, only these slots matter.
+    pub places: Option<&'a Tensor>,
+}
+
+/// What the backward pass needs of the forward pass. Products that one pass over memory makes again are not kept.
+pub struct Kept {
+    /// The residual stream before the layer, and between attention and MLP, with the scales of their norms; at the ends
+    /// of fewer rows than slots.
+    x: Tensor,
+    scale: Tensor,
+    middle: Tensor,
+    middle_scale: Tensor,
+    projected: Projected,
+    attention: Output,
+    gate_up: Tensor,
+}
+
+/// What attention is computed from.
+struct Projected {
+    /// Queries, keys and values of the slots before norm and turn.
+    qkv: Tensor,
+    queries: Heads,
+    keys: Heads,
+    context_keys: Option<Heads>,
+}
+
+/// What the backward pass gives.
+pub struct Back {
+    /// `None` for the first layer: embeddings are frozen.
+    pub x: Option<Tensor>,
+    pub context: Option<Tensor>,
+    pub weights: LayerWeights,
+}
+
+impl Layer<'_> {
+    /// The residual stream `[slots, hidden]` after the layer, at the last layer that of the places alone.
+    pub fn forward(&self, x: Tensor) -> Result<(Tensor, Kept), ModelError> {
+        let (w, shape) = (self.weights, self.shape);
+        let (inner, scale) = norm::forward(&x, &w.input_norm, shape.eps)?;
+        let qkv = self.spread(inner.f_linear(&w.qkv, None::<Tensor>)?)?;
+        let heads =
+            |raw: Tensor, weight: &Tensor, turn: &Turn| Heads::forward(&raw, weight, shape.eps, turn, shape.kv_heads);
+        let queries = heads(self.raw_queries(&qkv)?, &w.q_norm, shape.query_turn)?;
+        let keys = heads(self.raw_keys(&qkv)?, &w.k_norm, shape.key_turn)?;
+        let context_keys = match &self.context {
+            Some(context) => Some(heads(self.raw_context_keys(context)?, &w.k_norm, shape.context_turn)?),
+            None => None,
+        };
+        let projected = Projected { qkv, queries, keys, context_keys };
+        let attention = self.with_inputs(&projected, |inputs| inputs.forward())?;
+        let gathered = self.of_places(self.flat(&attention.gathered)?)?.f_linear(&w.o, None::<Tensor>)?;
+        let middle = self.of_places(self.spread(x.shallow_clone())?)?.f_add(&gathered)?;
+        let (inner, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
+        let gate_up = inner.f_linear(&w.gate_up, None::<Tensor>)?;
+        let out = mlp::forward(&gate_up, &w.down)?.f_add_(&middle)?;
+        Ok((out, Kept { x, scale, middle, middle_scale, projected, attention, gate_up }))
+    }
+
+    /// Gradients from that of the layer's output.
+    pub fn backward(&self, kept: Kept, d_out: &Tensor) -> Result<Back, ModelError> {
+        let (w, shape) = (self.weights, self.shape);
+        let kind = d_out.f_kind()?;
+        let inner = norm::apply(&kept.middle, &kept.middle_scale, &w.post_norm)?;
+        let mlp = mlp::backward(d_out, &kept.gate_up, &inner, w)?;
+        let (d_middle, d_post_norm) = norm::backward(&mlp.inner, &kept.middle, &kept.middle_scale, &w.post_norm)?;
+        let d_middle = d_middle.f_to_kind(kind)?.f_add_(d_out)?;
+
+        let projected = &kept.projected;
+        let slots = projected.qkv.size()[0];
+        let d_o = product(&d_middle, &self.of_places(self.flat(&kept.attention.gathered)?)?)?;
+        let d_gathered = self.by_head(&self.to_slots(d_middle.f_mm(&w.o)?, slots)?)?;
+        let gradients = self.with_inputs(projected, |inputs| inputs.backward(&kept.attention, &d_gathered))?;
+        let Gradients { queries: d_queries, own: (d_keys, d_values), context: d_context } = gradients;
+        let d_qkv = projected.qkv.f_empty_like()?;
+        let back = |heads: &Heads, d_turned: &Tensor, [raw, d_raw]: [Tensor; 2], weight: &Tensor, turn: &Turn| {
+            heads.backward(d_turned, &raw, &d_raw, weight, turn)
+        };
+        let raw = [self.raw_queries(&projected.qkv)?, self.raw_queries(&d_qkv)?];
+        let d_q_norm = back(&projected.queries, &d_queries, raw, &w.q_norm, shape.query_turn)?;
+        let raw = [self.raw_keys(&projected.qkv)?, self.raw_keys(&d_qkv)?];
+        let mut d_k_norm = back(&projected.keys, &d_keys, raw, &w.k_norm, shape.key_turn)?;
+        self.raw_values(&d_qkv)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
+        let context = match (&self.context, &projected.context_keys, d_context) {
+            (Some(context), Some(keys), Some((d_keys, d_values))) => {
+                let d_context = context.f_empty_like()?;
+                let raw = [self.raw_context_keys(context)?, self.raw_context_keys(&d_context)?];
+                let d_norm = back(keys, &d_keys.f_to_kind(kind)?, raw, &w.k_norm, shape.context_turn)?;
+                d_k_norm = d_k_norm.f_add_(&d_norm)?;
+                self.raw_context_values(&d_context)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
+                Some(d_context)
+            }
+            _ => None,
+        };
+        let inner = norm::apply(&kept.x, &kept.scale, &w.input_norm)?;
+        let d_qkv = self.collect(d_qkv)?;
+        let d_qkv_weight = product(&d_qkv, &inner)?;
+        let (dx, d_input_norm) = norm::backward(&d_qkv.f_mm(&w.qkv)?, &kept.x, &kept.scale, &w.input_norm)?;
+        let x = match self.ends.first {
+            true => None,
+            false => Some(dx.f_to_kind(kind)?.f_add_(&self.to_slots(d_middle, slots)?)?),
+        };
+        Ok(Back {
+            x,
+            context,
+            weights: LayerWeights {
+                input_norm: d_input_norm,
+                post_norm: d_post_norm,
+                q_norm: d_q_norm,
+                k_norm: d_k_norm,
+                qkv: d_qkv_weight,
+                o: d_o,
+                gate_up: mlp.gate_up,
+                down: mlp.down,
+            },
+        })
+    }
+
+    /// Rows of the first layer's input to slots.
+    fn spread(&self, rows: Tensor) -> Result<Tensor, ModelError> {
+        if !self.ends.first {
+            return Ok(rows);
+        }
+        let (blocks, width, size) = (rows.size()[0] - 1, rows.size()[1], self.shape.block_size);
+        let slots = Tensor::f_empty([blocks, size, width], (rows.f_kind()?, rows.device()))?;
+        slots.f_select(1, 0)?.f_copy_(&rows.f_narrow(0, 0, blocks)?)?;
+        slots.f_narrow(1, 1, size - 1)?.f_copy_(&rows.f_narrow(0, blocks, 1)?.f_unsqueeze(0)?)?;
+        Ok(slots.f_view([blocks * size, width])?)
+    }
+
+    /// The gradient of [`Layer::spread`].
+    fn collect(&self, slots: Tensor) -> Result<Tensor, ModelError> {
+        if !self.ends.first {
+            return Ok(slots);
+        }
+        let (size, width, kind) = (self.shape.block_size, slots.size()[1], slots.f_kind()?);
+        let blocks = slots.f_view([-1, size, width])?;
+        let masks = blocks.f_narrow(1, 1, size - 1)?.f_sum_dim_intlist(&[0i64, 1][..], false, wide(kind))?;
+        Ok(Tensor::f_cat(&[blocks.f_select(1, 0)?, masks.f_to_kind(kind)?.f_unsqueeze(0)?], 0)?)
+    }
+
+    fn of_places(&self, slots: Tensor) -> Result<Tensor, ModelError> {
+        Ok(match self.ends.places {
+            Some(places) => slots.f_index_select(0, places)?,
+            None => slots,
+        })
+    }
+
+    /// The gradient of [`Layer::of_places`].
+    fn to_slots(&self, places: Tensor, slots: i64) -> Result<Tensor, ModelError> {
+        let Some(index) = self.ends.places else { return Ok(places) };
+        let mut all = Tensor::f_zeros([slots, places.size()[1]], (places.f_kind()?, places.device()))?;
+        Ok(all.f_index_copy_(0, index, &places)?)
+    }
+
+    fn with_inputs<T>(
+        &self,
+        Projected { qkv, queries, keys, context_keys }: &Projected,
+        compute: impl FnOnce(Inputs<'_>) -> Result<T, ModelError>,
+    ) -> Result<T, ModelError> {
+        let values = self.raw_values(qkv)?.f_transpose(0, 1)?.f_contiguous()?;
+        let keys = keys.turned.f_squeeze_dim(2)?;
+        let context = match (context_keys, &self.context) {
+            (Some(keys), Some(context)) => {
+                Some((keys.turned.f_squeeze_dim(2)?, self.raw_context_values(context)?.f_transpose(0, 1)?))
+            }
+            _ => None,
+        };
+        compute(Inputs {
+            queries: &queries.turned,
+            own: (&keys, &values),
+            context: context.as_ref().map(|(keys, values)| (keys, values)),
+            sight: self.sight,
+            block_size: self.shape.block_size,
+            by: self.by,
+        })
+    }
+
+    fn raw_queries(&self, qkv: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(qkv, 0, self.shape.heads)
+    }
+
+    fn raw_keys(&self, qkv: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(qkv, self.shape.heads, self.shape.kv_heads)
+    }
+
+    fn raw_values(&self, qkv: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(qkv, self.shape.heads + self.shape.kv_heads, self.shape.kv_heads)
+    }
+
+    fn raw_context_keys(&self, context: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(context, 0, self.shape.kv_heads)
+    }
+
+    fn raw_context_values(&self, context: &Tensor) -> Result<Tensor, ModelError> {
+        self.part(context, self.shape.kv_heads, self.shape.kv_heads)
+    }
+
+    /// Some heads of a product, `[positions, heads, head_dim]`, a view.
+    fn part(&self, x: &Tensor, from: i64, heads: i64) -> Result<Tensor, ModelError> {
+        let dim = self.shape.head_dim;
+        Ok(x.f_narrow(1, from * dim, heads * dim)?.f_view([x.size()[0], heads, dim])?)
+    }
+
+    /// `[kv_heads, rows, head_dim]` as `[slots, heads * head_dim]`.
+    fn flat(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        let Shape { heads, kv_heads, head_dim, .. } = *self.shape;
+        let x = x.f_view([kv_heads, -1, heads / kv_heads, head_dim])?.f_transpose(0, 1)?;
+        Ok(x.f_reshape([-1, heads * head_dim])?)
+    }
+
+    /// And back.
+    fn by_head(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        let Shape { heads, kv_heads, head_dim, .. } = *self.shape;
+        let x = x.f_view([-1, kv_heads, heads / kv_heads, head_dim])?.f_transpose(0, 1)?;
+        Ok(x.f_contiguous()?.f_view([kv_heads, -1, head_dim])?)
+    }
+}

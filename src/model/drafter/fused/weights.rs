@@ -1,0 +1,149 @@
+//! The drafter's weights as the training pass multiplies by them, and their gradients on the way back to single tensors.
+
+use crate::hf::draft::{DraftConfig, layer_weight};
+use crate::model::ModelError;
+use crate::model::params::{Gradient, ParamSet};
+use tch::{Kind, Tensor};
+
+/// All weights in the number type of the activations. What is applied to the same input is one matrix.
+pub struct Weights {
+    pub fc: Tensor,
+    pub hidden_norm: Tensor,
+    pub norm: Tensor,
+    /// Keys and values of the context for all layers, `[layers * 2 * kv_heads * head_dim, hidden]`.
+    pub context: Tensor,
+    pub layers: Vec<LayerWeights>,
+}
+
+/// One layer's.
+pub struct LayerWeights {
+    pub input_norm: Tensor,
+    pub post_norm: Tensor,
+    pub q_norm: Tensor,
+    pub k_norm: Tensor,
+    /// `[(heads + 2 * kv_heads) * head_dim, hidden]`
+    pub qkv: Tensor,
+    pub o: Tensor,
+    /// `[2 * intermediate, hidden]`
+    pub gate_up: Tensor,
+    pub down: Tensor,
+}
+
+impl LayerWeights {
+    fn all(&self) -> [&Tensor; 8] {
+        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down } = self;
+        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down]
+    }
+
+    fn all_mut(&mut self) -> [&mut Tensor; 8] {
+        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down } = self;
+        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down]
+    }
+}
+
+const KEY: &str = "self_attn.k_proj";
+const VALUE: &str = "self_attn.v_proj";
+const QKV: [&str; 3] = ["self_attn.q_proj", KEY, VALUE];
+const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
+
+impl Weights {
+    pub fn new(config: &DraftConfig, params: &ParamSet, kind: Kind) -> Result<Weights, ModelError> {
+        let get = |name: &str| -> Result<Tensor, ModelError> { Ok(params.need(name)?.f_to_kind(kind)?) };
+        let (mut layers, mut context) = (Vec::new(), Vec::new());
+        for index in 0..config.num_hidden_layers {
+            let part = |name: &str| get(&layer_weight(index, name));
+            let joined = |names: &[&str]| -> Result<Tensor, ModelError> {
+                Ok(Tensor::f_cat(&names.iter().map(|name| part(name)).collect::<Result<Vec<_>, _>>()?, 0)?)
+            };
+            context.extend([part(KEY)?, part(VALUE)?]);
+            layers.push(LayerWeights {
+                input_norm: part("input_layernorm")?,
+                post_norm: part("post_attention_layernorm")?,
+                q_norm: part("self_attn.q_norm")?,
+                k_norm: part("self_attn.k_norm")?,
+                qkv: joined(&QKV)?,
+                o: part("self_attn.o_proj")?,
+                gate_up: joined(&GATE_UP)?,
+                down: part("mlp.down_proj")?,
+            });
+        }
+        Ok(Weights {
+            fc: get("fc.weight")?,
+            hidden_norm: get("hidden_norm.weight")?,
+            norm: get("norm.weight")?,
+            context: Tensor::f_cat(&context, 0)?,
+            layers,
+        })
+    }
+}
+
+/// The same for gradients, but for those that the context brings.
+pub struct WeightGradients {
+    pub norm: Tensor,
+    pub layers: Vec<LayerWeights>,
+}
+
+pub struct ContextGradients {
+    pub fc: Tensor,
+    pub hidden_norm: Tensor,
+    pub keys_values: Tensor,
+}
+
+impl WeightGradients {
+    /// Adds those of other blocks.
+    pub fn add(&mut self, other: WeightGradients) -> Result<(), ModelError> {
+        let _ = self.norm.f_add_(&other.norm)?;
+        for (layer, other) in self.layers.iter_mut().zip(&other.layers) {
+            for (sum, part) in layer.all_mut().into_iter().zip(other.all()) {
+                let _ = sum.f_add_(part)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// In the names and shapes of `params`, and in their number type. What the context brings, `None` where no block sees any, is
+    /// added to the layers' own.
+    pub fn into_gradient(
+        self,
+        context: Option<ContextGradients>,
+        config: &DraftConfig,
+        params: &ParamSet,
+    ) -> Result<Gradient, ModelError> {
+        let kv_rows = (config.num_key_value_heads * config.head_dim) as i64;
+        let mut named = vec![("norm.weight".to_string(), self.norm)];
+        let context_rows = |layer: usize| -> Result<Option<Tensor>, ModelError> {
+            let rows = |all: &ContextGradients| all.keys_values.f_narrow(0, layer as i64 * 2 * kv_rows, 2 * kv_rows);
+            Ok(context.as_ref().map(rows).transpose()?)
+        };
+        for (index, layer) in self.layers.into_iter().enumerate() {
+            let mut add = |name: &str, x: Tensor| named.push((layer_weight(index, name), x));
+            add("input_layernorm", layer.input_norm);
+            add("post_attention_layernorm", layer.post_norm);
+            add("self_attn.q_norm", layer.q_norm);
+            add("self_attn.k_norm", layer.k_norm);
+            add("self_attn.o_proj", layer.o);
+            add("mlp.down_proj", layer.down);
+            if let Some(context) = context_rows(index)? {
+                let all = layer.qkv.size()[0];
+                let _ = layer.qkv.f_narrow(0, all - 2 * kv_rows, 2 * kv_rows)?.f_add_(&context)?;
+            }
+            let query_rows = layer.qkv.size()[0] - 2 * kv_rows;
+            for (name, part) in QKV.iter().zip(layer.qkv.f_split_with_sizes([query_rows, kv_rows, kv_rows], 0)?) {
+                add(name, part);
+            }
+            for (name, part) in GATE_UP.iter().zip(layer.gate_up.f_chunk(2, 0)?) {
+                add(name, part);
+            }
+        }
+        if let Some(context) = context {
+            named.push(("fc.weight".into(), context.fc));
+            named.push(("hidden_norm.weight".into(), context.hidden_norm));
+        } else {
+            for name in ["fc.weight", "hidden_norm.weight"] {
+                named.push((name.into(), params.need(name)?.f_zeros_like()?));
+            }
+        }
+        // Other number types are converted anyway, and then into one buffer.
+        ParamSet::new(named).in_kind(params.need("norm.weight")?.f_kind()?)
+    }
+}

@@ -1,0 +1,67 @@
+//! What training's loss and accuracy are on a batch that is not trained: the same forward, and no gradient.
+
+use super::Drafter;
+use super::anchors::Anchors;
+use crate::model::ModelError;
+use crate::model::SlotCount;
+use crate::model::batch::Packed;
+use crate::model::loss::head_loss::Labels;
+use crate::model::ops::{HEAD_ROWS, largest, spans};
+use draftmill_actors::messages::engine::MicroReport;
+use tch::{Kind, Tensor};
+
+impl Drafter {
+    /// The sums that training would report of this batch, and hits and tries of each slot behind the anchor.
+    pub fn held_out(
+        &self,
+        batch: &Packed<'_>,
+        anchors: &Anchors,
+        gamma: Option<f64>,
+    ) -> Result<(MicroReport, Vec<SlotCount>), ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let size = self.config().block_size;
+        let mut counts = vec![SlotCount::default(); size - 1];
+        let slots = anchors.slots(batch, size, gamma);
+        let mut report =
+            MicroReport { anchors: anchors.count() as u64, tokens: batch.ids.len() as u64, ..MicroReport::default() };
+        if slots.places.is_empty() {
+            return Ok((report, counts));
+        }
+        let device = self.options().device;
+        let hidden =
+            self.hidden(batch, anchors)?.f_index_select(0, &Tensor::f_from_slice(&slots.places)?.f_to(device)?)?;
+        let labels = Labels::of(&slots, batch.teacher, &self.shared().head)?;
+        let head = self.shared().head.f_transpose(0, 1)?;
+        for part in spans(hidden.size()[0], HEAD_ROWS) {
+            let start = part.start as usize;
+            let said = |x: &Tensor| x.f_mm(&head)?.f_log_softmax(-1, Kind::Float);
+            let scores = said(&part.of(&hidden, 0)?)?;
+            let (first, terms) = match &labels {
+                Labels::Tokens { ids, shares } => {
+                    let (ids, shares) = (part.of(ids, 0)?, part.of(shares, 0)?);
+                    let terms = shares.f_xlogy(&shares)?.f_sub(&shares.f_mul(&scores.f_gather(1, &ids, false)?)?)?;
+                    (ids.f_select(1, 0)?, terms)
+                }
+                Labels::States { states, of } => {
+                    let wanted = said(&states.f_index_select(0, &part.of(of, 0)?)?)?;
+                    (largest(&wanted)?, wanted.f_exp()?.f_mul(&wanted.f_sub(&scores)?)?)
+                }
+            };
+            let first = Vec::<i64>::try_from(first)?;
+            let losses = Vec::<f64>::try_from(terms.f_sum_dim_intlist(&[1i64][..], false, Kind::Double)?)?;
+            let best = Vec::<i64>::try_from(largest(&scores)?)?;
+            for (row, ((loss, best), first)) in losses.iter().zip(best).zip(first).enumerate() {
+                let at = start + row;
+                let right = best == first;
+                report.loss_numerator += f64::from(slots.weights[at]) * loss;
+                report.loss_denominator += f64::from(slots.weights[at]);
+                report.correct += f64::from(u8::from(right));
+                report.supervised += 1.0;
+                let count = &mut counts[slots.places[at] as usize % size - 1];
+                count.tried += 1;
+                count.right += u64::from(right);
+            }
+        }
+        Ok((report, counts))
+    }
+}

@@ -1,0 +1,108 @@
+//! The drafter's layers on flat lists of positions: what every form of its forward is made of.
+
+use crate::hf::draft::{DraftConfig, layer_weight};
+use crate::model::ModelError;
+use crate::model::ops::{linear, rms_norm};
+use crate::model::params::ParamSet;
+use crate::model::rope::RopeTable;
+use tch::{Kind, Tensor};
+
+/// The weights of one forward, cast to the number type that it computes in. Autograd reaches through the cast.
+pub struct Layers {
+    fc: Tensor,
+    hidden_norm: Tensor,
+    norm: Tensor,
+    eps: f64,
+    pub layers: Vec<Layer>,
+}
+
+pub struct Layer {
+    input_norm: Tensor,
+    post_norm: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    head_dim: i64,
+    eps: f64,
+}
+
+impl Layers {
+    pub fn new(config: &DraftConfig, params: &ParamSet, kind: Kind) -> Result<Layers, ModelError> {
+        let get = |name: &str| -> Result<Tensor, ModelError> { Ok(params.need(name)?.f_to_kind(kind)?) };
+        let layer = |index: usize| -> Result<Layer, ModelError> {
+            let part = |name: &str| get(&layer_weight(index, name));
+            Ok(Layer {
+                input_norm: part("input_layernorm")?,
+                post_norm: part("post_attention_layernorm")?,
+                q: part("self_attn.q_proj")?,
+                k: part("self_attn.k_proj")?,
+                v: part("self_attn.v_proj")?,
+                o: part("self_attn.o_proj")?,
+                q_norm: part("self_attn.q_norm")?,
+                k_norm: part("self_attn.k_norm")?,
+                gate: part("mlp.gate_proj")?,
+                up: part("mlp.up_proj")?,
+                down: part("mlp.down_proj")?,
+                head_dim: config.head_dim as i64,
+                eps: config.rms_norm_eps,
+            })
+        };
+        Ok(Layers {
+            fc: get("fc.weight")?,
+            hidden_norm: get("hidden_norm.weight")?,
+            norm: get("norm.weight")?,
+            eps: config.rms_norm_eps,
+            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Tapped hidden states `[tokens, taps * hidden]` to the context feature `[tokens, hidden]` that all layers share.
+    pub fn context(&self, hidden: &Tensor) -> Result<Tensor, ModelError> {
+        let hidden = hidden.f_to_kind(self.fc.f_kind()?)?;
+        rms_norm(&linear(&hidden, &self.fc, None)?, &self.hidden_norm, self.eps)
+    }
+
+    /// The final norm.
+    pub fn normed(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        rms_norm(x, &self.norm, self.eps)
+    }
+}
+
+impl Layer {
+    /// The block's side of attention: input norm of the residual stream `[slots, hidden]`.
+    pub fn inner(&self, x: &Tensor) -> Result<Tensor, ModelError> {
+        rms_norm(x, &self.input_norm, self.eps)
+    }
+
+    /// Queries of normed slots, `[slots, heads, head_dim]`.
+    pub fn queries(&self, inner: &Tensor, table: &RopeTable) -> Result<Tensor, ModelError> {
+        table.apply(&rms_norm(&self.heads(inner, &self.q)?, &self.q_norm, self.eps)?)
+    }
+
+    /// Keys and values, each `[positions, kv_heads, head_dim]`, of normed slots or of the context feature: both go
+    /// through the same matrices, and the context goes without the layer's input norm.
+    pub fn keys_values(&self, source: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor), ModelError> {
+        let keys = table.apply(&rms_norm(&self.heads(source, &self.k)?, &self.k_norm, self.eps)?)?;
+        Ok((keys, self.heads(source, &self.v)?))
+    }
+
+    /// Adds what attention gathered, `[slots, heads * head_dim]`, to the residual stream, and then the MLP.
+    pub fn finish(&self, x: &Tensor, gathered: &Tensor) -> Result<Tensor, ModelError> {
+        let x = x.f_add(&linear(gathered, &self.o, None)?)?;
+        let inner = rms_norm(&x, &self.post_norm, self.eps)?;
+        let gated = linear(&inner, &self.gate, None)?.f_silu()?.f_mul(&linear(&inner, &self.up, None)?)?;
+        Ok(x.f_add(&linear(&gated, &self.down, None)?)?)
+    }
+
+    fn heads(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
+        // Spelt out, since nothing can be inferred for a context of no tokens.
+        let heads = weight.size()[0] / self.head_dim;
+        Ok(linear(x, weight, None)?.f_reshape([x.size()[0], heads, self.head_dim])?)
+    }
+}

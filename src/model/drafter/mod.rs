@@ -1,0 +1,289 @@
+//! The drafter as it trains: one flat list of blocks, no dead ones, and the loss behind the head in chunks.
+
+pub mod anchors;
+pub mod blocks;
+mod fused;
+pub mod held_out;
+pub mod infer;
+pub mod layers;
+pub mod least_squares_init;
+mod parallel;
+pub mod reference;
+
+use self::anchors::Anchors;
+use self::blocks::Blocks;
+use self::fused::{Context, Gradients, Pass, WeightGradients};
+use self::parallel::side_by_side;
+use super::ModelError;
+use super::batch::Packed;
+use super::load::weight;
+use super::loss::head_loss::{Labels, Tile, head_loss};
+use super::loss::weighting::{Weighting, d_pace};
+use super::ops::wide;
+use super::params::{Gradient, ParamSet, Weights};
+use super::rope::Rope;
+use crate::hf::config::{RopeScaling, TargetConfig};
+use crate::hf::draft::DraftConfig;
+use crate::hf::tensors::TensorFiles;
+use draftmill_actors::messages::engine::MicroReport;
+use tch::{Device, Kind, Tensor};
+
+/// The target's embedding and head, frozen, `[vocab, hidden]` each, in the number type that the drafter computes in.
+pub struct Shared {
+    pub embedding: Tensor,
+    pub head: Tensor,
+}
+
+/// How blocks attend to the context that all slots of a group see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionBy {
+    /// libtorch's attention kernels, which store no score; plain products where they have none for the number type.
+    Kernel,
+    /// Plain products, which store the scores of one group at a time.
+    Plain,
+}
+
+/// How a drafter computes, and how much each slot counts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DraftOptions {
+    /// Number type of activations: fp32 or bf16, with weights and gradients in fp32; or fp64 throughout, for tests.
+    pub kind: Kind,
+    pub device: Device,
+    pub weighting: Weighting,
+    /// Logits that are held at once.
+    pub tile: Tile,
+    /// Slots that attend together.
+    pub group_slots: usize,
+    pub attention: AttentionBy,
+    /// Keep no more than each layer's input for the backward pass, and compute the layer again there.
+    pub recompute: bool,
+}
+
+impl DraftOptions {
+    /// fp32 without decay, in chunks that suit CPUs and GPUs alike.
+    pub fn new(device: Device) -> DraftOptions {
+        let tile = Tile { slots: 1024, tokens: 2048 };
+        let weighting = Weighting::Decay(None);
+        // On a CPU scores that are stored lie in the cache, and the kernel was not measurably faster (benches/README.md).
+        let attention = if device.is_cuda() { AttentionBy::Kernel } else { AttentionBy::Plain };
+        DraftOptions { kind: Kind::Float, device, weighting, tile, group_slots: 256, attention, recompute: false }
+    }
+}
+
+/// A DFlash drafter on one device. Weights are kept in fp32 and cast inside each forward.
+pub struct Drafter {
+    config: DraftConfig,
+    shared: Shared,
+    options: DraftOptions,
+    rope: Rope,
+    params: ParamSet,
+}
+
+impl Shared {
+    /// Reads both from a target's weights; a tied head is the embedding.
+    pub fn load(target: &TargetConfig, files: &TensorFiles, kind: Kind, device: Device) -> Result<Shared, ModelError> {
+        let shape = [target.vocab_size, target.hidden_size];
+        let embedding = weight(files, "model.embed_tokens.weight", &shape, kind, device)?;
+        let head = if target.tie_word_embeddings {
+            embedding.shallow_clone()
+        } else {
+            weight(files, "lm_head.weight", &shape, kind, device)?
+        };
+        Ok(Shared { embedding, head })
+    }
+}
+
+impl Drafter {
+    /// Without weights as yet: see [`Drafter::load_weights`].
+    pub fn new(config: DraftConfig, shared: Shared, options: DraftOptions) -> Result<Drafter, ModelError> {
+        config.validate()?;
+        if !matches!(options.kind, Kind::Float | Kind::BFloat16 | Kind::Double) {
+            return Err(ModelError::Input(format!("a drafter computes in fp32 or bf16, not in {:?}", options.kind)));
+        }
+        let want = [config.vocab_size as i64, config.hidden_size as i64];
+        for (name, table) in [("embedding", &shared.embedding), ("head", &shared.head)] {
+            if table.size() != want || table.f_kind()? != options.kind || table.device() != options.device {
+                return Err(ModelError::Input(format!(
+                    "the target's {name} is {:?} of {:?} on {:?}, but the drafter needs {want:?} of {:?} on {:?}",
+                    table.size(),
+                    table.f_kind()?,
+                    table.device(),
+                    options.kind,
+                    options.device
+                )));
+            }
+        }
+        let rope = Rope::new(config.head_dim, config.rope_theta, RopeScaling::None, options.device)?;
+        Ok(Drafter { config, shared, options, rope, params: ParamSet::new(Vec::new()) })
+    }
+
+    pub fn config(&self) -> &DraftConfig {
+        &self.config
+    }
+
+    pub fn options(&self) -> &DraftOptions {
+        &self.options
+    }
+
+    pub fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    pub fn rope(&self) -> &Rope {
+        &self.rope
+    }
+
+    /// The weights themselves: reading them is free, writing them changes the next forward.
+    pub fn params(&self) -> &ParamSet {
+        &self.params
+    }
+
+    /// Replaces the weights. They must have the drafter's names and shapes.
+    pub fn load_weights(&mut self, weights: Weights) -> Result<(), ModelError> {
+        self.params = kept(&self.config, weights, &self.options)?;
+        Ok(())
+    }
+
+    /// Weighted loss over the supervised slots of all blocks, and the gradient of its *numerator* with respect
+    /// to every weight. `None` where nothing is supervised.
+    pub fn loss_and_gradient(
+        &self,
+        batch: &Packed<'_>,
+        anchors: &Anchors,
+    ) -> Result<(MicroReport, Option<Gradient>), ModelError> {
+        self.check(batch, anchors)?;
+        let _no_grad = tch::no_grad_guard();
+        let weights = fused::Weights::new(&self.config, &self.params, self.options.kind)?;
+        let context = Context::new(batch, anchors, &weights, self.config.rms_norm_eps)?;
+        let count = self.shares(anchors);
+        let shares: Vec<Anchors> = (0..count).map(|number| anchors.part(number, count)).collect();
+        // SAFETY: a share makes tensors of its own from weights, context and features, and writes to none of these.
+        let trained = unsafe { side_by_side(&shares, |share| self.share(batch, share, &weights, context.as_ref())) }?;
+
+        let mut total = MicroReport { tokens: batch.ids.len() as u64, ..MicroReport::default() };
+        let (mut sum, mut d_context) = (None::<WeightGradients>, None);
+        for (share, (report, gradients)) in shares.iter().zip(trained) {
+            total.add(&report);
+            let Some(Gradients { weights, context: of_context }) = gradients else { continue };
+            match &mut sum {
+                None => sum = Some(weights),
+                Some(sum) => sum.add(weights)?,
+            }
+            if let (Some(context), Some(part)) = (&context, of_context) {
+                context.add(&mut d_context, share, part)?;
+            }
+        }
+        let Some(sum) = sum else { return Ok((total, None)) };
+        let of_context = match (&context, &d_context) {
+            (Some(context), Some(gradient)) => Some(context.backward(gradient, &weights)?),
+            _ => None,
+        };
+        Ok((total, Some(sum.into_gradient(of_context, &self.config, &self.params)?)))
+    }
+
+    /// What the head sees of every slot, `[blocks * block_size, hidden]`, block after block. Without gradients.
+    pub fn hidden(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Tensor, ModelError> {
+        self.check(batch, anchors)?;
+        let _no_grad = tch::no_grad_guard();
+        let weights = fused::Weights::new(&self.config, &self.params, self.options.kind)?;
+        let context = Context::new(batch, anchors, &weights, self.config.rms_norm_eps)?;
+        let blocks = self.blocks(batch, anchors)?;
+        let pass = self.pass(&blocks, anchors, &weights, context.as_ref())?;
+        pass.hidden(self.shared.embedding.f_index_select(0, &blocks.ids)?)
+    }
+
+    /// Loss and gradients of some of the blocks, and nothing where none of their slots is supervised. Tokens are left to whoever
+    /// knows all blocks.
+    fn share(
+        &self,
+        batch: &Packed<'_>,
+        anchors: &Anchors,
+        weights: &fused::Weights,
+        context: Option<&Context>,
+    ) -> Result<(MicroReport, Option<Gradients>), ModelError> {
+        // On each thread anew: grad mode is the thread's.
+        let _no_grad = tch::no_grad_guard();
+        let mut report = MicroReport { anchors: anchors.count() as u64, ..MicroReport::default() };
+        let size = self.config.block_size;
+        let slots = anchors.slots(batch, size, self.options.weighting.gamma());
+        if slots.places.is_empty() {
+            return Ok((report, None));
+        }
+        let device = self.options.device;
+        let places = Tensor::f_from_slice(&slots.places)?.f_to(device)?;
+        let blocks = self.blocks(batch, anchors)?;
+        let pass = self.pass(&blocks, anchors, weights, context)?;
+        let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &places)?;
+        let labels = Labels::of(&slots, batch.teacher, &self.shared.head)?;
+        let mut loss = head_loss(&hidden, &self.shared.head, &labels, self.options.tile)?;
+        let weights = match self.options.weighting {
+            Weighting::Decay(_) => Tensor::f_from_slice(&slots.weights)?.f_to(device)?,
+            Weighting::DPace(alpha) => d_pace(&loss.surprise, &places, size as i64, alpha)?,
+        };
+        let d_hidden = loss.gradient.f_mul_(&weights.f_unsqueeze(1)?)?;
+        let gradients = pass.backward(tape, &d_hidden)?;
+
+        report.loss_numerator = loss.losses.f_mul(&weights)?.f_sum(Kind::Double)?.f_double_value(&[])?;
+        // D-PACE's weights are no share of anything: there it is the number of slots, over all drafters alike.
+        report.loss_denominator = slots.weights.iter().map(|&weight| f64::from(weight)).sum();
+        report.correct = loss.correct.f_sum(Kind::Int64)?.f_int64_value(&[])? as f64;
+        report.supervised = slots.places.len() as f64;
+        Ok((report, Some(gradients)))
+    }
+
+    /// Threads that share these blocks. A GPU computes all at once; on a CPU each thread takes some, but none that would not fill
+    /// a group.
+    pub fn shares(&self, anchors: &Anchors) -> usize {
+        let most = anchors.count() / (self.options.group_slots / self.config.block_size).max(1);
+        let threads = if self.options.device == Device::Cpu { tch::get_num_threads() } else { 1 };
+        usize::try_from(threads).unwrap_or(1).min(most).max(1)
+    }
+
+    fn blocks(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Blocks, ModelError> {
+        Blocks::new(&self.config, &self.rope, batch, anchors, self.options.group_slots, self.options.kind)
+    }
+
+    fn pass<'a>(
+        &'a self,
+        blocks: &'a Blocks,
+        anchors: &Anchors,
+        weights: &'a fused::Weights,
+        context: Option<&Context>,
+    ) -> Result<Pass<'a>, ModelError> {
+        let seen = context.map(|context| context.seen_by(anchors)).transpose()?.flatten();
+        Pass::new(&self.config, weights, blocks, seen, &self.options)
+    }
+
+    fn check(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<(), ModelError> {
+        let DraftConfig { target_layer_ids, hidden_size, vocab_size, .. } = &self.config;
+        batch.check(target_layer_ids.len(), *hidden_size, *vocab_size)?;
+        anchors.check(batch.lengths)?;
+        if self.params.is_empty() {
+            return Err(ModelError::Input("the drafter has no weights yet; load some first".into()));
+        }
+        if batch.hidden.device() != self.options.device {
+            let (found, want) = (batch.hidden.device(), self.options.device);
+            return Err(ModelError::Input(format!("features lie on {found:?}, but the drafter on {want:?}")));
+        }
+        Ok(())
+    }
+}
+
+/// Checks names and shapes, and puts weights on `device` in the number type that they are kept in.
+fn kept(config: &DraftConfig, weights: Weights, options: &DraftOptions) -> Result<ParamSet, ModelError> {
+    let shapes = config.tensor_shapes();
+    if weights.len() != shapes.len() {
+        let (have, want) = (weights.len(), shapes.len());
+        return Err(ModelError::Input(format!("the drafter has {want} tensors, but {have} were given")));
+    }
+    for (name, tensor) in weights.iter() {
+        let want = shapes.get(name).map(|shape| shape.iter().map(|&n| n as i64).collect::<Vec<_>>());
+        let found = tensor.size();
+        if want.as_ref() != Some(&found) {
+            return Err(ModelError::Input(format!("the drafter's `{name}` is {found:?}, but it should be {want:?}")));
+        }
+    }
+    let (device, kind) = (options.device, wide(options.kind));
+    let fits = |tensor: &Tensor| tensor.device() == device && tensor.kind() == kind && !tensor.requires_grad();
+    if weights.tensors().iter().all(fits) { Ok(weights) } else { weights.deep_copy(device, kind) }
+}

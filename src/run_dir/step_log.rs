@@ -1,0 +1,136 @@
+//! The record of every optimizer step: one line of `steps.jsonl`, and the means over the first and the last of them.
+
+use crate::common::jsonl::JsonlLog;
+use draftmill_actors::trainer::StepRecord;
+use std::{
+    collections::VecDeque,
+    io,
+    path::{Path, PathBuf},
+};
+
+/// Means over some steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Window {
+    pub steps: u64,
+    /// Mean loss in nats.
+    pub loss: f64,
+    /// Mean share of supervised positions that were right.
+    pub accuracy: f64,
+}
+
+/// Steps at each end of a run over which its means are taken, at most.
+const MOST: usize = 10;
+
+/// `steps.jsonl` of a run, open for appending. Memory does not grow with the number of steps.
+pub struct StepLog {
+    log: JsonlLog,
+    steps: usize,
+    first: Vec<StepRecord>,
+    last: VecDeque<StepRecord>,
+}
+
+impl StepLog {
+    /// Path of the log of the run in folder `run`.
+    pub fn file(run: &Path) -> PathBuf {
+        run.join("steps.jsonl")
+    }
+
+    /// Opens the log of a run whose weights hold `start_step` steps. Later lines belong to steps that a crash undid and are
+    /// removed, as is a last line that was cut short. Damaged lines are reported and stay.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn open(run: &Path, start_step: u64) -> io::Result<StepLog> {
+        let path = StepLog::file(run);
+        let mut window = (0, Vec::new(), VecDeque::new());
+        let (log, damaged) = JsonlLog::open(&path, |record: StepRecord| {
+            let keep = record.step <= start_step;
+            if keep {
+                remember(&mut window, record);
+            }
+            keep
+        })?;
+        if damaged > 0 {
+            tracing::warn!(damaged, path = %path.display(), "step log has damaged lines");
+        }
+        let (steps, first, last) = window;
+        Ok(StepLog { log, steps, first, last })
+    }
+
+    /// Appends a record.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn push(&mut self, record: StepRecord) -> io::Result<()> {
+        self.log.push(&record)?;
+        let mut window = (self.steps, std::mem::take(&mut self.first), std::mem::take(&mut self.last));
+        remember(&mut window, record);
+        (self.steps, self.first, self.last) = window;
+        Ok(())
+    }
+
+    pub fn path(&self) -> &Path {
+        self.log.path()
+    }
+
+    /// Means over the first and over the last twentieth of the steps, at least one and at most ten of each.
+    pub fn windows(&self) -> (Window, Window) {
+        let n = (self.steps / 20).clamp(1, MOST).min(self.steps);
+        (mean(self.first.iter().take(n)), mean(self.last.iter().rev().take(n).rev()))
+    }
+}
+
+fn remember((steps, first, last): &mut (usize, Vec<StepRecord>, VecDeque<StepRecord>), record: StepRecord) {
+    *steps += 1;
+    if first.len() < MOST {
+        first.push(record.clone());
+    }
+    if last.len() == MOST {
+        last.pop_front();
+    }
+    last.push_back(record);
+}
+
+fn mean<'a>(records: impl Iterator<Item = &'a StepRecord> + Clone) -> Window {
+    let steps = records.clone().count() as u64;
+    let n = steps.max(1) as f64;
+    Window {
+        steps,
+        loss: records.clone().map(|r| r.loss).sum::<f64>() / n,
+        accuracy: records.map(|r| r.accuracy).sum::<f64>() / n,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn record(step: u64) -> StepRecord {
+        StepRecord { step, loss: 10.0 / step as f64, accuracy: 0.5, ..StepRecord::default() }
+    }
+
+    #[test]
+    fn a_resume_drops_the_steps_that_a_crash_undid() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = StepLog::open(dir.path(), 0).unwrap();
+        for step in 1..=40 {
+            log.push(record(step)).unwrap();
+        }
+        fs::write(log.path(), fs::read_to_string(log.path()).unwrap() + "{\"step\":41,\"lo").unwrap();
+        let mut log = StepLog::open(dir.path(), 30).unwrap();
+        log.push(record(31)).unwrap();
+        let text = fs::read_to_string(log.path()).unwrap();
+        let steps: Vec<u64> = text.lines().map(|l| serde_json::from_str::<StepRecord>(l).unwrap().step).collect();
+        assert_eq!(steps, (1..=31).collect::<Vec<_>>());
+        let (first, last) = log.windows();
+        assert_eq!((first.steps, first.loss), (1, 10.0));
+        assert_eq!(last.loss, 10.0 / 31.0);
+    }
+
+    #[test]
+    fn no_steps_have_no_means() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(StepLog::open(dir.path(), 0).unwrap().windows(), Default::default());
+    }
+}

@@ -1,0 +1,163 @@
+//! The engines of a real run: targets, drafters and the optimizer on libtorch.
+
+use super::{Engines, Failed, least_squares_init::fitted, models::Models};
+use crate::run_dir::RunFolder;
+use crate::{
+    collective::{
+        nccl::Communicator,
+        nccl_ffi::Table,
+        peer_copy::{Route, Routes, travelled},
+    },
+    common::exit::{Exit, Failure},
+    config::{self, Config, Loaded, Start},
+    data::{Split, Store},
+    engines::{
+        checkpointing::{Kept, Saving},
+        gradient_exchange::Exchange,
+        optimizer::TorchOptimizer,
+        torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget},
+    },
+    eval::evaluator::{self, Setup},
+    hf::{layout::DraftFolder, tensors::TensorFiles},
+    model::{
+        adamw::Hyper,
+        drafter::{DraftOptions, Shared},
+        libtorch::{open_device, set_threads},
+        load::kind_of,
+        loss::weighting::Weighting,
+        params::{Weights, folder_params, init_params},
+    },
+    run_dir::{checkpoint::Verified, eval_log::EvalLog},
+};
+use draftmill_actors::messages::engine::DraftEngine;
+use std::sync::Arc;
+use tch::Device;
+use tokio::sync::watch;
+
+/// The engines of a real run.
+type TorchEngines = Engines<TorchTarget, TorchDrafter, TorchOptimizer>;
+
+/// Loads the models; reads gigabytes. Goes on from a checkpoint where there is one.
+pub async fn load(
+    in_force: watch::Receiver<Loaded>,
+    models: Models,
+    folder: RunFolder,
+    from: Option<Verified>,
+    kept: watch::Receiver<Kept>,
+    store: Arc<Store>,
+) -> Result<TorchEngines, Failure> {
+    let config = in_force.borrow().config.clone();
+    let start_step = from.as_ref().map_or(0, |from| from.state.step);
+    let samples = store.clone();
+    let setup = Setup {
+        eval: config.eval.clone(),
+        in_force,
+        target: config.target.dir.clone(),
+        kind: kind_of(config.target.dtype.into()),
+        draft: models.draft.clone(),
+        gamma: weighting(&config).gamma(),
+        seed: config.run.seed,
+        labels: config.drafter.labels,
+        store,
+    };
+    let (log, history) =
+        EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(&EvalLog::file(folder.root()), &e))?;
+    let run = folder.clone();
+    let load = move || blocking(&config, models, &run, kept, from.as_ref(), &samples);
+    let (mut engines, weights) =
+        tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
+    for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
+        drafter.load_weights(weights).await.failed(Exit::Model)?;
+    }
+    let first = start_step == 0 && history.0.is_empty();
+    if let Some((snapshots, evaluator)) = evaluator::start(setup, log, history).failed(Exit::Config)? {
+        engines.optimizer = engines.optimizer.measured(snapshots, first);
+        engines.evaluator = Some(evaluator);
+    }
+    Ok(engines)
+}
+
+fn blocking(
+    config: &Config,
+    models: Models,
+    folder: &RunFolder,
+    kept: watch::Receiver<Kept>,
+    from: Option<&Verified>,
+    store: &Store,
+) -> Result<(TorchEngines, Vec<Weights>), Failure> {
+    set_threads(config.run.threads);
+    let Models { target, draft } = models;
+    let files = Arc::new(TensorFiles::open(&config.target.dir).failed(Exit::Model)?);
+    let devices = |devices: &[config::Device]| -> Result<Vec<Device>, Failure> {
+        devices.iter().map(|d| open_device(*d).failed(Exit::Config)).collect()
+    };
+    let (target_devices, drafter_devices) = (devices(&config.target.devices)?, devices(&config.drafter.devices)?);
+    let device = drafter_devices.first().copied().unwrap_or(Device::Cpu);
+    let measures = config.measures(store.len(Split::Validation) > 0).then_some(config.eval.device);
+    let measured = devices(measures.as_slice())?.pop();
+    // Before the models are there, so that a trial finds room.
+    let routes =
+        Routes::tried(travelled(device, &drafter_devices, measured), |from, to| Route::Direct.copies_right(from, to));
+    let mut exchange = Exchange::by_copies(routes);
+    if config.drafter.exchange == config::Exchange::Nccl {
+        exchange = exchange.with_nccl(&drafter_devices, |gpus| Communicator::open(Table::open()?, gpus));
+    }
+
+    let mut targets = Vec::new();
+    for device in target_devices {
+        let options = TargetOptions {
+            device,
+            compute: config.target.dtype.into(),
+            features: config.target.feature_dtype,
+            features_on: Device::Cpu,
+            taps: draft.target_layer_ids.clone(),
+            labels: config.drafter.labels,
+        };
+        targets.push(TorchTarget::new(target.clone(), files.clone(), options).failed(Exit::Model)?);
+    }
+    let mut drafters = Vec::new();
+    for &device in &drafter_devices {
+        let kind = kind_of(config.drafter.dtype.into());
+        let shared = Shared::load(&target, &files, kind, device).failed(Exit::Model)?;
+        let model = DraftOptions {
+            kind,
+            weighting: weighting(config),
+            recompute: config.drafter.recompute_layers,
+            ..DraftOptions::new(device)
+        };
+        let options = DrafterOptions { model, num_anchors: config.drafter.anchors as usize, seed: config.run.seed };
+        drafters.push(TorchDrafter::new(draft.clone(), shared, options).failed(Exit::Model)?);
+    }
+
+    let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
+    let hyper = Hyper { beta1, beta2, eps, weight_decay };
+    let saving = Saving { folder: folder.checkpoints(), kept, seed: config.run.seed, draft: draft.clone() };
+    let on = drafter_devices.clone();
+    let optimizer = match from {
+        Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
+        None => {
+            let weights = match &config.drafter.init {
+                Some(folder) => {
+                    let folder = DraftFolder::open(folder, Some(draft.num_target_layers)).failed(Exit::Model)?;
+                    folder_params(&folder).failed(Exit::Model)?
+                }
+                None => {
+                    let random = init_params(&draft, config.run.seed).failed(Exit::Model)?;
+                    match config.drafter.start {
+                        Start::Random => random,
+                        Start::Fitted => fitted(config, &target, &files, &draft, store, random)?,
+                    }
+                }
+            };
+            TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
+        }
+    };
+    let optimizer = optimizer.exchanging(exchange);
+    let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
+    let weights = weights.collect::<Result<_, _>>()?;
+    Ok((Engines { targets, drafters, optimizer, evaluator: None }, weights))
+}
+
+fn weighting(config: &Config) -> Weighting {
+    config.drafter.d_pace.map_or(Weighting::Decay(config.drafter.loss_decay_gamma), Weighting::DPace)
+}
