@@ -34,7 +34,7 @@ pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&M
         }
     }
     if let Some(models) = models {
-        models.identity(&config.target.dir, config.drafter.init.as_deref(), &mut identity).failed(Exit::Model)?;
+        models.identity(&config.target.dir, config.drafter.init_from.as_deref(), &mut identity).failed(Exit::Model)?;
     }
     Ok(identity)
 }

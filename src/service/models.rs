@@ -17,7 +17,7 @@ impl Models {
     /// What must not change while a run goes on.
     pub fn identity(&self, dir: &Path, init: Option<&Path>, identity: &mut Identity) -> io::Result<()> {
         if let Some(init) = init {
-            identity.insert("drafter.init".into(), fingerprint::fingerprint(init)?);
+            identity.insert("drafter.init_from".into(), fingerprint::fingerprint(init)?);
         }
         let mut put = |name: &str, value: String| identity.insert(name.to_owned(), value);
         let t = &self.target;

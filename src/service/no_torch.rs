@@ -1,6 +1,6 @@
 //! What stands in for the engines of a real run in a build without libtorch: a sentence.
 
-use super::{Engines, models::Models};
+use super::{engine_set::EngineSet, models::Models};
 use crate::run_dir::RunFolder;
 use crate::{
     common::exit::{Exit, Failure},
@@ -21,7 +21,7 @@ pub async fn load(
     _from: Option<Verified>,
     _kept: watch::Receiver<Kept>,
     _store: Arc<Store>,
-) -> Result<Engines<SimTarget, SimDrafter, SimOptimizer>, Failure> {
+) -> Result<EngineSet<SimTarget, SimDrafter, SimOptimizer>, Failure> {
     Err(Failure::new(
         Exit::Config,
         "this draftmill was built without libtorch; build with the default features, or set run.engine = \"simulated\"",

@@ -90,7 +90,7 @@ fn fixed(change: &Change, new: &Loaded) -> Option<Problem> {
 
 /// What draw `replay` promises: that plan and seed fix which job is part of which step.
 fn order_problems(old: &Loaded, new: &Loaded, changes: &[Change], forecast: &Forecast) -> Vec<Problem> {
-    let (was, is) = (old.config.pool.order == Draw::Replay, new.config.pool.order == Draw::Replay);
+    let (was, is) = (old.config.pool.draw_policy == Draw::Replay, new.config.pool.draw_policy == Draw::Replay);
     let changed = |key: &str| changes.iter().find(|change| change.key == key);
     let problem = |change: &Change, why: String, remedy: &str| {
         new.written.problem(&change.key, format!("it is {} in the running service, and {why}", change.old), remedy)
@@ -98,7 +98,7 @@ fn order_problems(old: &Loaded, new: &Loaded, changes: &[Change], forecast: &For
     let restart = "put it back, or stop the service and start it again: it goes on from its last checkpoint";
     if was != is {
         let why = "an order of draws is fixed from the start or not at all".to_owned();
-        return changed("pool.order").map(|change| problem(change, why, restart)).into_iter().collect();
+        return changed("pool.draw_policy").map(|change| problem(change, why, restart)).into_iter().collect();
     }
     if !was {
         return Vec::new();
@@ -192,7 +192,7 @@ mod tests {
     fn a_fixed_order_of_draws_refuses_what_would_change_it() {
         let replay = "[pool]\norder = \"replay\"\nmax_bytes = \"8 MiB\"\nmin_ready = 4\n";
         for (new, key) in [
-            ("[pool]\nmin_ready = 4", "pool.order"),
+            ("[pool]\nmin_ready = 4", "pool.draw_policy"),
             (&format!("{replay}[optimizer]\naccumulation = 2"), "optimizer.accumulation"),
             (&replay.replace("8 MiB", "7 MiB"), "pool.max_bytes"),
         ] {

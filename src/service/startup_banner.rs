@@ -1,6 +1,6 @@
 //! What a start says of itself before training begins: what it will do, where to look, how to change and how to stop it.
 
-use super::Prepared;
+use super::prepared_run::PreparedRun;
 use crate::{
     common::text::grouped,
     config::{ByteSize, Ending, Engine, TimeSpan},
@@ -30,7 +30,7 @@ pub struct Opening {
 
 impl Opening {
     /// Logs it: lines for people, one event with a field for each of them otherwise.
-    pub(super) fn announce(prepared: &Prepared, address: Option<SocketAddr>, file: Option<&Path>, human: bool) {
+    pub(super) fn announce(prepared: &PreparedRun, address: Option<SocketAddr>, file: Option<&Path>, human: bool) {
         let opening = Opening::of(prepared, address, file);
         if human {
             tracing::info!("training\n{opening}");
@@ -58,8 +58,8 @@ impl Opening {
         );
     }
 
-    fn of(prepared: &Prepared, address: Option<SocketAddr>, file: Option<&Path>) -> Opening {
-        let Prepared { loaded, forecast, .. } = prepared;
+    fn of(prepared: &PreparedRun, address: Option<SocketAddr>, file: Option<&Path>) -> Opening {
+        let PreparedRun { loaded, forecast, .. } = prepared;
         let config = &loaded.config;
         let number = |n: u64| grouped(n);
         let url = |path| address.map_or("off (admin.listen)".into(), |address| format!("http://{address}{path}"));
@@ -92,7 +92,7 @@ impl Opening {
                 "at most {} and {}; {}",
                 some(config.pool.max_batches.into(), "batch", "batches"),
                 ByteSize(config.pool.max_bytes.0).rounded(),
-                match config.pool.order {
+                match config.pool.draw_policy {
                     Draw::Replay => "drawn in an order that plan and seed fix".into(),
                     Draw::Proportional | Draw::Uniform =>
                         format!("a draw waits until {}", some_are(config.pool.min_ready.into())),

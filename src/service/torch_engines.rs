@@ -1,6 +1,6 @@
 //! The engines of a real run: targets, drafters and the optimizer on libtorch.
 
-use super::{Engines, Failed, least_squares_init::fitted, models::Models};
+use super::{Failed, engine_set::EngineSet, least_squares_init::fitted, models::Models};
 use crate::run_dir::RunFolder;
 use crate::{
     collective::{
@@ -9,7 +9,7 @@ use crate::{
         peer_copy::{Route, Routes, travelled},
     },
     common::exit::{Exit, Failure},
-    config::{self, Config, Loaded, Start},
+    config::{self, Config, InitMethod, Loaded},
     data::{Split, Store},
     engines::{
         checkpointing::{Kept, Saving},
@@ -35,7 +35,7 @@ use tch::Device;
 use tokio::sync::watch;
 
 /// The engines of a real run.
-type TorchEngines = Engines<TorchTarget, TorchDrafter, TorchOptimizer>;
+type TorchEngines = EngineSet<TorchTarget, TorchDrafter, TorchOptimizer>;
 
 /// Loads the models; reads gigabytes. Goes on from a checkpoint where there is one.
 pub async fn load(
@@ -99,7 +99,7 @@ fn blocking(
     let routes =
         Routes::tried(travelled(device, &drafter_devices, measured), |from, to| Route::Direct.copies_right(from, to));
     let mut exchange = Exchange::by_copies(routes);
-    if config.drafter.exchange == config::Exchange::Nccl {
+    if config.drafter.collectives == config::Collectives::Nccl {
         exchange = exchange.with_nccl(&drafter_devices, |gpus| Communicator::open(Table::open()?, gpus));
     }
 
@@ -136,16 +136,16 @@ fn blocking(
     let optimizer = match from {
         Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
         None => {
-            let weights = match &config.drafter.init {
+            let weights = match &config.drafter.init_from {
                 Some(folder) => {
                     let folder = DraftFolder::open(folder, Some(draft.num_target_layers)).failed(Exit::Model)?;
                     folder_params(&folder).failed(Exit::Model)?
                 }
                 None => {
                     let random = init_params(&draft, config.run.seed).failed(Exit::Model)?;
-                    match config.drafter.start {
-                        Start::Random => random,
-                        Start::Fitted => fitted(config, &target, &files, &draft, store, random)?,
+                    match config.drafter.init_method {
+                        InitMethod::Random => random,
+                        InitMethod::LeastSquares => fitted(config, &target, &files, &draft, store, random)?,
                     }
                 }
             };
@@ -155,7 +155,7 @@ fn blocking(
     let optimizer = optimizer.exchanging(exchange);
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
-    Ok((Engines { targets, drafters, optimizer, evaluator: None }, weights))
+    Ok((EngineSet { targets, drafters, optimizer, evaluator: None }, weights))
 }
 
 fn weighting(config: &Config) -> Weighting {

@@ -1,0 +1,53 @@
+//! Engines of a run: one for each target and drafter, the optimizer, and the evaluator.
+
+use super::{Failed, prepared_run::PreparedRun};
+use crate::{
+    common::exit::{Exit, Failure},
+    engines::{
+        checkpointing::{Kept, Saving},
+        costs,
+        simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
+    },
+    eval::schedule::Evaluator,
+};
+use draftmill_actors::simulated::{self as sim, SimOptimizer, SimTarget};
+use tokio::sync::watch;
+
+/// The engines that the actors of a run own.
+pub struct EngineSet<T, D, O> {
+    pub targets: Vec<T>,
+    pub drafters: Vec<D>,
+    pub optimizer: O,
+    pub evaluator: Option<Evaluator>,
+}
+
+impl EngineSet<SimTarget, RememberingDrafter, RememberingOptimizer> {
+    /// Simulated engines that go on from the run's checkpoint.
+    ///
+    /// # Errors
+    /// A checkpoint that cannot be read.
+    pub fn simulated(
+        prepared: &PreparedRun,
+        kept: watch::Receiver<Kept>,
+    ) -> Result<EngineSet<SimTarget, RememberingDrafter, RememberingOptimizer>, Failure> {
+        let config = &prepared.loaded.config;
+        let costs = costs::costs(config);
+        let checkpoints = prepared.opened.folder.checkpoints();
+        let trained = match &prepared.opened.from {
+            Some(from) => trained_jobs(&checkpoints.join(&from.name)).failed(Exit::Model)?,
+            None => Vec::new(),
+        };
+        let saving = Saving { folder: checkpoints, kept, seed: config.run.seed, draft: simulated::stand_in() };
+        let weight = 0.01 * prepared.start_step() as f64;
+        let optimizer = SimOptimizer::new(costs, weight);
+        let mut drafters = sim::drafters(costs, &costs::drafter_speeds(config));
+        drafters.iter_mut().for_each(|drafter| drafter.weight = weight);
+        Ok(EngineSet {
+            targets: sim::targets(costs, &costs::target_speeds(config)),
+            drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
+            optimizer: RememberingOptimizer::new(optimizer, trained, saving),
+            // There is no drafter to measure.
+            evaluator: None,
+        })
+    }
+}
