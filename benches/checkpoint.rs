@@ -4,9 +4,9 @@ use crate::machine::{Failed, Outcome, median};
 use draftmill::{
     config::Keep,
     engines::{
-        checkpointing::{Kept, Saving},
+        checkpointing::{CheckpointSettings, CheckpointWriter},
         optimizer::TorchOptimizer,
-        simulated::stand_in,
+        simulated::placeholder_draft,
     },
     model::{
         adamw::Hyper,
@@ -41,11 +41,11 @@ pub struct Costs {
 }
 
 pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
-    let saving = Saving {
+    let saving = CheckpointWriter {
         folder: folder.to_owned(),
-        kept: watch::channel(Kept { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
         seed: 1,
-        draft: stand_in(),
+        draft: placeholder_draft(),
     };
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
     let devices = vec![Device::Cpu];

@@ -7,7 +7,7 @@ use crate::{
     machine::{Failed, Outcome},
     sampled::{Options, Sampled, wait_for},
 };
-use draftmill::engines::transfer::tried;
+use draftmill::engines::transfer::self_tested;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -17,7 +17,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let (device, megabytes, steps) = (given.device()?, given.number("mb", 512)?, given.number("steps", 10)?);
     given.done()?;
     let mut line = json!({ "to_host": null, "to_host_plain": null, "to_gpu": null, "to_gpu_plain": null });
-    if let Some(mut ferry) = tried(device).failed("send bits to and fro")? {
+    if let Some(mut ferry) = self_tested(device).failed("send bits to and fro")? {
         let here = Tensor::f_ones([megabytes as i64 * 1_000_000], (Kind::Uint8, Device::Cpu)).failed("take memory")?;
         let there = here.f_to_device(device).failed("copy")?;
         let mut sides = [(); 4].map(|()| Sampled::begin(device)).into_iter().collect::<Outcome<Vec<_>>>()?;
@@ -27,7 +27,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
             sides[1].step(|| there.f_to_device(Device::Cpu).failed("copy to the host").map(drop))?;
             sides[2].step(|| {
                 let arrival = ferry.to_gpu(&here).failed("send to the GPU")?;
-                arrival.taken().failed("take on the GPU").map(drop)
+                arrival.into_tensor().failed("take on the GPU").map(drop)
             })?;
             sides[3].step(|| here.f_to_device(device).failed("copy to the GPU").map(drop))?;
         }

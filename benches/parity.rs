@@ -11,7 +11,7 @@ use crate::{
     widths::{Widths, widths},
 };
 use draftmill::{
-    engines::transfer::tried,
+    engines::transfer::self_tested,
     hf::draft::{DraftConfig, LayerType},
     model::{
         ModelError,
@@ -211,7 +211,7 @@ fn optimizer(device: Device, widths: &Widths) -> Outcome<f64> {
     let updated = |device: Device, plain: bool| {
         let mut adamw = AdamW::new(draw(SEED, device)?, hyper)?;
         if plain {
-            adamw = adamw.by_plain_operations();
+            adamw = adamw.unfused();
         }
         for step in 0..3 {
             adamw.step(draw(SEED + 1 + step, device)?, 3.0, 1e-2, 1.0)?;
@@ -231,7 +231,7 @@ fn memory(device: Device, figures: &mut Figures) {
     });
     if device != CPU {
         figures.add("copies_are_right", AtLeast(1.0), "through pinned buffers, both ways", || {
-            Ok(f64::from(u8::from(tried(device).failed("send bits to and fro")?.is_some())))
+            Ok(f64::from(u8::from(self_tested(device).failed("send bits to and fro")?.is_some())))
         });
         figures.add("cache_is_given_back", AtLeast(1.0), "256 MiB that no tensor touches", || {
             let reserved = || {

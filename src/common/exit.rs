@@ -1,11 +1,11 @@
-//! The ways in which the program can end: one exit code each, and an error that carries it.
+//! Exit codes of the program, and the error type that carries one.
 
 use std::{
     fmt,
     io::{self, Write},
 };
 
-/// Why the program ends. The number is the exit code.
+/// Result of the program. The number is the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Exit {
     Done = 0,
@@ -19,50 +19,53 @@ pub enum Exit {
     Interrupted = 130,
 }
 
-/// Every exit code with its meaning. `--help` and the documentation are made from it.
+/// Meaning of every exit code; the source of `--help` and of the documentation.
 pub const EXITS: [(Exit, &str); 9] = [
-    (Exit::Done, "done; also a run that SIGTERM stopped in good order, with a checkpoint where it had begun"),
-    (Exit::Internal, "a fault of draftmill itself or of the machine: please report it with the message"),
-    (Exit::Usage, "the command line is wrong"),
-    (Exit::Config, "bad configuration: every problem is on stderr with file, key, value and remedy"),
-    (Exit::Data, "bad data: an input or the prepared store cannot be used"),
-    (Exit::Model, "bad model: a model folder, GGUF file, checkpoint or export cannot be used"),
-    (Exit::Run, "the run failed: the first fault is on stderr, finished checkpoints stay"),
-    (Exit::Machine, "the machine does not work: draftmill doctor tells what, and what helps"),
+    (Exit::Done, "done; also a run that SIGTERM stopped in order, with a checkpoint if training had begun"),
+    (Exit::Internal, "internal error of draftmill or of the machine: please report it with the message"),
+    (Exit::Usage, "wrong command line"),
+    (Exit::Config, "bad configuration: stderr lists every problem with file, key, value and remedy"),
+    (Exit::Data, "bad data: an input or the prepared store is unusable"),
+    (Exit::Model, "bad model: a model folder, GGUF file, checkpoint or export is unusable"),
+    (Exit::Run, "failed run: stderr has the first fault, finished checkpoints stay"),
+    (Exit::Machine, "machine fault: draftmill doctor reports the failed part and its remedy"),
     (
         Exit::Interrupted,
-        "interrupted: by SIGINT, with a checkpoint where the run had begun; or at once, by a second signal or when shutdown.grace was over",
+        "interrupted by SIGINT, with a checkpoint if training had begun; or at once, by a second signal or at the end of shutdown.grace",
     ),
 ];
 
 impl Exit {
+    /// Exit code of the process.
     pub fn code(self) -> u8 {
         self as u8
     }
 
-    /// Ends the process at once. No library cleans up behind itself: oneDNN would free what a thread still computes with, which
-    /// cannot be called back, and the process would crash instead of giving its code.
+    /// Ends the process at once, without exit handlers of libraries.
+    ///
+    /// A blocking thread may still compute and cannot be cancelled. oneDNN's exit handler frees memory that the thread uses,
+    /// and the crash would hide the exit code.
     pub fn leave(self) -> ! {
-        // Nothing can be done about an error.
+        // A failed flush has no remedy here.
         let _ = io::stdout().flush();
-        // SAFETY: takes a number, and does not come back.
+        // SAFETY: `_exit` takes an integer and does not return.
         unsafe { libc::_exit(self.code().into()) }
     }
 }
 
-/// The table as it stands under `--help`.
+/// Table of the exit codes for `--help`.
 pub fn help() -> String {
     let lines = EXITS.iter().map(|(exit, meaning)| format!("  {:>3}  {meaning}", exit.code()));
     format!("Exit codes:\n{}", lines.collect::<Vec<_>>().join("\n"))
 }
 
-/// The table as Markdown, for the documentation.
+/// Table of the exit codes as Markdown, for the documentation.
 pub fn markdown() -> String {
     let lines = EXITS.iter().map(|(exit, meaning)| format!("| {} | {meaning} |\n", exit.code()));
     format!("| exit code | meaning |\n| --- | --- |\n{}", lines.collect::<String>())
 }
 
-/// An error that ends the program: a sentence for a person, and the exit code.
+/// Error that ends the program: a sentence for the user, and the exit code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     pub exit: Exit,

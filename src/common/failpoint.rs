@@ -1,14 +1,17 @@
-//! Named points at which a test stops the program, or fails a write as a full disk would; nothing at all without the feature
-//! `failpoints`.
+//! Fail points at which a test kills the process or fails a write. Without the feature `failpoints` they do nothing.
 //!
-//! A point is named `operation:object`, such as `sync:weights.safetensors` or `commit:record outcomes in`. What happens there
-//! is said by the environment variable `FAILPOINTS` in the language of the crate `fail`: `commit:record outcomes in=2*off->return(kill)`.
-//! What `return` may hold: `kill` (the process dies at once), `enospc` and `erofs` (the operation fails with that error), and
-//! for a file that was just written `short` (half of it is there, and the disk is full) and `torn` (half, and the process dies).
+//! A point is named `operation:object`, such as `sync:weights.safetensors` or `commit:record outcomes in`. The environment
+//! variable `FAILPOINTS` sets its action in the syntax of the crate `fail`: `commit:record outcomes in=2*off->return(kill)`.
+//!
+//! Arguments of `return`:
+//! - `kill`: the process dies at once.
+//! - `enospc`, `erofs`: the operation fails with that error.
+//! - `short`: half of the file that was just written remains, and the write fails with a full disk.
+//! - `torn`: half of the file remains, and the process dies.
 
 use std::{io, path::Path};
 
-/// Sets the points as the environment says, for as long as what it gives is held.
+/// Activates the points in `FAILPOINTS` until the returned guard is dropped.
 #[cfg(feature = "failpoints")]
 pub fn set_up() -> impl Sized {
     fail::FailScenario::setup()
@@ -17,25 +20,37 @@ pub fn set_up() -> impl Sized {
 #[cfg(not(feature = "failpoints"))]
 pub fn set_up() -> impl Sized {}
 
-/// A point before or after an operation on what has no file of its own.
+/// Point before or after an operation that has no file.
+///
+/// # Errors
+/// The error that `FAILPOINTS` sets for this point.
 #[inline]
 pub fn point(operation: &str, object: &str) -> io::Result<()> {
     reached(operation, object, None)
 }
 
-/// The point right after a file was written, before it is synced.
+/// Point after a file is written and before it is synced.
+///
+/// # Errors
+/// As [`point`].
 #[inline]
 pub fn written(path: &Path) -> io::Result<()> {
     file_written(path, name(path))
 }
 
-/// The same for a file at `path` that will be called `name`.
+/// [`written`] for a file at `path` that will be renamed to `name`.
+///
+/// # Errors
+/// As [`point`].
 #[inline]
 pub fn file_written(path: &Path, name: &str) -> io::Result<()> {
     reached("write", name, Some(path))
 }
 
-/// The point before a file is synced.
+/// Point before a file is synced.
+///
+/// # Errors
+/// As [`point`].
 #[inline]
 pub fn syncing(path: &Path) -> io::Result<()> {
     reached("sync", name(path), None)
@@ -62,13 +77,13 @@ fn reached(operation: &str, object: &str, file: Option<&Path>) -> io::Result<()>
         let file = OpenOptions::new().write(true).open(path)?;
         file.set_len(file.metadata()?.len() / 2)
     };
-    fail::fail_point!(&point, |what: Option<String>| match what.as_deref() {
+    fail::fail_point!(&point, |action: Option<String>| match action.as_deref() {
         Some("kill") => std::process::abort(),
         Some("torn") => halve().and_then(|()| std::process::abort()),
         Some("short") => halve().and(Err(io::ErrorKind::StorageFull.into())),
         Some("enospc") => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
         Some("erofs") => Err(io::Error::from_raw_os_error(libc::EROFS)),
-        other => Err(io::Error::other(format!("the failpoint {point} knows no {other:?}"))),
+        other => Err(io::Error::other(format!("fail point {point} has no action {other:?}"))),
     });
     Ok(())
 }

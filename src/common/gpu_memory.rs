@@ -1,40 +1,42 @@
-//! Memory of GPUs as libtorch tells it. Without libtorch, and for a CPU, there is nothing to tell.
+//! GPU memory as libtorch reports it. There is no report for a CPU or in a build without libtorch.
 
 use draftmill_actors::runtime::metrics as m;
 use metrics::gauge;
 use serde::Serialize;
 
-/// In bytes, at one moment.
+/// Memory of one GPU, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// Held by this process's tensors, and the most that they ever held.
+    /// Used by this process's tensors.
     pub allocated: u64,
+    /// Highest `allocated` so far.
     pub peak: u64,
-    /// Held by libtorch's allocator, tensors included.
+    /// Reserved by libtorch's allocator, tensors included.
     pub reserved: u64,
-    /// Left for any process.
+    /// Free for any process.
     pub free: u64,
     pub total: u64,
 }
 
 impl Memory {
-    /// Of a device by its name, `cuda:0`. The first question takes the device into use.
+    /// Memory of the device with this name, for example `cuda:0`. The first call initialises the device.
     pub fn of(device: &str) -> Option<Memory> {
-        told(device)
+        query(device)
     }
 
-    /// The series of a device, each by its kind, in the order of the metrics table.
+    /// Series of a device by label `kind`, in the order of the metrics table.
     pub fn series(&self) -> [(&'static str, u64); 5] {
         let Memory { allocated, peak, reserved, free, total } = *self;
         [("allocated", allocated), ("reserved", reserved), ("peak", peak), ("free", free), ("total", total)]
     }
 
-    /// The other way round: from what each kind's series says.
+    /// Memory from the value of each kind's series.
     pub fn of_series(bytes: impl Fn(&'static str) -> u64) -> Memory {
         let [allocated, reserved, peak, free, total] = Memory::default().series().map(|(kind, _)| bytes(kind));
         Memory { allocated, peak, reserved, free, total }
     }
 
+    /// Sets the device's gauges.
     pub fn publish(&self, device: &str) {
         for (kind, bytes) in self.series() {
             gauge!(m::DEVICE_MEMORY, "device" => device.to_owned(), "kind" => kind).set(bytes as f64);
@@ -43,7 +45,7 @@ impl Memory {
 }
 
 #[cfg(feature = "torch")]
-fn told(device: &str) -> Option<Memory> {
+fn query(device: &str) -> Option<Memory> {
     let device: super::device::Device = device.parse().ok()?;
     match draftmill_torch_ext::memory(device.into()) {
         Ok(memory) => memory.map(|draftmill_torch_ext::Memory { allocated, reserved, peak, free, total }| Memory {
@@ -54,14 +56,14 @@ fn told(device: &str) -> Option<Memory> {
             total,
         }),
         Err(error) => {
-            tracing::debug!("{device:?} does not tell of its memory: {error}");
+            tracing::debug!(%error, ?device, "GPU memory unknown");
             None
         }
     }
 }
 
 #[cfg(not(feature = "torch"))]
-fn told(_: &str) -> Option<Memory> {
+fn query(_: &str) -> Option<Memory> {
     None
 }
 
@@ -71,7 +73,7 @@ mod tests {
     use crate::admin::{Samples, recorder};
 
     #[test]
-    fn each_kind_of_the_table_is_a_series_of_its_own_value() {
+    fn each_kind_of_memory_is_one_series() {
         let memory = Memory { allocated: 10, reserved: 20, peak: 15, free: 40, total: 70 };
         let spec = m::TABLE.iter().find(|spec| spec.name == m::DEVICE_MEMORY).unwrap();
         let kinds: Vec<_> = memory.series().map(|(kind, _)| kind).to_vec();
@@ -89,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cpu_and_what_is_not_there_tell_nothing() {
+    fn a_cpu_and_absent_devices_have_no_memory_report() {
         assert_eq!((Memory::of("cpu"), Memory::of("cuda:4096"), Memory::of("gpu")), (None, None, None));
     }
 }

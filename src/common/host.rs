@@ -1,20 +1,20 @@
-//! Limits of the machine: the memory that this process may take, and free space on a disk.
+//! Machine limits: the memory limit of this process, and free disk space.
 
 use std::{ffi::CString, fs, os::unix::ffi::OsStrExt, path::Path};
 
-/// Memory that this process may take, in bytes: the tightest limit of its control groups, else what the machine has.
+/// Memory limit of this process in bytes: the lowest limit of its control groups, at most the machine's memory.
 pub fn memory_limit() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let limits = group_limits(Path::new("/sys/fs/cgroup"), &groups);
     limits.into_iter().chain(machine_memory()).min()
 }
 
-/// Room for ordinary users on the disk that holds `path`, or will hold it.
+/// Free bytes for ordinary users on the disk of `path`, which need not exist.
 pub fn free_disk(path: &Path) -> Option<u64> {
     let path = std::path::absolute(path).ok()?;
     let existing = path.ancestors().find(|path| path.exists())?;
     let name = CString::new(existing.as_os_str().as_bytes()).ok()?;
-    // SAFETY: `name` is a string that ends in NUL, and a statvfs of zeros is a valid value for the call to overwrite.
+    // SAFETY: `name` is NUL-terminated, and a zeroed statvfs is a valid value for the call to overwrite.
     let (result, stat) = unsafe {
         let mut stat: libc::statvfs = std::mem::zeroed();
         (libc::statvfs(name.as_ptr(), &mut stat), stat)
@@ -22,14 +22,14 @@ pub fn free_disk(path: &Path) -> Option<u64> {
     (result == 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Memory of the host in bytes, as Linux tells it.
+/// Memory of the machine in bytes (`MemTotal`).
 pub fn machine_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The limits of the groups in `groups` (/proc/self/cgroup) and of all above them, whichever version they are of.
+/// Memory limits of the control groups in `groups` (/proc/self/cgroup) and of their ancestors, versions 1 and 2.
 fn group_limits(root: &Path, groups: &str) -> Vec<u64> {
     let mut limits = Vec::new();
     for line in groups.lines() {
@@ -41,7 +41,7 @@ fn group_limits(root: &Path, groups: &str) -> Vec<u64> {
             _ => continue,
         };
         for group in Path::new(path.trim_start_matches('/')).ancestors() {
-            // "max", or no such file: no limit here.
+            // `max` or a missing file means no limit.
             let limit = fs::read_to_string(root.join(group).join(file)).unwrap_or_default();
             limits.extend(limit.trim().parse::<u64>().ok());
         }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tightest_group_counts_in_both_versions() {
+    fn limits_of_both_cgroup_versions_are_read() {
         let root = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {
             let path = root.path().join(path);

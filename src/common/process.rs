@@ -1,4 +1,4 @@
-//! What the process takes of the machine, and how busy the runtime is: sampled every few seconds into metrics.
+//! Resource usage of the process and load of the runtime, sampled into metrics every 5 s.
 
 use super::{gpu_memory::Memory, host::memory_limit};
 use draftmill_actors::runtime::metrics as m;
@@ -9,45 +9,49 @@ use tokio::{
     time::{Instant, interval},
 };
 
-/// Time between samples. [`m::RUNTIME_BUSY`] names it.
-const EVERY: Duration = Duration::from_secs(5);
+/// Sampling interval, which the help of [`m::RUNTIME_BUSY`] quotes.
+const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Samples until it is dropped; the first sample is taken before it returns. Of the GPUs the first one comes at once after that.
+/// Samples until the returned future is dropped. The first sample of the process is taken before the function returns, the
+/// first one of `gpus` at the future's first poll.
 pub fn watch(gpus: Vec<String>) -> impl Future<Output = ()> + Send {
     let mut sampler = Sampler::new();
     async move {
-        let mut ticks = interval(EVERY);
+        let mut ticks = interval(INTERVAL);
         let mut first = true;
         loop {
             ticks.tick().await;
-            // Otherwise the first tick would be a second sample.
+            // The first tick is immediate, and `new` has just sampled.
             if !std::mem::take(&mut first) {
                 sampler.sample();
             }
-            sample(&gpus).await;
+            sample_gpus(&gpus).await;
         }
     }
 }
 
-/// A driver that is busy answers late, so it is asked on a thread of its own.
-async fn sample(gpus: &[String]) {
+/// Samples GPU memory on a blocking thread, because a busy driver answers late.
+async fn sample_gpus(gpus: &[String]) {
     if gpus.is_empty() {
         return;
     }
     let gpus = gpus.to_vec();
-    let asked = tokio::task::spawn_blocking(move || {
+    let sampled = tokio::task::spawn_blocking(move || {
         for gpu in &gpus {
             if let Some(memory) = Memory::of(gpu) {
                 memory.publish(gpu);
             }
         }
     });
-    if let Err(error) = asked.await {
-        tracing::warn!(%error, "GPUs could not be asked for their memory");
+    if let Err(error) = sampled.await {
+        tracing::warn!(%error, "GPU memory not sampled");
     }
 }
 
-/// Files, sockets and the like that this process has open, and how many it may.
+/// Number of open file descriptors of this process, and their limit.
+///
+/// # Errors
+/// A `/proc` that is not mounted or not as proc(5) describes it.
 pub fn open_files() -> io::Result<(u64, u64)> {
     Usage::of_this_process().map(|usage| (usage.open_files, usage.max_files))
 }
@@ -58,8 +62,8 @@ struct Sampler {
     tasks: Gauge,
     busy: Duration,
     at: Instant,
-    /// The machine does not tell; said once.
-    silent: bool,
+    /// A failed sample was logged; later ones are not.
+    warned: bool,
 }
 
 impl Sampler {
@@ -72,7 +76,7 @@ impl Sampler {
             tasks: gauge!(m::RUNTIME_TASKS),
             busy: busy(&runtime),
             at: Instant::now(),
-            silent: false,
+            warned: false,
             runtime,
         };
         sampler.sample();
@@ -81,17 +85,17 @@ impl Sampler {
 
     fn sample(&mut self) {
         let (busy, now) = (busy(&self.runtime), Instant::now());
-        let whole = (now - self.at).as_secs_f64() * self.runtime.num_workers() as f64;
-        if whole > 0.0 {
-            self.busy_ratio.set((busy.saturating_sub(self.busy).as_secs_f64() / whole).min(1.0));
+        let available = (now - self.at).as_secs_f64() * self.runtime.num_workers() as f64;
+        if available > 0.0 {
+            self.busy_ratio.set((busy.saturating_sub(self.busy).as_secs_f64() / available).min(1.0));
         }
         (self.busy, self.at) = (busy, now);
         self.tasks.set(self.runtime.num_alive_tasks() as f64);
         match Usage::of_this_process() {
             Ok(usage) => usage.publish(),
-            Err(error) if !self.silent => {
-                self.silent = true;
-                tracing::warn!(%error, "/proc does not tell what this process takes; the process_ metrics stay as they are");
+            Err(error) if !self.warned => {
+                self.warned = true;
+                tracing::warn!(%error, "/proc unreadable; the process_ metrics are not updated");
             }
             Err(_) => {}
         }
@@ -102,7 +106,7 @@ fn busy(runtime: &RuntimeMetrics) -> Duration {
     (0..runtime.num_workers()).map(|worker| runtime.worker_total_busy_duration(worker)).sum()
 }
 
-/// What a process takes, as Linux tells it.
+/// Resource usage of a process, from Linux's `/proc`.
 #[derive(Debug, PartialEq)]
 struct Usage {
     resident_bytes: u64,
@@ -122,14 +126,14 @@ impl Usage {
         let read = |name| fs::read_to_string(process.join(name));
         let (stat, status, limits) = (read("stat")?, read("status")?, read("limits")?);
         let machine = fs::read_to_string("/proc/stat")?;
-        // One of them is the folder that was just read.
+        // One descriptor is that of the folder itself.
         Usage::parse(&stat, &status, &limits, &machine, ticks_per_second(), files.saturating_sub(1))
-            .ok_or_else(|| io::Error::other("its files are not as proc(5) describes them"))
+            .ok_or_else(|| io::Error::other("unexpected format, see proc(5)"))
     }
 
-    /// `stat`, `status` and `limits` of a process, and `/proc/stat`.
+    /// Parses `stat`, `status` and `limits` of a process, and `/proc/stat`.
     fn parse(stat: &str, status: &str, limits: &str, machine: &str, ticks: f64, open_files: u64) -> Option<Usage> {
-        // The name of the program is in brackets, and may have spaces and brackets itself. The field after it is the third.
+        // The program name is in brackets and may contain spaces and brackets. The field after it is number 3.
         let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
         let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
         let limit = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?.split_whitespace().next()?;
@@ -156,14 +160,14 @@ impl Usage {
     }
 }
 
-/// Of a line such as `VmRSS:  1024 kB`, in bytes.
+/// Value of a line such as `VmRSS:  1024 kB`, in bytes.
 fn kib_of(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 fn ticks_per_second() -> f64 {
-    // SAFETY: sysconf takes a number and touches no memory of ours.
+    // SAFETY: sysconf takes an integer and accesses no memory of this program.
     let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
     if ticks > 0 { ticks as f64 } else { 100.0 }
 }
@@ -173,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_is_read_as_its_manual_says() {
+    fn proc_files_are_parsed_as_in_proc_5() {
         let stat = "77 (a (b) c) S 1 77 77 0 -1 4194560 100 0 0 0 250 130 0 0 20 0 9 0 5000 123456789 42 1844 1 1 0";
         let status = "Name:\ta (b) c\nVmRSS:\t    1024 kB\nThreads:\t9\n";
         let limits = "Limit                     Soft Limit           Hard Limit           Units\n\
@@ -196,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_memory_threads_files_and_began_before_now() {
+    fn usage_of_this_process_is_plausible() {
         let usage = Usage::of_this_process().unwrap();
         assert!(usage.resident_bytes > 1 << 20 && usage.virtual_bytes > usage.resident_bytes, "{usage:?}");
         assert!(usage.threads >= 1 && usage.open_files >= 3 && usage.open_files < usage.max_files, "{usage:?}");
@@ -204,9 +208,8 @@ mod tests {
         assert!(memory_limit().unwrap() > usage.resident_bytes);
     }
 
-    /// Four actors' worth of tasks, one of which burns half of the time.
     #[tokio::test]
-    async fn tasks_are_counted_while_they_live() {
+    async fn live_tasks_are_counted() {
         let mut sampler = Sampler::new();
         let before = sampler.runtime.num_alive_tasks();
         let tasks: Vec<_> = (0..4).map(|_| tokio::spawn(std::future::pending::<()>())).collect();
@@ -217,6 +220,6 @@ mod tests {
         }
         assert_eq!(sampler.runtime.num_alive_tasks(), before);
         sampler.sample();
-        assert!(!sampler.silent);
+        assert!(!sampler.warned);
     }
 }

@@ -1,4 +1,4 @@
-//! What a device computes, held to plain arithmetic.
+//! Matrix product of a device, checked against f64 arithmetic in plain loops.
 
 use crate::model::ModelError;
 use draftmill_actors::runtime::random::stream_seed;
@@ -6,12 +6,16 @@ use rand::RngExt;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use tch::{Device, Kind, Tensor};
 
-/// Rows, inner length and columns of the product that is tried.
+/// Rows, inner dimension and columns of the product.
 const SHAPE: [usize; 3] = [96, 160, 64];
 
-/// How far a product of random matrices on `device` in `kind` is from the same one in f64 by plain loops: the largest difference over
-/// the largest value. NaN where the device gives one.
-pub fn product_gap(device: Device, kind: Kind) -> Result<f64, ModelError> {
+/// Relative error of a product of random matrices on `device` in `kind`: `max |product - exact| / max |exact|`, with `exact` in f64.
+///
+/// NaN if the device returns a value that is not finite.
+///
+/// # Errors
+/// A libtorch failure.
+pub fn product_error(device: Device, kind: Kind) -> Result<f64, ModelError> {
     let [rows, inner, columns] = SHAPE;
     let mut rng = ChaCha8Rng::from_seed(stream_seed(0, "product", &[]));
     let mut matrix = |rows: usize, columns: usize| -> Result<(Tensor, Vec<f64>), ModelError> {
@@ -22,23 +26,23 @@ pub fn product_gap(device: Device, kind: Kind) -> Result<f64, ModelError> {
     };
     let ((a, a_exact), (b, b_exact)) = (matrix(rows, inner)?, matrix(inner, columns)?);
     let product = numbers(&a.f_mm(&b)?)?;
-    let (mut gap, mut largest) = (0.0_f64, 0.0_f64);
-    for (at, found) in product.into_iter().enumerate() {
-        let (row, column) = (at / columns, at % columns);
+    let (mut error, mut largest) = (0.0_f64, 0.0_f64);
+    for (index, found) in product.into_iter().enumerate() {
+        let (row, column) = (index / columns, index % columns);
         let want: f64 = (0..inner).map(|k| a_exact[row * inner + k] * b_exact[k * columns + column]).sum();
         if !found.is_finite() {
             return Ok(f64::NAN);
         }
-        gap = gap.max((found - want).abs());
+        error = error.max((found - want).abs());
         largest = largest.max(want.abs());
     }
-    Ok(gap / largest)
+    Ok(error / largest)
 }
 
-/// A gap that rounding explains.
-pub fn is_rounding(gap: f64, kind: Kind) -> bool {
-    let most = if kind == Kind::Float { 1e-5 } else { 1e-2 };
-    gap <= most
+/// True if rounding in `kind` explains this relative error.
+pub fn is_rounding(error: f64, kind: Kind) -> bool {
+    let tolerance = if kind == Kind::Float { 1e-5 } else { 1e-2 };
+    error <= tolerance
 }
 
 fn numbers(tensor: &Tensor) -> Result<Vec<f64>, ModelError> {
@@ -51,13 +55,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn products_on_the_cpu_are_right_up_to_rounding_which_both_kinds_show() {
-        let gaps = [Kind::Float, Kind::BFloat16].map(|kind| (kind, product_gap(Device::Cpu, kind).unwrap()));
-        for (kind, gap) in gaps {
-            assert!(is_rounding(gap, kind), "{kind:?}: {gap:e}");
+    fn cpu_products_are_exact_up_to_rounding() {
+        let errors = [Kind::Float, Kind::BFloat16].map(|kind| (kind, product_error(Device::Cpu, kind).unwrap()));
+        for (kind, error) in errors {
+            assert!(is_rounding(error, kind), "{kind:?}: {error:e}");
         }
-        // bf16 keeps 8 bits: a comparison of it with itself would show nothing.
-        assert!(gaps[0].1 > 1e-9 && gaps[1].1 > 1e-4 && !is_rounding(gaps[1].1, Kind::Float), "{gaps:?}");
+        // A bf16 mantissa has 8 bits, so its error is visible only against an exact reference.
+        assert!(errors[0].1 > 1e-9 && errors[1].1 > 1e-4 && !is_rounding(errors[1].1, Kind::Float), "{errors:?}");
         assert!(!is_rounding(f64::NAN, Kind::Float));
     }
 }

@@ -1,4 +1,4 @@
-//! `draftmill doctor`: what the machine is and whether it works, tried out without a model and without a run.
+//! `draftmill doctor`: examines and tests the machine, without a model and without a run.
 
 #[cfg(feature = "torch")]
 mod matmul_check;
@@ -22,33 +22,33 @@ use std::{
     thread::available_parallelism,
 };
 
-/// Less room than this for checkpoints is worth a word: one of a drafter of a billion parameters takes 12 GB.
-const LITTLE_DISK: u64 = 10 << 30;
-/// Fewer open files than this are worth a word: a run takes some dozens, and as many again for whoever looks at it.
-const FEW_FILES: u64 = 1024;
+/// Minimum free disk space without a warning. A checkpoint of a drafter with 1e9 parameters takes 12 GB.
+const MIN_FREE_DISK: u64 = 10 << 30;
+/// Minimum limit of open files without a warning. A run needs some dozens, and the HTTP port up to 64 connections.
+const MIN_OPEN_FILES: u64 = 1024;
 
-/// Whether a part of the machine works.
+/// State of a part of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
     Ok,
-    /// A run will do, but not as well as it might.
+    /// A run works, but is slow or may fail later.
     Warning,
     Failed,
 }
 
-/// What was found of one part.
+/// Finding about one part of the machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub part: String,
     pub state: State,
-    /// A sentence without its full stop.
+    /// Sentence without a full stop.
     pub found: String,
-    /// What to do, unless all is well.
+    /// Remedy of a warning or a failure.
     pub remedy: Option<String>,
 }
 
-/// Every part that was looked at.
+/// Findings about every examined part.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
     pub findings: Vec<Finding>,
@@ -72,16 +72,17 @@ impl Report {
         self.findings.push(Finding { part: part.into(), state, found, remedy });
     }
 
-    /// How many are in this state.
+    /// Number of findings in this state.
     pub fn count(&self, state: State) -> usize {
         self.findings.iter().filter(|finding| finding.state == state).count()
     }
 
+    /// Exit code of the command.
     pub fn exit(&self) -> Exit {
         if self.count(State::Failed) > 0 { Exit::Machine } else { Exit::Done }
     }
 
-    /// One line for each part.
+    /// Table with one line for each finding.
     pub fn table(&self) -> String {
         let width = self.findings.iter().map(|finding| finding.part.chars().count()).max().unwrap_or(0);
         let line = |Finding { part, state, found, remedy }: &Finding| {
@@ -97,13 +98,13 @@ impl Report {
     }
 }
 
-/// Looks at this machine. `chosen`: the configuration is somebody's, so that what it names has to be there.
+/// Examines this machine. With `chosen`, the user gave the configuration, so everything that it names must exist.
 pub fn examine(loaded: &Loaded, chosen: bool) -> Report {
     let (config, mut report) = (&loaded.config, Report::default());
     torch::examine(&mut report);
     let cores = available_parallelism().map_or(1, usize::from);
     let threads = config.run.threads;
-    report.ok("threads", format!("{cores} cores; an operation on the CPU takes {threads} (run.threads)"));
+    report.ok("threads", format!("{cores} cores; an operation on the CPU uses {threads} (run.threads)"));
     memory(&mut report, machine_memory(), memory_limit(), config.pool.max_bytes);
     files(&mut report, open_files());
     folder(&mut report, &config.run.dir);
@@ -117,68 +118,70 @@ pub fn examine(loaded: &Loaded, chosen: bool) -> Report {
 
 fn memory(report: &mut Report, host: Option<u64>, limit: Option<u64>, pool: ByteSize) {
     let (Some(host), Some(limit)) = (host, limit) else {
-        return report.warn("memory", "the machine does not tell how much it has", "mount /proc");
+        return report.warn("memory", "size unknown", "mount /proc");
     };
     let found = match limit < host {
-        true => format!("{}, of which this process may take {}", ByteSize(host).rounded(), ByteSize(limit).rounded()),
+        true => format!("{}, limited to {} for this process", ByteSize(host).rounded(), ByteSize(limit).rounded()),
         false => ByteSize(host).rounded(),
     };
     match limit > pool.0 {
         true => report.ok("memory", found),
-        false => report.warn("memory", format!("{found}; pool.max_bytes = {pool} alone may take that"), "lower it"),
+        false => {
+            report.warn("memory", format!("{found}; pool.max_bytes = {pool} is not below that"), "lower pool.max_bytes")
+        }
     }
 }
 
-/// How many are open, and how many may be.
+/// Compares the limit of open files with a run's need. `counted` is open files and limit.
 fn files(report: &mut Report, counted: io::Result<(u64, u64)>) {
     match counted {
         Ok((_, u64::MAX)) => report.ok("open files", "no limit"),
-        Ok((open, most)) if most >= FEW_FILES => report.ok("open files", format!("{open} of at most {most}")),
-        Ok((_, most)) => report.warn(
+        Ok((open, limit)) if limit >= MIN_OPEN_FILES => report.ok("open files", format!("{open} of at most {limit}")),
+        Ok((_, limit)) => report.warn(
             "open files",
-            format!("at most {most}"),
+            format!("limit is {limit}"),
             "raise it: ulimit -n 4096, or LimitNOFILE= in the unit of the service",
         ),
-        Err(error) => report.warn("open files", format!("the limit is not told: {error}"), "mount /proc"),
+        Err(error) => report.warn("open files", format!("limit unknown: {error}"), "mount /proc"),
     }
 }
 
-/// Where run folders go: whether they can be made, and how much room there is.
+/// Tests that the run folder can be created, and compares the free disk space with a run's need.
 fn folder(report: &mut Report, run: &Path) {
-    let remedy = "name another folder (run.dir), or give this user the right to write there";
-    let place = match parent(run) {
-        Ok(place) => place,
-        Err(error) => return report.fail("run folder", format!("{} has no place: {error}", run.display()), remedy),
+    let remedy = "choose another folder (run.dir), or give this user write permission";
+    let parent = match existing_parent(run) {
+        Ok(parent) => parent,
+        Err(error) => return report.fail("run folder", format!("{} has no parent: {error}", run.display()), remedy),
     };
-    let at = format!("{} goes into {}", run.display(), place.display());
-    if let Err(error) = try_to_write(&place) {
-        return report.fail("run folder", format!("{at}, where nothing can be written: {error}"), remedy);
+    let at = format!("{} goes into {}", run.display(), parent.display());
+    if let Err(error) = test_write(&parent) {
+        return report.fail("run folder", format!("{at}, which is not writable: {error}"), remedy);
     }
-    match free_disk(&place) {
-        Some(free) if free < LITTLE_DISK => report.warn(
+    match free_disk(&parent) {
+        Some(free) if free < MIN_FREE_DISK => report.warn(
             "run folder",
             format!("{at}, which has only {} free", ByteSize(free).rounded()),
-            "draftmill check tells what a run needs; choose another disk (run.dir), or lower checkpoint.keep_last",
+            "draftmill check reports a run's need; choose another disk (run.dir), or lower checkpoint.keep_last",
         ),
         Some(free) => {
-            report.ok("run folder", format!("{at}, which can be written and has {} free", ByteSize(free).rounded()))
+            report.ok("run folder", format!("{at}, which is writable and has {} free", ByteSize(free).rounded()))
         }
-        None => report.warn("run folder", format!("{at}, which does not tell its free room"), remedy),
+        None => report.warn("run folder", format!("{at}, whose free space is unknown"), remedy),
     }
 }
 
-/// The first folder above that is there; others are made in it.
-fn parent(run: &Path) -> io::Result<PathBuf> {
+/// Closest existing ancestor of the run folder.
+fn existing_parent(run: &Path) -> io::Result<PathBuf> {
     let run = std::path::absolute(run)?;
-    let above = run.ancestors().skip(1).find(|path| path.exists());
-    Ok(above.unwrap_or(&run).to_owned())
+    let existing = run.ancestors().skip(1).find(|path| path.exists());
+    Ok(existing.unwrap_or(&run).to_owned())
 }
 
-/// Makes a file that nobody else has, and takes it away again.
-fn try_to_write(folder: &Path) -> io::Result<()> {
+/// Creates, syncs and removes a file with a unique name.
+fn test_write(folder: &Path) -> io::Result<()> {
     let path = folder.join(format!(".draftmill-doctor-{}", std::process::id()));
     let mut file = fs::OpenOptions::new().write(true).create_new(true).open(&path)?;
-    let written = file.write_all(b"draftmill doctor was here\n").and_then(|()| file.sync_all());
+    let written = file.write_all(b"draftmill doctor\n").and_then(|()| file.sync_all());
     fs::remove_file(&path)?;
     written
 }
@@ -188,9 +191,9 @@ mod tests {
     use super::*;
     use crate::config::load_text;
 
-    fn states(look: impl FnOnce(&mut Report)) -> Vec<State> {
+    fn states(examine: impl FnOnce(&mut Report)) -> Vec<State> {
         let mut report = Report::default();
-        look(&mut report);
+        examine(&mut report);
         for finding in &report.findings {
             assert_eq!(finding.remedy.is_some(), finding.state != State::Ok, "{finding:?}");
         }
@@ -205,14 +208,14 @@ mod tests {
         {
             assert_eq!(states(|report| memory(report, host, limit, ByteSize(4 << 30))), [state], "{limit:?}");
         }
-        for (most, state) in [(1024, State::Ok), (u64::MAX, State::Ok), (1023, State::Warning)] {
-            assert_eq!(states(|report| files(report, Ok((3, most)))), [state], "{most}");
+        for (limit, state) in [(1024, State::Ok), (u64::MAX, State::Ok), (1023, State::Warning)] {
+            assert_eq!(states(|report| files(report, Ok((3, limit)))), [state], "{limit}");
         }
         assert_eq!(states(|report| files(report, Err(io::Error::other("no /proc")))), [State::Warning]);
     }
 
     #[test]
-    fn a_run_folder_needs_a_folder_above_it_that_can_be_written() {
+    fn a_run_folder_needs_a_writable_parent() {
         let dir = tempfile::tempdir().unwrap();
         let deep = dir.path().join("not/yet/there");
         assert!(states(|report| folder(report, &deep))[0] < State::Failed);
@@ -221,9 +224,9 @@ mod tests {
         assert_eq!(states(|report| folder(report, &dir.path().join("file/run"))), [State::Failed]);
     }
 
-    /// What a chosen configuration names has to be there; of the defaults nothing is held against the machine.
+    /// Everything that a chosen configuration names must exist; the defaults are not checked.
     #[test]
-    fn a_chosen_configuration_is_held_to_the_machine() {
+    fn a_chosen_configuration_is_checked_against_the_machine() {
         let sets = ["target.devices=cuda:77".into(), "admin.listen=off".into()];
         let loaded = load_text("", "x.toml", &sets).unwrap();
         let report = examine(&loaded, true);

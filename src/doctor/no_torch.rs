@@ -1,12 +1,12 @@
-//! What stands in for the look at devices in a build without libtorch: a sentence.
+//! Device examination in a build without libtorch: a warning.
 
 use super::Report;
 
-/// Says so.
+/// Warns that no device was tested.
 pub fn examine(report: &mut Report) {
     report.warn(
         "libtorch",
-        "this draftmill was built without libtorch, so no device was tried, and only run.engine = \"simulated\" runs",
+        "this draftmill was built without libtorch: no device was tested, and only run.engine = \"simulated\" works",
         "build with the default features",
     );
 }

@@ -1,4 +1,4 @@
-//! Where an optimizer's checkpoints go, and the writing of one beside the steps.
+//! Checkpoint folder and settings of an optimizer, and the background writing of checkpoints.
 
 use crate::{
     config::{Keep, Loaded, annotated},
@@ -9,37 +9,39 @@ use draftmill_actors::messages::engine::{EngineError, Writing};
 use std::path::PathBuf;
 use tokio::sync::watch;
 
-/// Where and how checkpoints are written.
+/// Writes the checkpoints of one run.
 #[derive(Clone, Debug)]
-pub struct Saving {
+pub struct CheckpointWriter {
     /// The run's `checkpoints` folder.
     pub folder: PathBuf,
-    /// What holds when a checkpoint is written.
-    pub kept: watch::Receiver<Kept>,
+    /// Settings, read at the start of each write; a reload changes them.
+    pub settings: watch::Receiver<CheckpointSettings>,
     pub seed: u64,
     pub draft: DraftConfig,
 }
 
-/// What stays on disk.
+/// Retention policy and configuration text of the next checkpoint.
 #[derive(Clone, Debug)]
-pub struct Kept {
+pub struct CheckpointSettings {
     pub keep: Keep,
-    /// The resolved configuration, kept with each checkpoint.
+    /// Resolved configuration, stored in each checkpoint.
     pub config: String,
 }
 
-impl Kept {
-    pub fn of(loaded: &Loaded) -> Kept {
-        Kept { keep: loaded.config.checkpoint.keep(), config: annotated(&loaded.written.wire) }
+impl CheckpointSettings {
+    pub fn new(loaded: &Loaded) -> CheckpointSettings {
+        CheckpointSettings { keep: loaded.config.checkpoint.keep(), config: annotated(&loaded.written.wire) }
     }
 }
 
-impl Saving {
-    /// Writes a checkpoint of `step` on a blocking thread. `tensors` are weights, first and second moments.
-    pub fn writing(&self, step: u64, tensors: [Vec<NamedTensor>; 3]) -> Writing {
-        let saving = self.clone();
+impl CheckpointWriter {
+    /// Starts to write the checkpoint of `step` on a blocking thread.
+    ///
+    /// `tensors` are the weights, the first moments and the second moments. The returned future yields the checkpoint's name.
+    pub fn start(&self, step: u64, tensors: [Vec<NamedTensor>; 3]) -> Writing {
+        let writer = self.clone();
         Box::pin(async move {
-            let written = tokio::task::spawn_blocking(move || saving.write(step, tensors)).await;
+            let written = tokio::task::spawn_blocking(move || writer.write(step, tensors)).await;
             let written = written.map_err(|error| EngineError::Failed(error.to_string()))?;
             written.map_err(|error| EngineError::Failed(error.to_string()))
         })
@@ -50,17 +52,17 @@ impl Saving {
         step: u64,
         [weights, exp_avg, exp_avg_sq]: [Vec<NamedTensor>; 3],
     ) -> Result<String, CheckpointError> {
-        let Saving { folder, kept, seed, draft } = self;
-        let Kept { keep, config } = kept.borrow().clone();
+        let CheckpointWriter { folder, settings, seed, draft } = self;
+        let CheckpointSettings { keep, config } = settings.borrow().clone();
         let tensors = [
             (checkpoint::WEIGHTS, weights),
             (checkpoint::FIRST_MOMENTS, exp_avg),
             (checkpoint::SECOND_MOMENTS, exp_avg_sq),
         ];
         let name = checkpoint::write(&folder, &State::new(step, seed, config), &draft, &tensors)?;
-        // One more than is kept stays until the new one exists in state.db.
+        // state.db does not name the new checkpoint yet, so one more than `keep.last` stays until it does.
         if let Err(error) = checkpoint::retain(&folder, Keep { last: keep.last + 1, ..keep }) {
-            tracing::warn!(%error, folder = %folder.display(), "old checkpoints could not be deleted");
+            tracing::warn!(%error, folder = %folder.display(), "old checkpoints not deleted");
         }
         Ok(name)
     }

@@ -1,9 +1,9 @@
-//! Cost model and speeds of the simulated engine, from the section `[simulate]`.
+//! Cost model and device speeds of the simulated engine, from the section `[simulate]`.
 
 use crate::config::Config;
 use draftmill_actors::{messages::engine::FeatureDtype, simulated::CostModel};
 
-/// The cost model that `[simulate]` describes.
+/// Cost model from `[simulate]`.
 pub fn costs(config: &Config) -> CostModel {
     let simulate = &config.simulate;
     let dtype = FeatureDtype::Bf16;
@@ -25,12 +25,12 @@ pub fn costs(config: &Config) -> CostModel {
     }
 }
 
-/// The speed of every target.
+/// Relative speed of each target; 1 if `[simulate]` names none.
 pub fn target_speeds(config: &Config) -> Vec<f64> {
     speeds(&config.simulate.target_speeds, config.target.devices.len())
 }
 
-/// The speed of every drafter.
+/// Relative speed of each drafter; 1 if `[simulate]` names none.
 pub fn drafter_speeds(config: &Config) -> Vec<f64> {
     speeds(&config.simulate.drafter_speeds, config.drafter.devices.len())
 }

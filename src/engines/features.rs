@@ -1,59 +1,59 @@
-//! Features of the torch engines: hidden states of one job, and the options under which a target makes them.
+//! Features of the torch engines (hidden states of one job), and the options of their extraction.
 
 use crate::config::{ROW_BYTES, TopK, feature_bytes_per_token};
 use crate::model::ModelError;
-use crate::model::batch::{Packed, Teacher};
+use crate::model::batch::{Packed, TargetLabels};
 use draftmill_actors::messages::engine::{FeatureDtype, FeatureShape, Features};
 use tch::{Device, Tensor};
 use tokio::sync::oneshot;
 
-/// Hidden states of one job's real tokens, with the ids and the loss mask that belong to them.
+/// Hidden states of one job's real tokens, with token ids and loss mask.
 pub struct TorchFeatures {
     /// `[tokens, taps * width]`.
     pub(super) hidden: Tensor,
     pub(super) ids: Vec<i32>,
-    /// What the target says of each place; `None` where the ids are the labels.
-    pub(super) teacher: Option<Teacher>,
+    /// Target predictions at each position; `None` if the ids are the labels.
+    pub(super) target_labels: Option<TargetLabels>,
     pub(super) loss_mask: Vec<u8>,
     pub(super) lengths: Vec<u32>,
     pub(super) shape: FeatureShape,
     pub(super) finite: bool,
-    /// A copy of `hidden` on its way to the drafter that has this batch in hand.
-    pub(super) coming: Option<Coming>,
+    /// Pending copy of `hidden` to the device of the drafter that drew this batch.
+    pub(super) prefetch: Option<Prefetch>,
 }
 
-/// How a target extracts.
+/// Options of feature extraction.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TargetOptions {
     pub device: Device,
-    /// Number type of weights and activations.
+    /// Dtype of weights and activations.
     pub compute: FeatureDtype,
-    /// Number type of the features that leave.
+    /// Dtype of the extracted features.
     pub features: FeatureDtype,
-    /// Where features wait to be drawn.
+    /// Device that stores features until they are drawn.
     pub features_on: Device,
     /// Tapped layers, in the order of the drafter's `target_layer_ids`.
     pub taps: Vec<usize>,
-    /// So much of what the target says of each place is sent along. It is then loaded and computed whole.
+    /// Label probabilities to extract at each position. If set, the target is loaded and computed up to its head.
     pub labels: Option<TopK>,
 }
 
-/// What gives the hidden states to the stream of the thread that calls it.
-pub(super) type Take = Box<dyn FnOnce() -> Result<Tensor, ModelError> + Send>;
+/// Makes the calling thread's stream wait for the copy, and returns the copied tensor.
+pub(super) type FinishCopy = Box<dyn FnOnce() -> Result<Tensor, ModelError> + Send>;
 
-/// Hidden states that are on their way to a drafter's device.
-pub(super) struct Coming(pub(super) oneshot::Receiver<Take>);
+/// Pending copy of hidden states to a drafter's device.
+pub(super) struct Prefetch(pub(super) oneshot::Receiver<FinishCopy>);
 
-impl Coming {
-    /// `None` where they could not be sent.
-    pub(super) async fn here(self) -> Option<Take> {
+impl Prefetch {
+    /// Waits until the copy is enqueued; `None` if it failed.
+    pub(super) async fn enqueued(self) -> Option<FinishCopy> {
         self.0.await.ok()
     }
 }
 
 impl Features for TorchFeatures {
     fn bytes(&self) -> u64 {
-        bytes(&self.shape, self.lengths.len(), self.teacher.as_ref().map(Teacher::top_k))
+        bytes(&self.shape, self.lengths.len(), self.target_labels.as_ref().map(TargetLabels::top_k))
     }
 
     fn shape(&self) -> FeatureShape {
@@ -66,14 +66,14 @@ impl Features for TorchFeatures {
 }
 
 impl TorchFeatures {
-    /// The rows as the drafter takes them.
+    /// Packed rows, the drafter's input.
     pub fn packed(&self) -> Packed<'_> {
-        let TorchFeatures { hidden, ids, teacher, loss_mask, lengths, .. } = self;
-        Packed { hidden, ids, teacher: teacher.as_ref(), loss_mask, lengths }
+        let TorchFeatures { hidden, ids, target_labels, loss_mask, lengths, .. } = self;
+        Packed { hidden, ids, target_labels: target_labels.as_ref(), loss_mask, lengths }
     }
 }
 
-/// What `draftmill check` counts for each token, and a length for each row.
+/// Bytes of features: the per-token bytes that `draftmill check` uses, plus one length for each row.
 pub(super) fn bytes(shape: &FeatureShape, rows: usize, labels: Option<TopK>) -> u64 {
     let per_token = feature_bytes_per_token(shape.taps as usize, shape.width as usize, shape.dtype, labels);
     shape.tokens * per_token + rows as u64 * ROW_BYTES

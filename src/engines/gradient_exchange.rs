@@ -1,10 +1,10 @@
-//! How gradients become one sum and how new weights come to the drafters: by copies, or by NCCL as long as that works.
+//! Sums the drafters' gradients and distributes the new weights, by peer copies or by NCCL.
 
 use crate::{
     collective::{
         nccl::Communicator,
         nccl_ffi::NcclError,
-        peer_copy::{Routes, name},
+        peer_copy::{PeerCopies, name},
     },
     model::{
         ModelError,
@@ -14,122 +14,131 @@ use crate::{
 use std::collections::HashSet;
 use tch::Device;
 
-/// The ways of one run, between the optimizer and its drafters.
+/// Gradient sum and weight distribution between the optimizer and its drafters.
+///
+/// The default moves tensors with plain copies. The first NCCL failure switches to copies permanently.
 #[derive(Default)]
-pub struct Exchange {
-    copies: Routes,
-    /// Over the drafters' GPUs, in their order, the first of which is the optimizer's. `None` where it is not asked for, not to be
-    /// had, or failed.
+pub struct GradientExchange {
+    copies: PeerCopies,
+    /// Communicator over the drafters' GPUs, in drafter order; the first one is the optimizer's. `None` if NCCL is not
+    /// configured, not available, or failed.
     nccl: Option<Communicator>,
-    /// What a broadcast brought since the last step, for each drafter that has not taken it yet.
-    brought: Vec<Option<Weights>>,
+    /// Weights of the last broadcast, by drafter, until that drafter takes them or the next step begins.
+    broadcast: Vec<Option<Weights>>,
 }
 
-impl Exchange {
-    pub fn by_copies(copies: Routes) -> Exchange {
-        Exchange { copies, ..Exchange::default() }
+impl GradientExchange {
+    pub fn with_peer_copies(copies: PeerCopies) -> GradientExchange {
+        GradientExchange { copies, ..GradientExchange::default() }
     }
 
-    /// By NCCL where `open` brings it, tried out, for these drafters; else a warning says why and what helps, and copies go on.
+    /// Uses NCCL for these drafters if `open` returns a self-tested communicator. Otherwise logs a warning and keeps to copies.
     pub fn with_nccl(
         mut self,
         drafters: &[Device],
         open: impl FnOnce(&[Device]) -> Result<Communicator, NcclError>,
-    ) -> Exchange {
+    ) -> GradientExchange {
         if drafters.len() < 2 {
-            // Nothing travels.
+            // One drafter shares the optimizer's device: no exchange is needed.
             return self;
         }
-        match apart(drafters).and_then(|()| open(drafters)).and_then(|nccl| Ok((nccl.version()?, nccl))) {
+        match require_own_gpus(drafters).and_then(|()| open(drafters)).and_then(|nccl| Ok((nccl.version()?, nccl))) {
             Ok((version, nccl)) => {
-                tracing::info!(
-                    "NCCL {version} adds the gradients of {} GPUs and brings them the weights",
-                    drafters.len()
-                );
+                tracing::info!(%version, gpus = drafters.len(), "NCCL enabled for gradients and weights");
                 self.nccl = Some(nccl);
             }
             Err(error) => tracing::warn!(
-                "drafter.exchange = \"nccl\", but {error}. Gradients and weights go by copies; {}",
-                error.remedy()
+                %error,
+                remedy = error.remedy(),
+                "NCCL unavailable despite drafter.collectives = \"nccl\"; copies are used instead"
             ),
         }
         self
     }
 
-    /// The sum of what drafters handed in, on `device`; `None` of nothing.
+    /// Sum of the drafters' gradients, on `device`. `None` if there are none.
+    ///
+    /// # Errors
+    /// A libtorch failure. An NCCL failure is logged and replaced by copies.
     pub fn sum(&mut self, gradients: Vec<Gradient>, device: Device) -> Result<Option<Gradient>, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        // These are about to be old.
-        self.brought.clear();
-        if let Some(sum) = self.reduced(&gradients) {
+        // The step makes these weights stale.
+        self.broadcast.clear();
+        if let Some(sum) = self.reduce_by_nccl(&gradients) {
             return Ok(Some(sum));
         }
         let mut gradients = gradients.into_iter();
         let Some(first) = gradients.next() else { return Ok(None) };
-        let mut sum = self.copies.moved(first, device)?;
+        let mut sum = self.copies.move_to(first, device)?;
         for gradient in gradients {
-            sum.add_(&self.copies.moved(gradient, device)?)?;
+            sum.add_(&self.copies.move_to(gradient, device)?)?;
         }
         Ok(Some(sum))
     }
 
-    /// The weights for a drafter on `device`. By NCCL the first who asks after a step has them brought to all.
+    /// Weights for a drafter on `device`. With NCCL, the first request after a step broadcasts them to all drafters.
+    ///
+    /// # Errors
+    /// A libtorch failure.
     pub fn weights(&mut self, masters: &Weights, drafter: usize, device: Device) -> Result<Weights, ModelError> {
-        if self.brought.is_empty() {
-            self.brought = self.broadcast(masters).unwrap_or_default();
+        if self.broadcast.is_empty() {
+            self.broadcast = self.broadcast_by_nccl(masters).unwrap_or_default();
         }
-        match self.brought.get_mut(drafter).and_then(Option::take) {
+        match self.broadcast.get_mut(drafter).and_then(Option::take) {
             Some(weights) => Ok(weights),
             None => self.copy(masters, device),
         }
     }
 
-    /// A copy for whoever is no drafter.
+    /// Copy of the weights on `device`, without NCCL.
+    ///
+    /// # Errors
+    /// A libtorch failure.
     pub fn copy(&self, masters: &Weights, device: Device) -> Result<Weights, ModelError> {
         self.copies.copy(masters, device)
     }
 
-    /// The sum by NCCL, where there is one gradient on each of its GPUs. It leaves them as they are.
-    fn reduced(&mut self, gradients: &[Gradient]) -> Option<Gradient> {
+    /// Sum by NCCL if each of its GPUs has one gradient. Does not change the gradients.
+    fn reduce_by_nccl(&mut self, gradients: &[Gradient]) -> Option<Gradient> {
         let nccl = self.nccl.as_mut()?;
         let from = gradients.iter().map(ParamSet::device);
         if !from.eq(nccl.devices().iter().copied().map(Some)) {
-            // A drafter is paused, or had nothing to train.
+            // A drafter is paused or had nothing to train.
             return None;
         }
         let sum = reduce(nccl, gradients);
-        self.unless_failed(sum)
+        self.disable_on_error(sum)
     }
 
-    fn broadcast(&mut self, masters: &Weights) -> Option<Vec<Option<Weights>>> {
+    fn broadcast_by_nccl(&mut self, masters: &Weights) -> Option<Vec<Option<Weights>>> {
         let sets = broadcast(self.nccl.as_mut()?, masters);
-        self.unless_failed(sets)
+        self.disable_on_error(sets)
     }
 
-    /// What NCCL gave. Where it failed it is left for good.
-    fn unless_failed<T>(&mut self, given: Result<T, NcclError>) -> Option<T> {
-        let report = |error: &NcclError| {
-            tracing::warn!("{error}. Gradients and weights go by copies from now on; {}", error.remedy());
+    /// Result of an NCCL call. A failure disables NCCL permanently.
+    fn disable_on_error<T>(&mut self, result: Result<T, NcclError>) -> Option<T> {
+        let disable = |error: &NcclError| {
+            tracing::warn!(%error, remedy = error.remedy(), "NCCL failed; copies are used from now on");
             self.nccl = None;
         };
-        given.inspect_err(report).ok()
+        result.inspect_err(disable).ok()
     }
 }
 
 fn reduce(nccl: &mut Communicator, gradients: &[Gradient]) -> Result<Gradient, NcclError> {
     let parts = gradients.iter().map(ParamSet::buffer).collect::<Result<Vec<_>, _>>()?;
     let sum = nccl.reduce(&parts)?;
-    Ok(gradients[0].of_buffer(sum)?)
+    Ok(gradients[0].with_buffer(sum)?)
 }
 
 fn broadcast(nccl: &mut Communicator, masters: &Weights) -> Result<Vec<Option<Weights>>, NcclError> {
     let copies = nccl.broadcast(&masters.buffer()?)?;
-    let sets = copies.into_iter().map(|copy| Ok(Some(masters.of_buffer(copy)?)));
+    let sets = copies.into_iter().map(|copy| Ok(Some(masters.with_buffer(copy)?)));
     sets.collect()
 }
 
-/// Whether each drafter has a GPU of its own.
-fn apart(drafters: &[Device]) -> Result<(), NcclError> {
+/// Fails unless each drafter has its own GPU.
+fn require_own_gpus(drafters: &[Device]) -> Result<(), NcclError> {
     let mut seen = HashSet::new();
     match drafters.iter().find(|&&device| !device.is_cuda() || !seen.insert(name(device))) {
         None => Ok(()),
@@ -148,15 +157,15 @@ mod tests {
     use std::cell::Cell;
     use tch::{Kind, Tensor};
 
-    /// Calls until the communicator is there.
+    /// Number of library calls that open a communicator.
     const OPENED: usize = 1;
 
-    fn exchange(drafters: usize) -> Exchange {
+    fn exchange(drafters: usize) -> GradientExchange {
         let nccl = Communicator::new(fake_nccl::table(), &vec![Device::Cpu; drafters]).unwrap();
-        Exchange { nccl: Some(nccl), ..Exchange::default() }
+        GradientExchange { nccl: Some(nccl), ..GradientExchange::default() }
     }
 
-    /// Whether a set is one buffer, and its values.
+    /// Values of a set, and true if they are in one buffer.
     type Drawn = (bool, Vec<f32>);
 
     fn set((flat, values): &Drawn, split: usize) -> ParamSet {
@@ -171,14 +180,14 @@ mod tests {
 
     fn by_copies(drawn: &[Drawn], split: usize) -> ParamSet {
         let gradients = drawn.iter().map(|one| set(one, split)).collect();
-        Exchange::default().sum(gradients, Device::Cpu).unwrap().unwrap()
+        GradientExchange::default().sum(gradients, Device::Cpu).unwrap().unwrap()
     }
 
     fn bits(set: &ParamSet) -> Vec<u32> {
         values(set).into_iter().map(f32::to_bits).collect()
     }
 
-    /// As many gradients as there may be drafters, each of so many values.
+    /// Gradients of 2 to 5 drafters, each with the same number of values.
     fn gradients() -> impl Strategy<Value = Vec<Drawn>> {
         (2usize..6, 1usize..300).prop_flat_map(|(drafters, count)| {
             let one = (any::<bool>(), prop::collection::vec(-1e3f32..1e3, count));
@@ -187,9 +196,9 @@ mod tests {
     }
 
     proptest! {
-        /// Two numbers have one sum; of more the order counts, and NCCL's is its own.
+        /// Exact for two drafters. For more the order of additions differs, so the tolerance is relative.
         #[test]
-        fn a_sum_by_nccl_is_that_of_copies(drawn in gradients(), split in 0usize..300) {
+        fn the_nccl_sum_equals_the_copy_sum(drawn in gradients(), split in 0usize..300) {
             let mut exchange = exchange(drawn.len());
             let given = drawn.iter().map(|one| set(one, split)).collect();
             let sum = exchange.sum(given, Device::Cpu).unwrap().unwrap();
@@ -200,15 +209,15 @@ mod tests {
                 prop_assert_eq!(bits(&sum), bits(&want));
                 prop_assert_eq!(sum.checksum().unwrap(), want.checksum().unwrap());
             }
-            for (place, (got, want)) in values(&sum).into_iter().zip(values(&want)).enumerate() {
-                let size: f32 = drawn.iter().map(|(_, values)| values[place].abs()).sum();
+            for (index, (got, want)) in values(&sum).into_iter().zip(values(&want)).enumerate() {
+                let size: f32 = drawn.iter().map(|(_, values)| values[index].abs()).sum();
                 prop_assert!((got - want).abs() <= size * f32::EPSILON * drawn.len() as f32, "{got} is not {want}");
             }
         }
 
-        /// One broadcast for all, in whichever order they ask; who asks twice gets a copy.
+        /// One broadcast serves all drafters in any order; a second request of a drafter gets a copy.
         #[test]
-        fn weights_by_nccl_are_the_masters_bit_by_bit(
+        fn broadcast_weights_equal_the_masters_bit_for_bit(
             bits_of in prop::collection::vec(any::<u32>(), 1..300), split in 1usize..300, flat: bool,
             drafters in 2usize..6, first in 0usize..6,
         ) {
@@ -222,8 +231,8 @@ mod tests {
                     prop_assert!(weights.is_flat() && weights.names() == masters.names());
                     all.push(weights);
                 }
-                let places = all.iter().chain([&masters]).map(|set| set.tensors()[0].data_ptr());
-                prop_assert_eq!(places.collect::<HashSet<_>>().len(), drafters + 1, "each has storage of its own");
+                let pointers = all.iter().chain([&masters]).map(|set| set.tensors()[0].data_ptr());
+                prop_assert_eq!(pointers.collect::<HashSet<_>>().len(), drafters + 1, "separate storage");
                 let again = exchange.weights(&masters, first % drafters, Device::Cpu).unwrap();
                 prop_assert_eq!(again.checksum().unwrap(), masters.checksum().unwrap());
                 let broadcasts = fake_nccl::calls().iter().filter(|&&call| call == "ncclBroadcast").count();
@@ -232,11 +241,11 @@ mod tests {
             }
         }
 
-        /// Whichever call fails: the step's sum is that of copies to the bit, weights are the masters, and NCCL is asked no more.
+        /// After a failure of any call, sums and weights equal those of copies bit for bit, and NCCL is not called again.
         #[test]
-        fn a_failing_nccl_fails_no_step(drawn in gradients(), split in 0usize..300, failing: prop::sample::Index) {
+        fn an_nccl_failure_fails_no_step(drawn in gradients(), split in 0usize..300, failing: prop::sample::Index) {
             let mut exchange = exchange(drawn.len());
-            // Start, one for each GPU, end; of the reduce and of the broadcast.
+            // Calls of one group: start, one for each GPU, end. There are two groups: reduce and broadcast.
             let group = drawn.len() + 2;
             let at = failing.index(2 * group);
             fake_nccl::fail_at(OPENED + at);
@@ -258,9 +267,9 @@ mod tests {
         }
     }
 
-    /// As when a drafter is paused: NCCL waits for its next step.
+    /// A paused drafter sends no gradient; NCCL is used again when all drafters send one.
     #[test]
-    fn where_a_gradient_is_missing_the_others_go_by_copies() {
+    fn a_missing_gradient_falls_back_to_copies_for_one_step() {
         let mut exchange = exchange(3);
         let give = |count| (0..count).map(|at| set(&(true, vec![at as f32, 1.0]), 1)).collect::<Vec<_>>();
         let sum = exchange.sum(give(2), Device::Cpu).unwrap().unwrap();
@@ -272,14 +281,14 @@ mod tests {
     }
 
     #[test]
-    fn nccl_is_for_drafters_with_a_gpu_each() {
+    fn nccl_requires_one_gpu_per_drafter() {
         let gpus = [0, 1, 2].map(Device::Cuda);
         for (drafters, text) in [
             (vec![gpus[0], gpus[1], gpus[0]], "several drafters share cuda:0"),
             (vec![gpus[0], Device::Cpu], "a drafter computes on cpu"),
             (vec![Device::Cpu; 2], "a drafter computes on cpu"),
         ] {
-            let error = apart(&drafters).unwrap_err();
+            let error = require_own_gpus(&drafters).unwrap_err();
             assert_eq!(error.to_string(), text);
             assert!(error.remedy().contains("drafter.devices"), "{error:?}");
         }
@@ -288,12 +297,13 @@ mod tests {
             opened.set(opened.get() + 1);
             Communicator::new(fake_nccl::table(), gpus)
         };
-        let with =
-            |drafters: &[Device]| Exchange::by_copies(Routes::default()).with_nccl(drafters, open).nccl.is_some();
+        let with = |drafters: &[Device]| {
+            GradientExchange::with_peer_copies(PeerCopies::default()).with_nccl(drafters, open).nccl.is_some()
+        };
         assert!(!with(&gpus[..1]) && !with(&[gpus[0]; 2]) && !with(&[Device::Cpu; 2]));
-        assert_eq!(opened.get(), 0, "nothing is opened in vain");
+        assert_eq!(opened.get(), 0, "unsuitable devices open no communicator");
         assert!(with(&gpus));
         let missing = |_: &[Device]| Err(NcclError::Missing("no such file".into()));
-        assert!(Exchange::default().with_nccl(&gpus, missing).nccl.is_none());
+        assert!(GradientExchange::default().with_nccl(&gpus, missing).nccl.is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! The engines behind the actors' seam: libtorch's state, driven one unit of blocking work at a time, and the simulated ones.
+//! Implementations of the actors' engine traits: on libtorch, one blocking unit of work at a time, and simulated.
 
 pub mod checkpointing;
 pub mod costs;

@@ -1,4 +1,4 @@
-//! A unit of work that a device's memory does not hold: done in smaller pieces, one after another.
+//! Split on out-of-memory: computes a unit of work in smaller pieces if the device cannot hold it whole.
 
 use crate::model::ModelError;
 use crate::model::drafter::anchors::Anchors;
@@ -6,35 +6,32 @@ use crate::model::params::Gradient;
 use draftmill_actors::messages::engine::MicroReport;
 use tch::Device;
 
-/// What can be done in pieces whose results make up that of the whole.
-pub trait Divisible: Sized {
-    const WORDS: Words;
+/// Unit of work that can be split; the joined results of its pieces equal the result of the whole.
+pub trait Splittable: Sized {
+    const TEXT: SplitText;
 
-    /// Of what it is divided into.
+    /// Number of indivisible units.
     fn count(&self) -> usize;
 
-    /// Two parts of about the same size, in order; none of two or more is empty.
+    /// Two pieces of about the same size, in order. Neither is empty if the count is at least 2.
     fn halves(&self) -> [Self; 2];
 }
 
-/// How a piece is spoken of.
-pub struct Words {
-    /// "a micro-batch of 8 blocks".
+/// Nouns and remedy for log messages and errors.
+pub struct SplitText {
+    /// For example `a micro-batch`.
     pub whole: &'static str,
-    pub one: &'static str,
-    pub many: &'static str,
-    /// Parts of a sentence: "trained in pieces of at most 4 blocks".
-    pub done: &'static str,
-    /// A sentence without its full stop.
+    pub unit: &'static str,
+    pub units: &'static str,
+    /// Sentence without a full stop.
     pub remedy: &'static str,
 }
 
-impl Divisible for Anchors {
-    const WORDS: Words = Words {
+impl Splittable for Anchors {
+    const TEXT: SplitText = SplitText {
         whole: "a micro-batch",
-        one: "block",
-        many: "blocks",
-        done: "trained",
+        unit: "block",
+        units: "blocks",
         remedy: "Lower drafter.anchors or plan.job_tokens, or set drafter.recompute_layers = true",
     };
 
@@ -43,79 +40,91 @@ impl Divisible for Anchors {
     }
 
     fn halves(&self) -> [Anchors; 2] {
-        [0, 1].map(|half| self.part(half, 2))
+        [0, 1].map(|half| self.chunk(half, 2))
     }
 }
 
-/// What a device was found to have room for at once.
-pub struct Room {
+/// Largest piece that fits in a device's memory, as learnt from out-of-memory errors.
+pub struct FitLimit {
     device: Device,
-    /// It only ever shrinks, so that memory runs out once and not every time.
-    most: usize,
-    give_back: GiveBack,
+    /// Never grows, so that later units do not run out of memory again.
+    max_count: usize,
+    empty_cache: EmptyCache,
 }
 
-/// Gives memory back that the allocator of a device keeps and no tensor touches.
-type GiveBack = fn(Device) -> Result<(), draftmill_torch_ext::Error>;
+/// Returns unused memory of libtorch's caching allocator to the device.
+type EmptyCache = fn(Device) -> Result<(), draftmill_torch_ext::Error>;
 
-impl Room {
-    /// Without a limit as yet.
-    pub fn new(device: Device) -> Room {
-        Room { device, most: usize::MAX, give_back: draftmill_torch_ext::empty_cache }
+impl FitLimit {
+    /// No limit yet.
+    pub fn new(device: Device) -> FitLimit {
+        FitLimit { device, max_count: usize::MAX, empty_cache: draftmill_torch_ext::empty_cache }
     }
 
-    /// Work that ran out of memory leaves blocks behind that are cut for other sizes than those of what comes next.
-    fn ran_out(&self) {
-        if let Err(error) = (self.give_back)(self.device) {
-            tracing::warn!("the memory that libtorch keeps on {:?} could not be given back: {error}", self.device);
+    /// Empties the allocator's cache: its blocks have the sizes of the failed attempt, which the smaller pieces cannot use.
+    fn release_cache(&self) {
+        if let Err(error) = (self.empty_cache)(self.device) {
+            tracing::warn!(%error, device = ?self.device, "libtorch's memory cache not emptied");
         }
     }
 }
 
-/// Gives `join` what `compute` makes of each piece, in order: of the whole, if it fits. A piece of several that ends out of
-/// memory is halved; one of a single one is an error. Of an attempt that failed nothing is joined.
-pub fn in_pieces<P: Divisible, R>(
+/// Computes the whole piece, or halves of it after an out-of-memory error, and passes each result to `join` in order.
+///
+/// A failed attempt joins nothing.
+///
+/// # Errors
+/// Out of memory for a single unit, and any other error of `compute` or `join`.
+pub fn split_on_oom<P: Splittable, R>(
     piece: &P,
-    room: &mut Room,
+    limit: &mut FitLimit,
     compute: &mut dyn FnMut(&P) -> Result<R, ModelError>,
     join: &mut dyn FnMut(R) -> Result<(), ModelError>,
 ) -> Result<(), ModelError> {
-    let (count, Words { whole, one, many, done, remedy }) = (piece.count(), P::WORDS);
-    if count <= room.most {
+    let (count, SplitText { whole, unit, units, remedy }) = (piece.count(), P::TEXT);
+    if count <= limit.max_count {
         match compute(piece) {
             Ok(result) => return join(result),
             Err(error) if error.is_out_of_memory() => {
-                room.ran_out();
+                limit.release_cache();
                 if count <= 1 {
-                    return Err(ModelError::Torch(format!("{error}; not even a single {one} fits. {remedy}")));
+                    return Err(ModelError::Torch(format!("{error}; not even a single {unit} fits. {remedy}")));
                 }
-                room.most = count / 2;
+                limit.max_count = count / 2;
                 tracing::warn!(
-                    "{whole} of {count} {many} does not fit in memory ({error}); from now on it is {done} in pieces of at most {} \
-                     {many}, which takes longer and changes nothing else. {remedy}",
-                    room.most
+                    %error,
+                    device = ?limit.device,
+                    count,
+                    max_count = limit.max_count,
+                    work = whole,
+                    units,
+                    remedy,
+                    "out of memory; smaller pieces are computed from now on, with the same result"
                 );
             }
             Err(error) => return Err(error),
         }
     }
-    piece.halves().iter().try_for_each(|half| in_pieces(half, room, compute, join))
+    piece.halves().iter().try_for_each(|half| split_on_oom(half, limit, compute, join))
 }
 
-/// A micro-batch's sums over all blocks, which may be made piece by piece.
-pub fn sums_in_pieces(
+/// Loss sums and gradient of a micro-batch over all blocks, split on out-of-memory.
+///
+/// # Errors
+/// As [`split_on_oom`].
+pub fn sums_split_on_oom(
     anchors: &Anchors,
-    room: &mut Room,
+    limit: &mut FitLimit,
     mut compute: impl FnMut(&Anchors) -> Result<(MicroReport, Option<Gradient>), ModelError>,
 ) -> Result<(MicroReport, Option<Gradient>), ModelError> {
     let mut total: Option<(MicroReport, Option<Gradient>)> = None;
-    in_pieces(anchors, room, &mut compute, &mut |(report, gradient)| match &mut total {
+    split_on_oom(anchors, limit, &mut compute, &mut |(report, gradient)| match &mut total {
         None => {
             total = Some((report, gradient));
             Ok(())
         }
         Some((sum, sums)) => {
-            // Each piece counts the tokens of the whole batch.
+            // Each piece reports the tokens of the whole batch.
             sum.add(&MicroReport { tokens: 0, ..report });
             add(sums, gradient)
         }
@@ -123,12 +132,15 @@ pub fn sums_in_pieces(
     Ok(total.unwrap_or_default())
 }
 
-/// Adds a gradient to a sum, either of which may be absent.
-pub fn add(sum: &mut Option<Gradient>, part: Option<Gradient>) -> Result<(), ModelError> {
-    let Some(part) = part else { return Ok(()) };
+/// Adds a gradient to a sum. Either may be absent.
+///
+/// # Errors
+/// A libtorch failure, or parameters of other shapes.
+pub fn add(sum: &mut Option<Gradient>, gradient: Option<Gradient>) -> Result<(), ModelError> {
+    let Some(gradient) = gradient else { return Ok(()) };
     match sum {
-        None => *sum = Some(part),
-        Some(sum) => sum.add_(&part)?,
+        None => *sum = Some(gradient),
+        Some(sum) => sum.add_(&gradient)?,
     }
     Ok(())
 }
@@ -143,7 +155,7 @@ mod tests {
 
     /// Each block adds its position to the loss and to the gradient.
     fn positions(anchors: &Anchors) -> (MicroReport, Option<Gradient>) {
-        let sum: f64 = anchors.rows.iter().flatten().map(|&place| f64::from(place)).sum();
+        let sum: f64 = anchors.rows.iter().flatten().map(|&position| f64::from(position)).sum();
         let report =
             MicroReport { loss_numerator: sum, anchors: anchors.count() as u64, tokens: 7, ..Default::default() };
         let gradient = ParamSet::new(vec![("w".into(), Tensor::from_slice(&[sum]))]);
@@ -151,21 +163,21 @@ mod tests {
     }
 
     thread_local! {
-        /// Devices whose memory was given back by this thread.
-        static GIVEN_BACK: RefCell<Vec<Device>> = const { RefCell::new(Vec::new()) };
+        /// Devices whose cache this thread emptied.
+        static EMPTIED: RefCell<Vec<Device>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// A device whose failures to give memory back are remembered, and change nothing.
-    fn room() -> Room {
-        let give_back: GiveBack = |device| {
-            GIVEN_BACK.with_borrow_mut(|devices| devices.push(device));
+    /// Limit of a device that records each emptying of its cache and fails it, which must change nothing.
+    fn limit() -> FitLimit {
+        let empty_cache: EmptyCache = |device| {
+            EMPTIED.with_borrow_mut(|devices| devices.push(device));
             Err(draftmill_torch_ext::Error::Failed("no".into()))
         };
-        Room { give_back, ..Room::new(Device::Cuda(3)) }
+        FitLimit { empty_cache, ..FitLimit::new(Device::Cuda(3)) }
     }
 
-    fn given_back() -> usize {
-        let devices = GIVEN_BACK.take();
+    fn emptied() -> usize {
+        let devices = EMPTIED.take();
         assert!(devices.iter().all(|device| *device == Device::Cuda(3)), "{devices:?}");
         devices.len()
     }
@@ -175,14 +187,14 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever fits, every block is computed once, in a piece that fits, and the next micro-batch tries nothing that does not.
+        /// Every block is computed once, in a piece that fits, and the next micro-batch runs out of memory no more.
         #[test]
-        fn pieces_sum_to_the_whole_and_memory_runs_out_only_on_the_way_down(
+        fn pieces_sum_to_the_whole(
             rows in prop::collection::vec(prop::collection::btree_set(0u32..100, 0..20), 1..5), fits in 1usize..60,
         ) {
             let anchors = Anchors { rows: rows.into_iter().map(|row| row.into_iter().collect()).collect() };
-            let (mut room, failures) = (room(), RefCell::new(0));
-            let mut run = || sums_in_pieces(&anchors, &mut room, |piece| {
+            let (mut limit, failures) = (limit(), RefCell::new(0));
+            let mut run = || sums_split_on_oom(&anchors, &mut limit, |piece| {
                 assert!(piece.check(&vec![100; anchors.rows.len()]).is_ok());
                 if piece.count() > fits {
                     *failures.borrow_mut() += 1;
@@ -196,7 +208,7 @@ mod tests {
             prop_assert_eq!(&got, &want);
             prop_assert_eq!(value(sum), value(gradient));
             let first = failures.take();
-            prop_assert_eq!(given_back(), first);
+            prop_assert_eq!(emptied(), first);
             prop_assert_eq!(first > 0, anchors.count() > fits);
             prop_assert_eq!(run().unwrap().0, want);
             prop_assert_eq!(failures.take(), 0);
@@ -204,18 +216,18 @@ mod tests {
     }
 
     #[test]
-    fn a_single_block_that_does_not_fit_and_any_other_error_end_it() {
+    fn oom_of_one_block_and_other_errors_fail() {
         let anchors = Anchors { rows: vec![vec![1, 2, 3]] };
-        let mut room = room();
-        let error = sums_in_pieces(&anchors, &mut room, |_| Err(out_of_memory())).err().unwrap();
+        let mut limit = limit();
+        let error = sums_split_on_oom(&anchors, &mut limit, |_| Err(out_of_memory())).err().unwrap();
         assert!(error.is_out_of_memory());
         assert!(error.to_string().contains("not even a single block fits. Lower drafter.anchors"), "{error}");
-        assert_eq!((room.most, given_back()), (1, 2));
+        assert_eq!((limit.max_count, emptied()), (1, 2));
         let mut calls = 0;
-        let failed = sums_in_pieces(&anchors, &mut Room { most: 2, ..room }, |_| {
+        let failed = sums_split_on_oom(&anchors, &mut FitLimit { max_count: 2, ..limit }, |_| {
             calls += 1;
             Err(ModelError::Input("no".into()))
         });
-        assert_eq!((failed.err().unwrap().to_string(), calls, given_back()), ("no".into(), 1, 0));
+        assert_eq!((failed.err().unwrap().to_string(), calls, emptied()), ("no".into(), 1, 0));
     }
 }

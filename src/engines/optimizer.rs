@@ -1,6 +1,6 @@
-//! The optimizer behind the actors' seam: fp32 masters and moments on one device, a copy of the weights for each drafter.
+//! Optimizer engine: fp32 master weights and moments on one device, and a copy of the weights for each drafter.
 
-use super::{checkpointing::Saving, gradient_exchange::Exchange, worker::Worker};
+use super::{checkpointing::CheckpointWriter, gradient_exchange::GradientExchange, worker::Worker};
 use crate::{
     eval::evaluator::Snapshots,
     model::{
@@ -14,69 +14,79 @@ use crate::{
 use draftmill_actors::messages::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
 use tch::{Device, Kind};
 
-/// AdamW on one device; each call is one unit of blocking work.
+/// AdamW on one device. Each call is one unit of blocking work.
 pub struct TorchOptimizer {
     inner: Worker<Inner>,
-    /// Where drafter `i` computes.
+    /// Device of drafter `i`.
     drafters: Vec<Device>,
-    /// Where weights go that are to be measured.
+    /// Channel of weight snapshots to the evaluator.
     snapshots: Option<Snapshots>,
 }
 
 struct Inner {
     adamw: AdamW,
     device: Device,
-    saving: Saving,
-    /// How gradients come and weights go.
-    exchange: Exchange,
+    checkpoints: CheckpointWriter,
+    exchange: GradientExchange,
 }
 
 impl TorchOptimizer {
-    /// Starts from fresh or imported weights.
+    /// Optimizer at step 0 with these weights and zero moments.
+    ///
+    /// # Errors
+    /// A libtorch failure, for example out of memory on `device`.
     pub fn new(
         weights: &Weights,
         hyper: Hyper,
         device: Device,
         drafters: Vec<Device>,
-        saving: Saving,
+        checkpoints: CheckpointWriter,
     ) -> Result<TorchOptimizer, ModelError> {
         let adamw = AdamW::new(weights.deep_copy(device, Kind::Float)?, hyper)?;
-        Ok(TorchOptimizer::over(adamw, device, saving, drafters))
+        Ok(TorchOptimizer::with_adamw(adamw, device, checkpoints, drafters))
     }
 
-    /// Goes on from a checkpoint: the same bits in weights and moments.
+    /// Optimizer that resumes from a checkpoint, with bit-identical weights and moments.
+    ///
+    /// # Errors
+    /// An unreadable checkpoint file or a libtorch failure.
     pub fn resume(
         from: &Verified,
         hyper: Hyper,
         device: Device,
         drafters: Vec<Device>,
-        saving: Saving,
+        checkpoints: CheckpointWriter,
     ) -> Result<TorchOptimizer, ResumeError> {
         let set = |file| -> Result<ParamSet, ResumeError> { Ok(read(from, file)?.deep_copy(device, Kind::Float)?) };
         let masters = set(checkpoint::WEIGHTS)?;
         let (exp_avg, exp_avg_sq) = (set(checkpoint::FIRST_MOMENTS)?, set(checkpoint::SECOND_MOMENTS)?);
         let adamw = AdamW::resume(masters, exp_avg, exp_avg_sq, from.state.step, hyper);
-        Ok(TorchOptimizer::over(adamw, device, saving, drafters))
+        Ok(TorchOptimizer::with_adamw(adamw, device, checkpoints, drafters))
     }
 }
 
 impl TorchOptimizer {
-    fn over(adamw: AdamW, device: Device, saving: Saving, drafters: Vec<Device>) -> TorchOptimizer {
-        let inner = Inner { adamw, device, saving, exchange: Exchange::default() };
+    fn with_adamw(
+        adamw: AdamW,
+        device: Device,
+        checkpoints: CheckpointWriter,
+        drafters: Vec<Device>,
+    ) -> TorchOptimizer {
+        let inner = Inner { adamw, device, checkpoints, exchange: GradientExchange::default() };
         TorchOptimizer { inner: Worker::new(inner), drafters, snapshots: None }
     }
 
-    /// Gradients and weights travel so.
-    pub fn exchanging(mut self, exchange: Exchange) -> TorchOptimizer {
+    /// Replaces the gradient exchange; the default is plain copies.
+    pub fn with_exchange(mut self, exchange: GradientExchange) -> TorchOptimizer {
         if let Some(inner) = self.inner.peek_mut() {
             inner.exchange = exchange;
         }
         self
     }
 
-    /// From now on weights are measured where that is due; the first ones at once, where nothing was measured yet.
-    pub fn measured(mut self, snapshots: Snapshots, first: bool) -> TorchOptimizer {
-        if let Some((what, turn)) = snapshots.due(0).filter(|_| first) {
+    /// Sends weight snapshots to the evaluator whenever an evaluation is due. With `initial`, sends those of step 0 now.
+    pub fn with_evaluation(mut self, snapshots: Snapshots, initial: bool) -> TorchOptimizer {
+        if let Some((what, turn)) = snapshots.due(0).filter(|_| initial) {
             let weights = self.masters_on(snapshots.device).map_err(|error| error.to_string());
             snapshots.send(0, what, turn, weights);
         }
@@ -84,7 +94,7 @@ impl TorchOptimizer {
         self
     }
 
-    /// Copies the weights for a measure that is due. One that fails costs that measure and no step.
+    /// Copies the weights if an evaluation is due. A failed copy skips that evaluation; the step succeeds.
     async fn publish(&mut self, step: u64) {
         if let Some(snapshots) = &self.snapshots
             && let Some((what, turn)) = snapshots.due(step)
@@ -95,14 +105,17 @@ impl TorchOptimizer {
         }
     }
 
-    /// A copy of the weights on `device`, before the first unit of work.
+    /// Copy of the master weights on `device`, before the first unit of work.
+    ///
+    /// # Errors
+    /// A running unit of work, or a libtorch failure.
     pub fn masters_on(&self, device: Device) -> Result<Weights, ModelError> {
-        let inner = self.inner.peek().ok_or_else(|| ModelError::Input("the optimizer is at work".into()))?;
+        let inner = self.inner.peek().ok_or_else(|| ModelError::Input("the optimizer is busy".into()))?;
         inner.masters_on(device)
     }
 }
 
-/// Why a checkpoint cannot be gone on from.
+/// Reason why training cannot resume from a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum ResumeError {
     #[error(transparent)]
@@ -133,7 +146,7 @@ impl Optimizer for TorchOptimizer {
         self.inner.run(move |inner| inner.exchange.weights(&inner.adamw.masters, drafter, device)).await
     }
 
-    /// Replicas are kept in f32 as the masters are, whatever they compute in, so theirs is the same.
+    /// Checksum of the masters. Replicas store f32 weights too, whatever their compute dtype, so the sums are comparable.
     async fn checksum(&mut self) -> Result<Option<u64>, EngineError> {
         self.inner.run(|inner| inner.adamw.masters.checksum().map(Some)).await
     }
@@ -148,7 +161,7 @@ impl Inner {
         let _no_grad = tch::no_grad_guard();
         let Some(sum) = self.exchange.sum(gradients, self.device)? else { return Ok(StepReport::default()) };
         if request.denominator <= 0.0 {
-            // Nothing was supervised: there is no mean to take a step by.
+            // No supervised position, so the mean gradient is undefined.
             return Ok(StepReport::default());
         }
         self.adamw.set_weight_decay(request.weight_decay);
@@ -162,7 +175,7 @@ impl Inner {
 
     fn save(&mut self, step: u64) -> Result<Writing, ModelError> {
         let AdamW { masters, exp_avg, exp_avg_sq, .. } = &self.adamw;
-        Ok(self.saving.writing(step, [named(masters)?, named(exp_avg)?, named(exp_avg_sq)?]))
+        Ok(self.checkpoints.start(step, [named(masters)?, named(exp_avg)?, named(exp_avg_sq)?]))
     }
 }
 
@@ -182,23 +195,23 @@ mod tests {
     use crate::{
         collective::{fake_nccl, nccl::Communicator},
         config::Keep,
-        engines::checkpointing::Kept,
+        engines::checkpointing::CheckpointSettings,
         hf::{config::TargetConfig, draft::DraftConfig},
         model::params::init_params,
     };
     use tokio::sync::watch;
 
-    fn inner(draft: &DraftConfig, exchange: Exchange) -> Inner {
-        let kept = watch::channel(Kept { keep: Keep::default(), config: String::new() }).1;
-        let saving = Saving { folder: "unused".into(), kept, seed: 0, draft: draft.clone() };
+    fn inner(draft: &DraftConfig, exchange: GradientExchange) -> Inner {
+        let settings = watch::channel(CheckpointSettings { keep: Keep::default(), config: String::new() }).1;
+        let checkpoints = CheckpointWriter { folder: "unused".into(), settings, seed: 0, draft: draft.clone() };
         let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
         let masters = init_params(draft, 0).unwrap().deep_copy(Device::Cpu, Kind::Float).unwrap();
-        Inner { adamw: AdamW::new(masters, hyper).unwrap(), device: Device::Cpu, saving, exchange }
+        Inner { adamw: AdamW::new(masters, hyper).unwrap(), device: Device::Cpu, checkpoints, exchange }
     }
 
-    /// Step by step to the bit, also over a failure and after it.
+    /// Bit-identical in each step, including the step in which NCCL fails and those after it.
     #[test]
-    fn two_drafters_train_the_same_by_nccl_as_by_copies() {
+    fn nccl_and_copies_train_two_drafters_identically() {
         let target = serde_json::json!({
             "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 9,
             "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50, "max_position_embeddings": 128,
@@ -206,11 +219,11 @@ mod tests {
         let target = TargetConfig::from_json(&target).unwrap();
         let draft = DraftConfig::for_target(&target, 2, vec![1, 3, 5], 4, 49);
         let open = |_: &[Device]| Communicator::new(fake_nccl::table(), &[Device::Cpu; 2]);
-        let by_nccl = Exchange::default().with_nccl(&[Device::Cuda(0), Device::Cuda(1)], open);
-        let mut both = [inner(&draft, Exchange::default()), inner(&draft, by_nccl)];
+        let by_nccl = GradientExchange::default().with_nccl(&[Device::Cuda(0), Device::Cuda(1)], open);
+        let mut both = [inner(&draft, GradientExchange::default()), inner(&draft, by_nccl)];
         for step in 1..=5 {
             if step == 4 {
-                // Its reduce works, its broadcast does not.
+                // The reduce succeeds, the broadcast fails.
                 fake_nccl::fail_at(fake_nccl::calls().len() + 5);
             }
             let request =

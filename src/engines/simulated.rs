@@ -1,7 +1,8 @@
-//! The simulated engine of a run on disk: it sleeps as the cost model says, and its "weights" remember every job that trained
-//! them, so that a checkpoint says by itself what it holds, whatever the ledger says.
+//! Simulated drafter and optimizer with real checkpoints that list every trained job.
+//!
+//! The list makes a checkpoint's content verifiable without the ledger.
 
-use super::checkpointing::Saving;
+use super::checkpointing::CheckpointWriter;
 use crate::{
     hf::{
         Dtype, HfError,
@@ -19,23 +20,23 @@ use draftmill_actors::{
 };
 use std::path::Path;
 
-/// The tensor of job ids in a checkpoint's weights: one row a job, (epoch, index / 2^16, index mod 2^16), each exact in f32.
+/// Name of the tensor of trained jobs, `[jobs, 3]`: epoch, index / 2^16, index mod 2^16, each exact in f32.
 const JOBS: &str = "trained_jobs";
 const HALF: u32 = 1 << 16;
 
-/// A simulated drafter whose gradient says which jobs it is of.
-pub struct RememberingDrafter {
+/// Simulated drafter whose gradient lists its jobs.
+pub struct JobLogDrafter {
     inner: SimDrafter,
     trained: Vec<JobId>,
 }
 
-impl RememberingDrafter {
-    pub fn new(inner: SimDrafter) -> RememberingDrafter {
-        RememberingDrafter { inner, trained: Vec::new() }
+impl JobLogDrafter {
+    pub fn new(inner: SimDrafter) -> JobLogDrafter {
+        JobLogDrafter { inner, trained: Vec::new() }
     }
 }
 
-impl DraftEngine for RememberingDrafter {
+impl DraftEngine for JobLogDrafter {
     type Features = SimFeatures;
     type Gradient = (f64, Vec<JobId>);
     type Weights = f64;
@@ -64,20 +65,20 @@ impl DraftEngine for RememberingDrafter {
     }
 }
 
-/// A simulated optimizer with real checkpoints.
-pub struct RememberingOptimizer {
+/// Simulated optimizer that writes the trained jobs into its checkpoints.
+pub struct JobLogOptimizer {
     inner: SimOptimizer,
     trained: Vec<JobId>,
-    saving: Saving,
+    checkpoints: CheckpointWriter,
 }
 
-impl RememberingOptimizer {
-    pub fn new(inner: SimOptimizer, trained: Vec<JobId>, saving: Saving) -> RememberingOptimizer {
-        RememberingOptimizer { inner, trained, saving }
+impl JobLogOptimizer {
+    pub fn new(inner: SimOptimizer, trained: Vec<JobId>, checkpoints: CheckpointWriter) -> JobLogOptimizer {
+        JobLogOptimizer { inner, trained, checkpoints }
     }
 }
 
-impl Optimizer for RememberingOptimizer {
+impl Optimizer for JobLogOptimizer {
     type Gradient = (f64, Vec<JobId>);
     type Weights = f64;
 
@@ -102,11 +103,14 @@ impl Optimizer for RememberingOptimizer {
         let data = rows.map(|part| part as f32).collect();
         let jobs = NamedTensor { name: JOBS.into(), shape: vec![self.trained.len(), 3], data };
         let weights = vec![one("weight", self.inner.weight as f32), jobs];
-        Ok(self.saving.writing(step, [weights, vec![one("weight", 0.0)], vec![one("weight", 0.0)]]))
+        Ok(self.checkpoints.start(step, [weights, vec![one("weight", 0.0)], vec![one("weight", 0.0)]]))
     }
 }
 
-/// The jobs whose gradients are in the weights of a simulated run's checkpoint folder, in the order in which they were trained.
+/// Trained jobs that a simulated run's checkpoint folder lists, in training order.
+///
+/// # Errors
+/// A missing or damaged checkpoint.
 pub fn trained_jobs(dir: &Path) -> Result<Vec<JobId>, SimulatedError> {
     Verified::open(dir)?;
     let files = TensorFiles::open_file(&dir.join(checkpoint::WEIGHTS))?;
@@ -116,7 +120,7 @@ pub fn trained_jobs(dir: &Path) -> Result<Vec<JobId>, SimulatedError> {
     Ok(jobs.map(|row| JobId { epoch: row[0], index: row[1] * HALF + row[2] }).collect())
 }
 
-/// Why a simulated run's checkpoint cannot be read.
+/// Reason why a simulated run's checkpoint cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulatedError {
     #[error(transparent)]
@@ -125,8 +129,8 @@ pub enum SimulatedError {
     Tensors(#[from] HfError),
 }
 
-/// The smallest drafter there can be: a simulated run has none.
-pub fn stand_in() -> DraftConfig {
+/// Smallest valid drafter configuration, for checkpoints of simulated runs.
+pub fn placeholder_draft() -> DraftConfig {
     DraftConfig {
         hidden_size: 2,
         intermediate_size: 2,
@@ -154,24 +158,25 @@ pub fn stand_in() -> DraftConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engines::checkpointing::Kept;
+    use crate::engines::checkpointing::CheckpointSettings;
     use draftmill_actors::simulated::CostModel;
     use tokio::sync::watch;
 
     #[tokio::test(start_paused = true)]
-    async fn a_checkpoint_says_which_jobs_are_in_it() {
+    async fn a_checkpoint_lists_its_jobs() {
         let dir = tempfile::tempdir().unwrap();
         let keep = crate::config::Keep { last: 1, ..Default::default() };
-        let kept = watch::channel(Kept { keep, config: String::new() }).1;
-        let saving = Saving { folder: dir.path().to_owned(), kept, seed: 0, draft: stand_in() };
+        let settings = watch::channel(CheckpointSettings { keep, config: String::new() }).1;
+        let checkpoints =
+            CheckpointWriter { folder: dir.path().to_owned(), settings, seed: 0, draft: placeholder_draft() };
         let inner = SimOptimizer::new(CostModel::default(), 0.0);
-        let mut optimizer = RememberingOptimizer::new(inner, vec![JobId { epoch: 0, index: 1 << 20 }], saving);
+        let mut optimizer = JobLogOptimizer::new(inner, vec![JobId { epoch: 0, index: 1 << 20 }], checkpoints);
         let jobs = vec![JobId { epoch: 1, index: u32::MAX }, JobId { epoch: 2, index: 65_537 }];
         let request =
             StepRequest { step: 1, denominator: 1.0, learning_rate: 1.0, max_grad_norm: 1.0, weight_decay: 0.0 };
         optimizer.step(vec![(1.0, jobs.clone())], request).await.unwrap();
         let name = optimizer.save(1).await.unwrap().await.unwrap();
-        let held = trained_jobs(&dir.path().join(name)).unwrap();
-        assert_eq!(held, [vec![JobId { epoch: 0, index: 1 << 20 }], jobs].concat());
+        let listed = trained_jobs(&dir.path().join(name)).unwrap();
+        assert_eq!(listed, [vec![JobId { epoch: 0, index: 1 << 20 }], jobs].concat());
     }
 }

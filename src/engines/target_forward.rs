@@ -1,29 +1,28 @@
-//! A target's forward: of a whole batch where memory holds it, and else of some of its rows after others.
+//! Target forward of a padded batch, split by rows on out-of-memory.
 
 use super::features::{TargetOptions, TorchFeatures};
-use super::oom_split::{Divisible, Room, Words, in_pieces};
-use super::transfer::Outbound;
+use super::oom_split::{FitLimit, SplitText, Splittable, split_on_oom};
+use super::transfer::OutboundTransfer;
 use crate::model::ModelError;
-use crate::model::batch::{Rows, Teacher, all_finite};
+use crate::model::batch::{Rows, TargetLabels, all_finite};
 use crate::model::load::kind_of;
 use crate::model::target::Target;
 use draftmill_actors::messages::engine::FeatureShape;
 use draftmill_actors::messages::types::PaddedBatch;
 use tch::Tensor;
 
-/// A target, and how many rows its device was found to hold.
+/// Target model with the fit limit of its device, in rows.
 pub(super) struct Forward {
     target: Target,
-    room: Room,
-    outbound: Outbound,
+    limit: FitLimit,
+    outbound: OutboundTransfer,
 }
 
-impl Divisible for PaddedBatch {
-    const WORDS: Words = Words {
+impl Splittable for PaddedBatch {
+    const TEXT: SplitText = SplitText {
         whole: "a batch",
-        one: "row",
-        many: "rows",
-        done: "extracted",
+        unit: "row",
+        units: "rows",
         remedy: "Lower plan.job_tokens or data.max_length, or give the target a device of its own (target.devices)",
     };
 
@@ -31,7 +30,7 @@ impl Divisible for PaddedBatch {
         self.lengths.len()
     }
 
-    /// Both as wide as the whole.
+    /// Halves by rows, padded to the width of the whole.
     fn halves(&self) -> [PaddedBatch; 2] {
         let middle = self.lengths.len() / 2;
         let cut = (middle * self.width).min(self.ids.len());
@@ -51,8 +50,8 @@ impl Divisible for PaddedBatch {
 
 impl Forward {
     pub(super) fn new(target: Target) -> Forward {
-        let (room, outbound) = (Room::new(target.device()), Outbound::new(target.device()));
-        Forward { target, room, outbound }
+        let (limit, outbound) = (FitLimit::new(target.device()), OutboundTransfer::new(target.device()));
+        Forward { target, limit, outbound }
     }
 
     pub(super) fn extract(
@@ -60,80 +59,81 @@ impl Forward {
         batch: &PaddedBatch,
         options: &TargetOptions,
     ) -> Result<TorchFeatures, ModelError> {
-        let Forward { target, room, outbound } = self;
-        rows_in_pieces(batch, room, |rows| extract(target, rows, options, outbound))
+        let Forward { target, limit, outbound } = self;
+        rows_split_on_oom(batch, limit, |rows| extract(target, rows, options, outbound))
     }
 }
 
-/// The features of all rows, whichever of them `compute` is given at once.
-fn rows_in_pieces(
+/// Features of all rows, joined from the pieces that `compute` extracts.
+fn rows_split_on_oom(
     batch: &PaddedBatch,
-    room: &mut Room,
+    limit: &mut FitLimit,
     mut compute: impl FnMut(&PaddedBatch) -> Result<TorchFeatures, ModelError>,
 ) -> Result<TorchFeatures, ModelError> {
     let mut whole = None;
-    in_pieces(batch, room, &mut compute, &mut |part| gather(&mut whole, part, batch.tokens()))?;
+    split_on_oom(batch, limit, &mut compute, &mut |piece| append(&mut whole, piece, batch.tokens()))?;
     whole.ok_or_else(|| ModelError::Input("a batch without rows has no features".into()))
 }
 
-/// Sets the features of some rows behind those before them, which are of a batch of so many tokens. They lie in one tensor
-/// from the beginning, so that they never exist twice.
-fn gather(whole: &mut Option<TorchFeatures>, part: TorchFeatures, tokens: u64) -> Result<(), ModelError> {
+/// Appends the features of a sub-batch to `whole`.
+///
+/// The first call allocates `[tokens, taps * width]` for the whole batch, so that no hidden state exists twice.
+fn append(whole: &mut Option<TorchFeatures>, piece: TorchFeatures, tokens: u64) -> Result<(), ModelError> {
     let whole = match whole {
-        None if part.shape.tokens == tokens => {
-            *whole = Some(part);
+        None if piece.shape.tokens == tokens => {
+            *whole = Some(piece);
             return Ok(());
         }
         None => {
-            let width = part.hidden.size()[1];
+            let width = piece.hidden.size()[1];
             let hidden =
-                part.hidden.f_new_empty([tokens as i64, width], (part.hidden.f_kind()?, part.hidden.device()))?;
+                piece.hidden.f_new_empty([tokens as i64, width], (piece.hidden.f_kind()?, piece.hidden.device()))?;
             whole.insert(TorchFeatures {
                 hidden,
                 ids: Vec::new(),
-                teacher: None,
+                target_labels: None,
                 loss_mask: Vec::new(),
                 lengths: Vec::new(),
-                shape: FeatureShape { tokens: 0, ..part.shape },
+                shape: FeatureShape { tokens: 0, ..piece.shape },
                 finite: true,
-                coming: None,
+                prefetch: None,
             })
         }
         Some(whole) => whole,
     };
-    let (before, more) = (whole.shape.tokens as i64, part.shape.tokens as i64);
-    whole.hidden.f_narrow(0, before, more)?.f_copy_(&part.hidden)?;
-    whole.shape.tokens += part.shape.tokens;
-    whole.ids.extend(part.ids);
-    whole.loss_mask.extend(part.loss_mask);
-    whole.lengths.extend(part.lengths);
-    whole.finite &= part.finite;
-    match (&mut whole.teacher, part.teacher) {
-        (Some(teacher), Some(next)) => teacher.append(next)?,
-        (teacher, next) => *teacher = teacher.take().or(next),
+    let (start, tokens) = (whole.shape.tokens as i64, piece.shape.tokens as i64);
+    whole.hidden.f_narrow(0, start, tokens)?.f_copy_(&piece.hidden)?;
+    whole.shape.tokens += piece.shape.tokens;
+    whole.ids.extend(piece.ids);
+    whole.loss_mask.extend(piece.loss_mask);
+    whole.lengths.extend(piece.lengths);
+    whole.finite &= piece.finite;
+    match (&mut whole.target_labels, piece.target_labels) {
+        (Some(target_labels), Some(next)) => target_labels.append(next)?,
+        (target_labels, next) => *target_labels = target_labels.take().or(next),
     }
     Ok(())
 }
 
-/// One forward of the whole batch.
+/// Features of a batch from a single forward.
 fn extract(
     target: &Target,
     batch: &PaddedBatch,
     options: &TargetOptions,
-    outbound: &mut Outbound,
+    outbound: &mut OutboundTransfer,
 ) -> Result<TorchFeatures, ModelError> {
     let _no_grad = tch::no_grad_guard();
     let rows = Rows::new(&batch.ids, &batch.lengths, batch.width)?;
     if batch.loss_mask.len() != batch.ids.len() {
         let (mask, ids) = (batch.loss_mask.len(), batch.ids.len());
-        return Err(ModelError::Input(format!("a loss mask of {mask} entries does not fit {ids} ids")));
+        return Err(ModelError::Input(format!("loss mask has {mask} entries, expected {ids}: one for each id")));
     }
-    let (hidden, teacher) = target.taught(&rows, &options.taps, kind_of(options.features), options.labels)?;
-    // Read before the copy, where the values were made.
-    let finite = all_finite(&hidden)? && teacher.as_ref().map_or(Ok(true), Teacher::all_finite)?;
-    let mut brought = |tensor: &Tensor| outbound.brought(tensor, options.features_on);
-    let hidden = brought(&hidden)?;
-    let teacher = teacher.map(|teacher| teacher.by(&mut brought)).transpose()?;
+    let (hidden, target_labels) = target.forward_with_labels(&rows, &options.taps, kind_of(options.features), options.labels)?;
+    // Checked on the target's device, before the copy.
+    let finite = all_finite(&hidden)? && target_labels.as_ref().map_or(Ok(true), TargetLabels::all_finite)?;
+    let mut copy = |tensor: &Tensor| outbound.copied_to(tensor, options.features_on);
+    let hidden = copy(&hidden)?;
+    let target_labels = target_labels.map(|target_labels| target_labels.map_tensors(&mut copy)).transpose()?;
     let cells: Vec<usize> = batch
         .lengths
         .iter()
@@ -151,13 +151,13 @@ fn extract(
     };
     Ok(TorchFeatures {
         hidden,
-        teacher,
+        target_labels,
         ids: cells.iter().map(|&cell| batch.ids[cell]).collect(),
         loss_mask: cells.iter().map(|&cell| batch.loss_mask[cell]).collect(),
         lengths: batch.lengths.clone(),
         shape,
         finite,
-        coming: None,
+        prefetch: None,
     })
 }
 
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
     use crate::config::TopK;
     use crate::hf::{config::TargetConfig, tensors::TensorFiles};
-    use crate::model::batch::{Likeliest, Teacher};
+    use crate::model::batch::{TopKLabels, TargetLabels};
     use crate::model::target::Depth;
     use draftmill_actors::messages::engine::{FeatureDtype, Features};
     use proptest::prelude::*;
@@ -188,13 +188,13 @@ mod tests {
 
     fn batch(lengths: &[u32], vocab: usize) -> PaddedBatch {
         let width = lengths.iter().copied().max().unwrap_or(0) as usize;
-        let cells = || (0..lengths.len()).flat_map(|row| (0..width).map(move |place| (row, place)));
+        let cells = || (0..lengths.len()).flat_map(|row| (0..width).map(move |column| (row, column)));
         PaddedBatch {
             rows: lengths.len(),
             width,
             lengths: lengths.to_vec(),
-            ids: cells().map(|(row, place)| ((row * 31 + place * 7) % vocab) as i32).collect(),
-            loss_mask: cells().map(|(row, place)| u8::from((row + place) % 3 > 0)).collect(),
+            ids: cells().map(|(row, column)| ((row * 31 + column * 7) % vocab) as i32).collect(),
+            loss_mask: cells().map(|(row, column)| u8::from((row + column) % 3 > 0)).collect(),
             ..PaddedBatch::default()
         }
     }
@@ -203,18 +203,18 @@ mod tests {
         assert_eq!((&got.ids, &got.loss_mask, &got.lengths), (&want.ids, &want.loss_mask, &want.lengths));
         assert_eq!((got.shape, got.bytes(), got.finite), (want.shape, want.bytes(), want.finite));
         assert_eq!(got.hidden.size(), want.hidden.size());
-        // Another number of rows is another kernel of the products, and so another order of sums.
+        // The number of rows selects the matmul kernel, which changes the order of additions.
         assert!(got.hidden.allclose(&want.hidden, 1e-5, 1e-5, false), "{}", (&got.hidden - &want.hidden).abs().max());
-        match (&got.teacher, &want.teacher) {
+        match (&got.target_labels, &want.target_labels) {
             (None, None) => (),
-            (Some(Teacher::States(got)), Some(Teacher::States(want))) => {
+            (Some(TargetLabels::States(got)), Some(TargetLabels::States(want))) => {
                 assert_eq!(got.size(), want.size());
                 assert!(got.allclose(want, 1e-5, 1e-5, false), "{}", (got - want).abs().max());
             }
-            (Some(Teacher::Likeliest(got)), Some(Teacher::Likeliest(want))) => {
-                let of = |said: &Likeliest| (said.each, said.ids.clone());
+            (Some(TargetLabels::TopK(got)), Some(TargetLabels::TopK(want))) => {
+                let of = |said: &TopKLabels| (said.k, said.ids.clone());
                 assert_eq!(of(got), of(want));
-                assert!(got.shares.iter().zip(&want.shares).all(|(got, want)| (got - want).abs() < 1e-5));
+                assert!(got.probabilities.iter().zip(&want.probabilities).all(|(got, want)| (got - want).abs() < 1e-5));
             }
             others => panic!("{others:?}"),
         }
@@ -222,24 +222,24 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(16))]
-        /// Whatever fits, each row is extracted once and stands in its place, and the next batch tries nothing that does not fit.
+        /// Each row is extracted once, in order, and the next batch runs out of memory no more.
         #[test]
-        fn a_batch_in_pieces_is_the_batch_and_memory_runs_out_only_on_the_way_down(
+        fn a_split_batch_equals_the_whole(
             lengths in prop::collection::vec(1u32..20, 1..9), fits in 1usize..9,
             labels in prop::option::of(prop_oneof![(1u32..4).prop_map(TopK::Likeliest), Just(TopK::All)]),
         ) {
             let (target, options) = (target(), options(labels));
             let batch = batch(&lengths, target.config().vocab_size);
-            let want = extract(&target, &batch, &options, &mut Outbound::new(CPU)).unwrap();
-            let (mut room, mut rows, mut failures) = (Room::new(CPU), 0, 0);
-            let mut run = |most: usize| {
-                let got = rows_in_pieces(&batch, &mut room, |piece| {
-                    if piece.rows > most {
+            let want = extract(&target, &batch, &options, &mut OutboundTransfer::new(CPU)).unwrap();
+            let (mut limit, mut rows, mut failures) = (FitLimit::new(CPU), 0, 0);
+            let mut run = |max_rows: usize| {
+                let got = rows_split_on_oom(&batch, &mut limit, |piece| {
+                    if piece.rows > max_rows {
                         failures += 1;
                         return Err(ModelError::Torch("CUDA out of memory. Tried to allocate 2.00 GiB".into()));
                     }
                     rows += piece.rows;
-                    extract(&target, piece, &options, &mut Outbound::new(CPU))
+                    extract(&target, piece, &options, &mut OutboundTransfer::new(CPU))
                 });
                 (got, std::mem::take(&mut rows), std::mem::take(&mut failures))
             };
@@ -250,16 +250,16 @@ mod tests {
             let (got, rows, failures) = run(fits);
             same(&got.unwrap(), &want);
             prop_assert_eq!((rows, failures), (lengths.len(), 0));
-            // What was learnt holds for the target's own forward.
-            let mut forward = Forward { target: target.share(), room, outbound: Outbound::new(CPU) };
+            // `Forward` respects the learnt limit.
+            let mut forward = Forward { target: target.shallow_clone(), limit, outbound: OutboundTransfer::new(CPU) };
             same(&forward.extract(&batch, &options).unwrap(), &want);
         }
     }
 
     #[test]
-    fn a_single_row_that_does_not_fit_tells_what_to_change() {
+    fn oom_of_one_row_names_the_remedy() {
         let mut calls = 0;
-        let failed = rows_in_pieces(&batch(&[3, 5, 4], 9), &mut Room::new(CPU), |_| {
+        let failed = rows_split_on_oom(&batch(&[3, 5, 4], 9), &mut FitLimit::new(CPU), |_| {
             calls += 1;
             Err(ModelError::Torch("CUDA out of memory. Tried to allocate 2.00 GiB".into()))
         });
@@ -272,17 +272,17 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_is_not_finite_in_any_piece_is_found() {
+    fn a_non_finite_value_in_any_piece_is_found() {
         let (target, options) = (target(), options(None));
         let batch = batch(&[3, 4], target.config().vocab_size);
-        let mut room = Room::new(CPU);
+        let mut limit = FitLimit::new(CPU);
         for broken in 0..2 {
             let mut piece = 0;
-            let features = rows_in_pieces(&batch, &mut room, |rows| {
+            let features = rows_split_on_oom(&batch, &mut limit, |rows| {
                 if rows.rows > 1 {
                     return Err(ModelError::Torch("out of memory".into()));
                 }
-                let features = extract(&target, rows, &options, &mut Outbound::new(CPU))?;
+                let features = extract(&target, rows, &options, &mut OutboundTransfer::new(CPU))?;
                 piece += 1;
                 Ok(TorchFeatures { finite: piece - 1 != broken, ..features })
             });

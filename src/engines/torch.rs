@@ -1,8 +1,8 @@
-//! Targets and drafters on libtorch: each unit of work is one blocking call that owns the engine's state.
+//! Target and drafter engines on libtorch. Each unit of work is one blocking call that owns the engine's state.
 
-use super::features::{Take, bytes};
+use super::features::{FinishCopy, bytes};
 pub use super::features::{TargetOptions, TorchFeatures};
-use super::oom_split::{Room, add, sums_in_pieces};
+use super::oom_split::{FitLimit, add, sums_split_on_oom};
 use super::target_forward::Forward;
 use super::transfer::staging;
 use super::worker::{Worker, engine_error, panicked};
@@ -30,7 +30,7 @@ pub use crate::model::libtorch::init_libtorch;
 /// A frozen target on one device.
 pub struct TorchTarget {
     worker: Worker<Forward>,
-    /// What the target is loaded from, once more after it was lost.
+    /// Configuration and weights, to load the target again after it is lost.
     source: Arc<Source>,
     options: TargetOptions,
 }
@@ -40,19 +40,19 @@ struct Source {
     files: Arc<TensorFiles>,
 }
 
-/// How a drafter trains.
+/// Options of drafter training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DrafterOptions {
     pub model: DraftOptions,
-    /// Most blocks of one row.
+    /// Limit of blocks in one row.
     pub num_anchors: usize,
-    /// The run's seed: anchors follow from it and the job.
+    /// The run's seed. Seed and job determine the anchors.
     pub seed: u64,
 }
 
 /// A drafter's replica on one device.
 pub struct TorchDrafter {
-    /// Blocks that the next micro-batch trains in each sample.
+    /// Limit of blocks in each sample of the next micro-batch.
     anchors: usize,
     device: Device,
     worker: Worker<Replica>,
@@ -62,15 +62,22 @@ struct Replica {
     drafter: Drafter,
     options: DrafterOptions,
     sum: Option<Gradient>,
-    room: Room,
+    limit: FitLimit,
 }
 
 impl TorchTarget {
     /// Loads the layers up to the last tap from a Hugging Face folder. Reads gigabytes: call it on a blocking thread.
+    ///
+    /// # Errors
+    /// An unreadable folder, an unsupported model, or a libtorch failure.
     pub fn load(folder: &Path, options: TargetOptions) -> Result<TorchTarget, ModelError> {
         TorchTarget::new(TargetConfig::load(folder)?, Arc::new(TensorFiles::open(folder)?), options)
     }
 
+    /// Loads the target from open files.
+    ///
+    /// # Errors
+    /// As [`TorchTarget::load`].
     pub fn new(
         config: TargetConfig,
         files: Arc<TensorFiles>,
@@ -85,7 +92,7 @@ impl TorchTarget {
 impl Source {
     fn load(&self, options: &TargetOptions) -> Result<Target, ModelError> {
         let Some(&last) = options.taps.iter().max() else {
-            return Err(ModelError::Input("a target needs at least one tapped layer".into()));
+            return Err(ModelError::Input("no tapped layers, expected at least one".into()));
         };
         let depth = if options.labels.is_some() { Depth::Whole } else { Depth::Layers(last + 1) };
         let kind = kind_of(options.compute);
@@ -116,7 +123,7 @@ impl TargetEngine for TorchTarget {
 
     async fn restart(&mut self) -> Result<(), EngineError> {
         let (source, options) = (self.source.clone(), self.options.clone());
-        // The old weights go first: two copies may not fit on the device.
+        // Frees the old weights first: two copies may not fit on the device.
         self.worker = Worker::lost();
         let mut loading = Worker::new(());
         let forward = loading.run(move |()| {
@@ -124,7 +131,7 @@ impl TargetEngine for TorchTarget {
             let features = forward.extract(&probe(), &options)?;
             match features.finite {
                 true => Ok(forward),
-                false => Err(ModelError::Input("the probe's hidden states are NaN or infinite".into())),
+                false => Err(ModelError::Input("hidden states of the probe batch are NaN or infinite".into())),
             }
         });
         self.worker = Worker::new(forward.await?);
@@ -132,7 +139,7 @@ impl TargetEngine for TorchTarget {
     }
 }
 
-/// A batch that every target can extract.
+/// Batch of 4 tokens that every target can extract.
 fn probe() -> PaddedBatch {
     PaddedBatch {
         rows: 1,
@@ -145,20 +152,26 @@ fn probe() -> PaddedBatch {
 }
 
 impl TorchDrafter {
-    /// Reads the embedding and the head of the target in `folder`. Reads gigabytes: call it on a blocking thread.
+    /// Drafter with the embedding and head of the target in `folder`. Reads gigabytes: call it on a blocking thread.
+    ///
+    /// # Errors
+    /// An unreadable folder, a drafter that does not match the target, or a libtorch failure.
     pub fn load(config: DraftConfig, folder: &Path, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
         let (target, files) = (TargetConfig::load(folder)?, TensorFiles::open(folder)?);
         let shared = Shared::load(&target, &files, options.model.kind, options.model.device)?;
         TorchDrafter::new(config, shared, options)
     }
 
-    /// Without weights until [`DraftEngine::load_weights`] brings some. `shared` must lie on the drafter's device in
-    /// the number type that it computes in.
+    /// Drafter without weights; [`DraftEngine::load_weights`] sets them. `shared` must be on the drafter's device, in its
+    /// compute dtype.
+    ///
+    /// # Errors
+    /// A drafter configuration that does not match `shared`.
     pub fn new(config: DraftConfig, shared: Shared, options: DrafterOptions) -> Result<TorchDrafter, ModelError> {
         let drafter = Drafter::new(config, shared, options.model)?;
         let (anchors, device) = (options.num_anchors, options.model.device);
-        let room = Room::new(device);
-        Ok(TorchDrafter { anchors, device, worker: Worker::new(Replica { drafter, options, sum: None, room }) })
+        let limit = FitLimit::new(device);
+        Ok(TorchDrafter { anchors, device, worker: Worker::new(Replica { drafter, options, sum: None, limit }) })
     }
 }
 
@@ -181,14 +194,14 @@ impl DraftEngine for TorchDrafter {
         mut features: TorchFeatures,
     ) -> Result<MicroReport, MicroFailure<TorchFeatures>> {
         let anchors = self.anchors;
-        let come = match features.coming.take() {
-            Some(coming) => coming.here().await,
+        let copied = match features.prefetch.take() {
+            Some(prefetch) => prefetch.enqueued().await,
             None => None,
         };
         let work = move |replica: &mut Replica| {
             replica.options.num_anchors = anchors;
-            // Whatever happens to the replica, the features outlive it.
-            let trained = catch_unwind(AssertUnwindSafe(|| replica.micro_batch(job, &features, come)));
+            // The features must survive a panic, so that another drafter can train them.
+            let trained = catch_unwind(AssertUnwindSafe(|| replica.micro_batch(job, &features, copied)));
             Ok((trained.map_err(panicked), features))
         };
         let lost = |error| MicroFailure { error, features: None };
@@ -197,7 +210,7 @@ impl DraftEngine for TorchDrafter {
             Ok(Ok(report)) => return Ok(report),
             Ok(Err(error)) => engine_error(error),
             Err(panic) => {
-                // Its sum may hold half a gradient.
+                // The gradient sum may be incomplete.
                 self.worker = Worker::lost();
                 EngineError::Lost(panic)
             }
@@ -219,23 +232,23 @@ impl DraftEngine for TorchDrafter {
 }
 
 impl Replica {
-    /// `come` are the hidden states where they were brought ahead.
+    /// Loss and gradient of one micro-batch. `copied` is the prefetched copy of the hidden states, if any.
     fn micro_batch(
         &mut self,
         job: JobId,
         features: &TorchFeatures,
-        come: Option<Take>,
+        copied: Option<FinishCopy>,
     ) -> Result<MicroReport, ModelError> {
         let options = &self.options;
-        let hidden = match come {
-            Some(take) => take()?,
+        let hidden = match copied {
+            Some(finish) => finish()?,
             None => features.hidden.f_to_device(options.model.device)?,
         };
         let batch = Packed { hidden: &hidden, ..features.packed() };
         let mut rng = job_rng(options.seed, job);
         let anchors = Anchors::sample(batch.loss_mask, batch.lengths, options.num_anchors, &mut rng)?;
         let compute = |piece: &Anchors| self.drafter.loss_and_gradient(&batch, piece);
-        let (report, gradient) = sums_in_pieces(&anchors, &mut self.room, compute)?;
+        let (report, gradient) = sums_split_on_oom(&anchors, &mut self.limit, compute)?;
         add(&mut self.sum, gradient)?;
         Ok(report)
     }

@@ -1,12 +1,12 @@
-//! One unit of work at a time on a blocking thread: an engine's state moves into the closure and back.
+//! Worker that runs one unit of work at a time on a blocking thread; the engine's state moves into the closure and back.
 
 use crate::model::ModelError;
 use draftmill_actors::{messages::engine::EngineError, runtime::fault::panic_text};
 use std::any::Any;
 
-/// Runs closures on blocking threads, one at a time, with a state that moves in and out.
+/// Runs closures on blocking threads, one at a time, each with exclusive access to the state.
 pub(super) struct Worker<S> {
-    /// Absent while a closure runs, and for good after one panicked or its caller gave up waiting.
+    /// Absent while a closure runs. Lost permanently after a panic or if the caller dropped the future.
     state: Option<S>,
 }
 
@@ -15,21 +15,25 @@ impl<S: Send + 'static> Worker<S> {
         Worker { state: Some(state) }
     }
 
-    /// One whose state is lost: every unit of work fails.
+    /// Worker with a lost state: every unit of work fails.
     pub(super) fn lost() -> Worker<S> {
         Worker { state: None }
     }
 
-    /// The state between units of work; `None` once it is lost.
+    /// State between units of work; `None` if it is lost.
     pub(super) fn peek(&self) -> Option<&S> {
         self.state.as_ref()
     }
 
-    /// The same to change it.
+    /// Mutable [`peek`](Worker::peek).
     pub(super) fn peek_mut(&mut self) -> Option<&mut S> {
         self.state.as_mut()
     }
 
+    /// Runs one unit of work.
+    ///
+    /// # Errors
+    /// The error of `work`, or `Lost` after a panic, a cancellation or a lost state.
     pub(super) async fn run<T: Send + 'static>(
         &mut self,
         work: impl FnOnce(&mut S) -> Result<T, ModelError> + Send + 'static,
@@ -54,19 +58,20 @@ impl<S: Send + 'static> Worker<S> {
     }
 }
 
+/// Classifies a model error as out of memory, lost or failed.
 pub(super) fn engine_error(error: ModelError) -> EngineError {
     let text = error.to_string();
     if error.is_out_of_memory() {
         EngineError::OutOfMemory(text)
     } else if text.to_lowercase().contains("cuda error") {
-        // The context is poisoned: every later call on this device would fail too.
+        // The CUDA context is corrupt: every later call on this device fails.
         EngineError::Lost(text)
     } else {
         EngineError::Failed(text)
     }
 }
 
-/// What a panic said, as a sentence.
+/// Sentence with a panic's text.
 pub(super) fn panicked(payload: Box<dyn Any + Send>) -> String {
     format!("its unit of work panicked: {}", panic_text(&*payload))
 }
@@ -89,7 +94,7 @@ mod tests {
         assert!(matches!(worker.run(|state| Ok(*state)).await, Err(EngineError::Lost(_))));
     }
 
-    /// A panic inside must not leave gradients off, or on, for whoever uses the thread next.
+    /// A panic must restore the thread's grad mode for the next unit of work.
     #[tokio::test]
     async fn grad_mode_survives_a_panic() {
         for _ in 0..4 {
@@ -109,11 +114,11 @@ mod tests {
     }
 
     #[test]
-    fn an_allocation_that_cannot_be_had_is_out_of_memory_and_one_line_long() {
+    fn a_failed_allocation_is_out_of_memory_in_one_line() {
         let error = Tensor::f_zeros([1 << 50], (tch::Kind::Float, Device::Cpu)).unwrap_err();
         let EngineError::OutOfMemory(text) = engine_error(error.into()) else { panic!("not out of memory") };
         assert_eq!(text.lines().count(), 1, "{text}");
-        // Where it was no tensor.
+        // Allocation failure outside libtorch.
         assert!(ModelError::Torch("std::bad_alloc".into()).is_out_of_memory());
     }
 }

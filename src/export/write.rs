@@ -29,14 +29,14 @@ fn check_free(out: &Path, force: bool) -> Result<(), ExportError> {
     if names.is_empty() || force { Ok(()) } else { Err(ExportError::Occupied(out.to_owned())) }
 }
 
-/// Writes config and tensors, checks the folder strictly, lets `prove` look at it, and puts it in its place.
+/// Writes config and tensors, checks the folder strictly, lets `run_self_test` look at it, and puts it in its place.
 pub fn write_folder(
     out: &Path,
     force: bool,
     json: &Value,
     tensors: &[NamedTensor],
     dtype: Dtype,
-    prove: impl FnOnce(&Path) -> Result<(), ExportError>,
+    run_self_test: impl FnOnce(&Path) -> Result<(), ExportError>,
 ) -> Result<ExportReport, ExportError> {
     let at = |path: &Path| {
         let path = path.to_owned();
@@ -56,7 +56,7 @@ pub fn write_folder(
     if let Some(finding) = validate::check(dir.path()).into_iter().next() {
         return Err(ExportError::Unsound(finding));
     }
-    prove(dir.path())?;
+    run_self_test(dir.path())?;
     check_free(out, force)?;
     let out = dir.publish().map_err(at(out))?;
     Ok(ExportReport {
@@ -72,7 +72,7 @@ pub fn write_folder(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ExportOptions, ProofError};
+    use super::super::{ExportOptions, SelfTestError};
     use super::*;
     use crate::hf::draft::DraftConfig;
 
@@ -81,7 +81,7 @@ mod tests {
         assert!(!ExportOptions::new(Dtype::F32).force);
         let root = tempfile::tempdir().unwrap();
         let out = root.path().join("export");
-        let draft = crate::engines::simulated::stand_in();
+        let draft = crate::engines::simulated::placeholder_draft();
         let draft = DraftConfig { dtype: Dtype::F32, num_target_layers: 3, ..draft };
         let shapes = draft.tensor_shapes().into_iter();
         let tensors: Vec<NamedTensor> =
@@ -89,7 +89,7 @@ mod tests {
         let write = |serves: bool| {
             write_folder(&out, true, &draft.to_json(), &tensors, Dtype::F32, |dir| {
                 assert!(dir.join(MODEL).exists() && dir.join(CONFIG).exists());
-                let no = || ExportError::Proof(ProofError::Differs("no".into()));
+                let no = || ExportError::SelfTest(SelfTestError::Differs("no".into()));
                 serves.then_some(()).ok_or_else(no)
             })
         };

@@ -4,9 +4,9 @@ use super::{Failed, prepared_run::PreparedRun};
 use crate::{
     common::exit::{Exit, Failure},
     engines::{
-        checkpointing::{Kept, Saving},
+        checkpointing::{CheckpointSettings, CheckpointWriter},
         costs,
-        simulated::{self, RememberingDrafter, RememberingOptimizer, trained_jobs},
+        simulated::{self, JobLogDrafter, JobLogOptimizer, trained_jobs},
     },
     eval::schedule::Evaluator,
 };
@@ -21,15 +21,15 @@ pub struct EngineSet<T, D, O> {
     pub evaluator: Option<Evaluator>,
 }
 
-impl EngineSet<SimTarget, RememberingDrafter, RememberingOptimizer> {
+impl EngineSet<SimTarget, JobLogDrafter, JobLogOptimizer> {
     /// Simulated engines that go on from the run's checkpoint.
     ///
     /// # Errors
     /// A checkpoint that cannot be read.
     pub fn simulated(
         prepared: &PreparedRun,
-        kept: watch::Receiver<Kept>,
-    ) -> Result<EngineSet<SimTarget, RememberingDrafter, RememberingOptimizer>, Failure> {
+        kept: watch::Receiver<CheckpointSettings>,
+    ) -> Result<EngineSet<SimTarget, JobLogDrafter, JobLogOptimizer>, Failure> {
         let config = &prepared.loaded.config;
         let costs = costs::costs(config);
         let checkpoints = prepared.opened.folder.checkpoints();
@@ -37,15 +37,15 @@ impl EngineSet<SimTarget, RememberingDrafter, RememberingOptimizer> {
             Some(from) => trained_jobs(&checkpoints.join(&from.name)).failed(Exit::Model)?,
             None => Vec::new(),
         };
-        let saving = Saving { folder: checkpoints, kept, seed: config.run.seed, draft: simulated::stand_in() };
+        let saving = CheckpointWriter { folder: checkpoints, kept, seed: config.run.seed, draft: simulated::placeholder_draft() };
         let weight = 0.01 * prepared.start_step() as f64;
         let optimizer = SimOptimizer::new(costs, weight);
         let mut drafters = sim::drafters(costs, &costs::drafter_speeds(config));
         drafters.iter_mut().for_each(|drafter| drafter.weight = weight);
         Ok(EngineSet {
             targets: sim::targets(costs, &costs::target_speeds(config)),
-            drafters: drafters.into_iter().map(RememberingDrafter::new).collect(),
-            optimizer: RememberingOptimizer::new(optimizer, trained, saving),
+            drafters: drafters.into_iter().map(JobLogDrafter::new).collect(),
+            optimizer: JobLogOptimizer::new(optimizer, trained, saving),
             // There is no drafter to measure.
             evaluator: None,
         })

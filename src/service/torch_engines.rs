@@ -1,19 +1,19 @@
 //! The engines of a real run: targets, drafters and the optimizer on libtorch.
 
 use super::{Failed, engine_set::EngineSet, least_squares_init::fitted, models::Models};
-use crate::run_dir::RunFolder;
+use crate::run_dir::RunDir;
 use crate::{
     collective::{
         nccl::Communicator,
         nccl_ffi::Table,
-        peer_copy::{Route, Routes, travelled},
+        peer_copy::{PeerCopy, PeerCopies, copy_pairs},
     },
     common::exit::{Exit, Failure},
     config::{self, Config, InitMethod, Loaded},
     data::{Split, Store},
     engines::{
-        checkpointing::{Kept, Saving},
-        gradient_exchange::Exchange,
+        checkpointing::{CheckpointSettings, CheckpointWriter},
+        gradient_exchange::GradientExchange,
         optimizer::TorchOptimizer,
         torch::{DrafterOptions, TargetOptions, TorchDrafter, TorchTarget},
     },
@@ -41,9 +41,9 @@ type TorchEngines = EngineSet<TorchTarget, TorchDrafter, TorchOptimizer>;
 pub async fn load(
     in_force: watch::Receiver<Loaded>,
     models: Models,
-    folder: RunFolder,
+    folder: RunDir,
     from: Option<Verified>,
-    kept: watch::Receiver<Kept>,
+    kept: watch::Receiver<CheckpointSettings>,
     store: Arc<Store>,
 ) -> Result<TorchEngines, Failure> {
     let config = in_force.borrow().config.clone();
@@ -71,7 +71,7 @@ pub async fn load(
     }
     let first = start_step == 0 && history.0.is_empty();
     if let Some((snapshots, evaluator)) = evaluator::start(setup, log, history).failed(Exit::Config)? {
-        engines.optimizer = engines.optimizer.measured(snapshots, first);
+        engines.optimizer = engines.optimizer.with_evaluation(snapshots, first);
         engines.evaluator = Some(evaluator);
     }
     Ok(engines)
@@ -80,8 +80,8 @@ pub async fn load(
 fn blocking(
     config: &Config,
     models: Models,
-    folder: &RunFolder,
-    kept: watch::Receiver<Kept>,
+    folder: &RunDir,
+    kept: watch::Receiver<CheckpointSettings>,
     from: Option<&Verified>,
     store: &Store,
 ) -> Result<(TorchEngines, Vec<Weights>), Failure> {
@@ -97,8 +97,8 @@ fn blocking(
     let measured = devices(measures.as_slice())?.pop();
     // Before the models are there, so that a trial finds room.
     let routes =
-        Routes::tried(travelled(device, &drafter_devices, measured), |from, to| Route::Direct.copies_right(from, to));
-    let mut exchange = Exchange::by_copies(routes);
+        PeerCopies::self_test(copy_pairs(device, &drafter_devices, measured), |from, to| PeerCopy::Direct.self_test(from, to));
+    let mut exchange = GradientExchange::with_peer_copies(routes);
     if config.drafter.collectives == config::Collectives::Nccl {
         exchange = exchange.with_nccl(&drafter_devices, |gpus| Communicator::open(Table::open()?, gpus));
     }
@@ -131,7 +131,7 @@ fn blocking(
 
     let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
     let hyper = Hyper { beta1, beta2, eps, weight_decay };
-    let saving = Saving { folder: folder.checkpoints(), kept, seed: config.run.seed, draft: draft.clone() };
+    let saving = CheckpointWriter { folder: folder.checkpoints(), kept, seed: config.run.seed, draft: draft.clone() };
     let on = drafter_devices.clone();
     let optimizer = match from {
         Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
@@ -152,7 +152,7 @@ fn blocking(
             TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
         }
     };
-    let optimizer = optimizer.exchanging(exchange);
+    let optimizer = optimizer.with_exchange(exchange);
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
     Ok((EngineSet { targets, drafters, optimizer, evaluator: None }, weights))

@@ -225,7 +225,7 @@ fn doctor_says_which_devices_there_are() {
         assert!(line("libtorch").contains("  warning  this draftmill was built without libtorch"), "{table}");
     } else if line("cuda:0 ").is_empty() {
         assert!(line("devices").contains("no CUDA device; targets and drafters run on the CPU"), "{table}");
-        assert!(line("cpu").ends_with("ok       computes right"), "{table}");
+        assert!(line("cpu").ends_with("ok       arithmetic is correct"), "{table}");
     }
 }
 

@@ -5,7 +5,7 @@ use crate::{
     train::{Run, SLOW, text},
 };
 use draftmill::{
-    engines::simulated::stand_in,
+    engines::simulated::placeholder_draft,
     run_dir::checkpoint::{self, FIRST_MOMENTS, NamedTensor, SECOND_MOMENTS, State, Verified, WEIGHTS},
 };
 use std::{
@@ -23,7 +23,7 @@ fn one_flipped_bit_anywhere_in_a_checkpoint_is_found() {
     let tensor = || vec![NamedTensor { name: "w".into(), shape: vec![2], data: vec![1.0, -2.0] }];
     let tensors = [(WEIGHTS, tensor()), (FIRST_MOMENTS, tensor()), (SECOND_MOMENTS, tensor())];
     let state = State::new(3, 1, "seed = 1".into());
-    let name = checkpoint::write(&dir.path().join("checkpoints"), &state, &stand_in(), &tensors).unwrap();
+    let name = checkpoint::write(&dir.path().join("checkpoints"), &state, &placeholder_draft(), &tensors).unwrap();
     let whole = dir.path().join("checkpoints").join(name);
     let (mut files, mut bits) = (0, 0);
     for entry in fs::read_dir(&whole).unwrap() {

@@ -7,7 +7,7 @@ use super::{
 use draftmill::{
     config::Keep,
     engines::{
-        checkpointing::{Kept, Saving},
+        checkpointing::{CheckpointSettings, CheckpointWriter},
         optimizer::TorchOptimizer,
     },
     model::{
@@ -73,14 +73,14 @@ fn five_steps_of_the_fused_kernel_match() {
 
 #[test]
 fn five_steps_of_plain_operations_match() {
-    five_steps_match(AdamW::by_plain_operations);
+    five_steps_match(AdamW::unfused);
 }
 
-fn saving(folder: &Path) -> Saving {
+fn saving(folder: &Path) -> CheckpointWriter {
     let draft = Case::load().config();
-    Saving {
+    CheckpointWriter {
         folder: folder.to_owned(),
-        kept: watch::channel(Kept { keep: Keep { last: 2, ..Keep::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings { keep: Keep { last: 2, ..Keep::default() }, config: String::new() }).1,
         seed: 1,
         draft,
     }

@@ -9,7 +9,7 @@ use super::{
 use draftmill::{
     config::Keep,
     engines::{
-        checkpointing::{Kept, Saving},
+        checkpointing::{CheckpointSettings, CheckpointWriter},
         optimizer::TorchOptimizer,
         torch::{TorchDrafter, TorchFeatures},
     },
@@ -192,9 +192,9 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
     let case = Case::load();
     let folder = tempfile::tempdir().unwrap();
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
-    let saving = Saving {
+    let saving = CheckpointWriter {
         folder: folder.path().to_path_buf(),
-        kept: watch::channel(Kept { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
         seed: 17,
         draft: config.clone(),
     };
