@@ -148,7 +148,7 @@ pub fn forecast(
             max_bytes: config.pool.max_bytes.0,
             min_ready_bytes: largest_job_bytes.saturating_mul(config.pool.min_ready.into()),
             typical_batches: (config.pool.max_bytes.0 / mean_job_bytes.max(1)).min(config.pool.max_batches.into()),
-            replay_window: (config.pool.order == Draw::Replay).then(|| replay_window(&config.pool, largest_job_bytes)),
+            replay_window: (config.pool.draw_policy == Draw::Replay).then(|| replay_window(&config.pool, largest_job_bytes)),
         },
         drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),
         devices: models.map_or_else(Vec::new, |(target, drafter)| devices(config, target, drafter, largest_job_bytes)),

@@ -129,7 +129,7 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     // Without a mask token the rest of the shape can still be judged: row 0 always exists.
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
         Ok(drafter) => {
-            let init = config.drafter.init.as_deref().filter(|_| mask.is_some());
+            let init = config.drafter.init_from.as_deref().filter(|_| mask.is_some());
             let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));
             let started =
                 started.map_err(|problems| problems.0.into_iter().for_each(|one| report.fail(Exit::Model, one)));

@@ -70,12 +70,12 @@ pub struct ConfigArgs {
 #[command(after_help = "\
 A GGUF file becomes config.json, model.safetensors, tokenizer.json and a chat template. A drafter's folder, as z-lab, \
 speculators or draftmill write it, is held to every name and shape and becomes a folder of z-lab's layout with the same bits; \
-training starts from it with drafter.init.
+training starts from it with drafter.init_from.
 
 Examples:
   draftmill import --gguf SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2
   draftmill import --draft downloads/Qwen3-8B-speculator --target models/qwen3-8b --out drafters/start
-  draftmill train --config my.toml --set drafter.init=drafters/start")]
+  draftmill train --config my.toml --set drafter.init_from=drafters/start")]
 pub struct ImportArgs {
     /// The file to read; quantised weights are turned into numbers
     #[arg(long, value_name = "FILE", required_unless_present = "draft")]
@@ -221,9 +221,9 @@ pub struct SimulateArgs {
     /// Jobs that wait for each target under round-robin
     #[arg(long, value_name = "JOBS", default_value = "4")]
     pub queue_depth: usize,
-    /// Which batch answers a draw, in the place of pool.order: uniform, proportional or replay
-    #[arg(long, value_name = "DRAW")]
-    pub draw: Option<String>,
+    /// Which batch answers a draw, in the place of pool.draw_policy: uniform, proportional or replay
+    #[arg(long, value_name = "POLICY")]
+    pub draw_policy: Option<String>,
     /// Number of targets, in the place of target.devices
     #[arg(long, value_name = "COUNT")]
     pub targets: Option<usize>,

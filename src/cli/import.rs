@@ -28,7 +28,7 @@ fn drafter(args: &ImportArgs, dir: &Path) -> Result<(), Failure> {
             "Its layers slide over the context, so it can be measured (draftmill eval) and served, but not trained on"
                 .into()
         }
-        false => format!("Next: draftmill train --set drafter.init={out}"),
+        false => format!("Next: draftmill train --set drafter.init_from={out}"),
     };
     output::print(&format!(
         "{out}: {} tensors, {} parameters in {}\n\n{next}\n",

@@ -22,10 +22,10 @@ pub fn run(args: &SimulateArgs, loaded: Loaded) -> Result<(), Failure> {
     }
 }
 
-/// Where the configuration comes from; `--draw` is one key more.
+/// Where the configuration comes from; `--draw-policy` is one key more.
 pub fn config(args: &SimulateArgs) -> ConfigArgs {
     let mut config = args.config.clone();
-    config.set.extend(args.draw.iter().map(|draw| format!("pool.order={draw}")));
+    config.set.extend(args.draw_policy.iter().map(|draw| format!("pool.draw_policy={draw}")));
     config
 }
 

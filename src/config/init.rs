@@ -9,7 +9,7 @@ use std::path::Path;
 ///
 /// The block size may be another one: no weight depends on it. So may the mask token, which the target's frozen embedding holds.
 pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Result<DraftConfig, Problems> {
-    let problem = |message: String, remedy: String| Problems(vec![written.problem("drafter.init", message, remedy)]);
+    let problem = |message: String, remedy: String| Problems(vec![written.problem("drafter.init_from", message, remedy)]);
     let unusable = |error: HfError| problem(error.to_string(), String::new());
     let found = DraftFolder::open(folder, Some(shape.num_target_layers)).map_err(unusable)?;
     if let Some(tensor) = found.not_finite().map_err(unusable)? {

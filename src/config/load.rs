@@ -14,6 +14,18 @@ use std::{
 };
 use toml::{Table, Value, de::DeTable};
 
+/// Keys that have a new name: section, old key, new key.
+const RENAMED_KEYS: [(&str, &str, &str); 4] = [
+    ("pool", "order", "draw_policy"),
+    ("drafter", "start", "init_method"),
+    ("drafter", "init", "init_from"),
+    ("drafter", "exchange", "collectives"),
+];
+
+/// Values that have a new name: section, current key, old value, new value.
+const RENAMED_VALUES: [(&str, &str, &str, &str); 2] =
+    [("drafter", "init_method", "fitted", "least-squares"), ("drafter", "collectives", "copies", "copy")];
+
 /// No configuration is longer, and every key of ours together is a hundredth of it.
 const MAX_FILE: u64 = 1 << 20;
 
@@ -192,6 +204,10 @@ fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -
         let mut kept = Table::new();
         for (key, value) in entries {
             let path = format!("{section}.{key}");
+            if let Some(problem) = renamed(&section, &key, &value, written) {
+                problems.push(problem);
+                continue;
+            }
             if !FIELDS.iter().any(|field| field.section == section && field.key == key) {
                 let remedy = suggest_key(&section, &key);
                 problems.push(written.problem_with(&path, value.to_string(), "there is no such key", remedy));
@@ -210,6 +226,30 @@ fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -
         clean.insert(section, Value::Table(kept));
     }
     clean
+}
+
+/// The problem that an old key or an old value is, with its new name.
+fn renamed(section: &str, key: &str, value: &Value, written: &Written) -> Option<Problem> {
+    let old_key = RENAMED_KEYS.iter().find(|(of, old, _)| *of == section && *old == key);
+    let new_key = old_key.map_or(key, |(_, _, new)| new);
+    let is_old =
+        |(of, at, old, _): &&(&str, &str, &str, &str)| *of == section && *at == new_key && value.as_str() == Some(old);
+    let old_value = RENAMED_VALUES.iter().find(is_old);
+    let new_value = old_value.map_or_else(|| value.clone(), |(_, _, _, new)| Value::String((*new).into()));
+    let path = format!("{section}.{key}");
+    let message = match (old_key, old_value) {
+        (None, None) => return None,
+        (Some(_), _) => format!("{path} is now {section}.{new_key}"),
+        (None, Some(_)) => format!("{value} is now {new_value}"),
+    };
+    let remedy = match written.places.get(&path) {
+        Some(Place::Set) => match new_value.as_str() {
+            Some(word) => format!("write --set {section}.{new_key}={word}"),
+            None => format!("write --set '{section}.{new_key}={new_value}'"),
+        },
+        _ => format!("write {new_key} = {new_value} under [{section}]"),
+    };
+    Some(written.problem_with(&path, value.to_string(), message, remedy))
 }
 
 /// serde's names of types as a person says them.
@@ -319,6 +359,49 @@ mod tests {
             assert!(shown.contains(expected), "{expected}\n  is not in\n{shown}");
         }
         assert_eq!(problems.0.len(), 8, "{shown}");
+    }
+
+    #[test]
+    fn an_old_name_is_refused_with_the_new_one() {
+        let text = "[pool]\norder = \"replay\"\n[drafter]\nstart = \"fitted\"\ninit = \"a\"\n";
+        let (_, problems) = read(text, "x.toml", &sets(&["drafter.exchange=copies"]));
+        assert_eq!(
+            lines(&problems),
+            [
+                "--set: drafter.exchange = \"copies\": drafter.exchange is now drafter.collectives; \
+                 write --set drafter.collectives=copy",
+                "x.toml:5: drafter.init = \"a\": drafter.init is now drafter.init_from; \
+                 write init_from = \"a\" under [drafter]",
+                "x.toml:4: drafter.start = \"fitted\": drafter.start is now drafter.init_method; \
+                 write init_method = \"least-squares\" under [drafter]",
+                "x.toml:2: pool.order = \"replay\": pool.order is now pool.draw_policy; \
+                 write draw_policy = \"replay\" under [pool]",
+            ]
+        );
+        let sets = sets(&["drafter.init_method=fitted", "drafter.collectives=copies"]);
+        let (_, problems) = read("", "x.toml", &sets);
+        assert_eq!(
+            lines(&problems),
+            [
+                "--set: drafter.collectives = \"copies\": \"copies\" is now \"copy\"; \
+                 write --set drafter.collectives=copy",
+                "--set: drafter.init_method = \"fitted\": \"fitted\" is now \"least-squares\"; \
+                 write --set drafter.init_method=least-squares",
+            ]
+        );
+    }
+
+    #[test]
+    fn every_new_name_exists() {
+        for (section, key, word) in RENAMED_KEYS
+            .map(|(section, _, new)| (section, new, None))
+            .into_iter()
+            .chain(RENAMED_VALUES.map(|(section, key, _, new)| (section, key, Some(new))))
+        {
+            assert!(FIELDS.iter().any(|field| field.section == section && field.key == key), "{section}.{key}");
+            let set = word.map(|word| format!("{section}.{key}={word}"));
+            assert_eq!(read("", "", set.as_slice()).1, Problems::default());
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Dtype, Engine, Exchange, Labels, Overlong, SlotWeights, Start, TopK, UnknownRole},
+    values::{Dtype, Engine, Collectives, Labels, Overlong, SlotWeights, InitMethod, TopK, UnknownRole},
     wire::{self, Wire},
 };
 use crate::common::device::Device;
@@ -85,9 +85,9 @@ pub struct Plan {
 pub struct Drafter {
     pub devices: Vec<Device>,
     /// Folder of a drafter to start from.
-    pub init: Option<PathBuf>,
+    pub init_from: Option<PathBuf>,
     /// What new weights are.
-    pub start: Start,
+    pub init_method: InitMethod,
     /// Those that draw nothing for now.
     pub paused: Vec<usize>,
     pub layers: u32,
@@ -108,7 +108,7 @@ pub struct Drafter {
     pub labels: Option<TopK>,
     pub prefetch: u32,
     /// How gradients and weights travel where there are several.
-    pub exchange: Exchange,
+    pub collectives: Collectives,
     /// 0: never.
     pub replica_check_every: u64,
 }
@@ -209,8 +209,8 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         drafter: Drafter {
             dtype: drafter.dtype.or(|| natural_dtype(&drafter.devices)),
             devices: drafter.devices,
-            init: drafter.init.given().cloned(),
-            start: drafter.start,
+            init_from: drafter.init_from.given().cloned(),
+            init_method: drafter.init_method,
             paused: places(&drafter.paused),
             layers: drafter.layers,
             block_size: drafter.block_size,
@@ -225,7 +225,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             recompute_layers: drafter.recompute_layers,
             labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k),
             prefetch: drafter.prefetch,
-            exchange: drafter.exchange,
+            collectives: drafter.collectives,
             replica_check_every: drafter.replica_check_every,
         },
         dispatch: written.wire.dispatch.clone(),

@@ -3,7 +3,7 @@
 use super::{
     load::Written,
     problem::{Problem, Problems},
-    values::{Auto, ByteSize, Dtype, Labels, Start, TimeSpan, TopK},
+    values::{Auto, ByteSize, Dtype, InitMethod, Labels, TimeSpan, TopK},
     wire::Wire,
 };
 use std::time::Duration;
@@ -224,16 +224,16 @@ impl Audit<'_> {
             "choose a number above 0, up to 1",
         );
         self.require(
-            drafter.start == Start::Random || drafter.layers >= 2,
-            "drafter.start",
+            drafter.init_method == InitMethod::Random || drafter.layers >= 2,
+            "drafter.init_method",
             "the first layer brings the anchor, the second one the context",
             "choose \"random\", or two layers or more",
         );
         self.require(
-            drafter.start == Start::Random || drafter.init == Auto::Auto,
-            "drafter.start",
-            "drafter.init brings weights already",
-            "choose \"random\", or leave drafter.init at \"auto\"",
+            drafter.init_method == InitMethod::Random || drafter.init_from == Auto::Auto,
+            "drafter.init_method",
+            "drafter.init_from brings weights already",
+            "choose \"random\", or leave drafter.init_from at \"auto\"",
         );
         self.require(
             !matches!(drafter.label_top_k, TopK::Likeliest(0 | 1025..)),
@@ -322,7 +322,7 @@ impl Audit<'_> {
             ("run.dir", Some(&run.dir)),
             ("target.dir", Some(&target.dir)),
             ("data.store", data.store.given()),
-            ("drafter.init", drafter.init.given()),
+            ("drafter.init_from", drafter.init_from.given()),
             ("eval.prompt_file", eval.prompt_file.given()),
         ];
         for (key, path) in paths {

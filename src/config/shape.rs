@@ -127,7 +127,7 @@ pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) 
         // Refused before, where the settings were read: it does not depend on the job.
         Deadlock::FewBatches => return None,
         Deadlock::FewBytes { needed } => {
-            let (name, why) = match config.pool.order {
+            let (name, why) = match config.pool.draw_policy {
                 Draw::Replay => ("pool.replay_window", "the batch that is next may be the last to arrive of"),
                 _ => ("pool.min_ready", "draws wait for"),
             };
@@ -151,7 +151,7 @@ pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -
         max_bytes: pool.max_bytes.0,
         max_batches: pool.max_batches as usize,
         min_ready: pool.min_ready as usize,
-        draw: pool.order,
+        draw: pool.draw_policy,
         replay_window: replay_window(pool, largest_job_bytes) as usize,
         start_step,
         seed: config.run.seed,
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn a_replay_window_that_the_pool_cannot_hold_is_refused_with_the_arithmetic() {
         let replay = |window: &str| {
-            let text = format!("[pool]\nmax_bytes = \"2 GiB\"\norder = \"replay\"\nmin_ready = 16\n{window}");
+            let text = format!("[pool]\nmax_bytes = \"2 GiB\"\ndraw_policy = \"replay\"\nmin_ready = 16\n{window}");
             load_text(&text, "x.toml", &[]).unwrap()
         };
         let loaded = replay("replay_window = 8");

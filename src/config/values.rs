@@ -109,20 +109,20 @@ words! {
 }
 words! {
     /// How gradients and weights travel between the optimizer and several drafters.
-    Exchange {
+    Collectives {
         /// Each by a copy of its own.
-        Copies = "copies",
+        Copy = "copy",
         /// By NCCL's reduce and broadcast.
         Nccl = "nccl",
     }
 }
 words! {
     /// What new weights are.
-    Start {
+    InitMethod {
         /// Random.
         Random = "random",
         /// Fitted to what is linear in the target.
-        Fitted = "fitted",
+        LeastSquares = "least-squares",
     }
 }
 words! {

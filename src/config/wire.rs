@@ -4,8 +4,8 @@
 //! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
 
 use super::values::{
-    Auto, ByteSize, Dtype, Ending, Engine, Exchange, Labels, Lengths, Listen, LogFormat, Overlong, Schedule,
-    SlotWeights, Start, TimeSpan, TopK, UnknownRole,
+    Auto, ByteSize, Dtype, Ending, Engine, Collectives, Labels, Lengths, Listen, LogFormat, Overlong, Schedule,
+    SlotWeights, InitMethod, TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::Order, pool::Draw};
@@ -185,9 +185,9 @@ sections! {
         /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch; "replay" = an order
         /// that plan and seed fix, so that two runs train the same steps whatever the timing: it waits for the one batch
         /// that is next, whatever min_ready says. To "replay" and from it only at a start.
-        Live order: Draw = Draw::Proportional;
-        /// For order = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool surely
-        /// holds.
+        Live draw_policy: Draw = Draw::Proportional;
+        /// For draw_policy = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool
+        /// surely holds.
         Restart replay_window: Auto<u32> = Auto::Auto;
     }
 
@@ -197,10 +197,10 @@ sections! {
         Restart devices: Vec<Device> = vec![Device::Cpu];
         /// Folder of a drafter to start from, as `draftmill import --draft` or an export writes it, in either layout; its sizes
         /// and taps must be those of this section. "auto" = new weights, which follow from run.seed.
-        Restart init: Auto<PathBuf> = Auto::Auto;
-        /// New weights are "random", or "fitted" by least squares to what the target says in 32 768 tokens of the data: a whole target
-        /// is loaded for it, and the first thousand steps are saved. Needs two layers or more.
-        Restart start: Start = Start::Random;
+        Restart init_from: Auto<PathBuf> = Auto::Auto;
+        /// New weights are "random", or "least-squares": fitted to what the target says in 32 768 tokens of the data: a whole
+        /// target is loaded for it, and the first thousand steps are saved. Needs two layers or more.
+        Restart init_method: InitMethod = InitMethod::Random;
         /// Drafters that draw nothing for now, by their place in devices from 0: [1]. Each trains what it has in hand; one has to
         /// stay.
         Live paused: Vec<u32> = vec![];
@@ -244,10 +244,10 @@ sections! {
         /// Batches that each drafter draws ahead while it computes. On a GPU their hidden states are copied to it meanwhile,
         /// and take room there.
         Live prefetch: u32 = 1;
-        /// With several drafters, each on a GPU of its own: "copies" = a copy of each gradient and each set of weights; "nccl" =
+        /// With several drafters, each on a GPU of its own: "copy" = a copy of each gradient and each set of weights; "nccl" =
         /// NCCL adds the gradients and brings the weights to all at once, where its library is there and passes a trial at
         /// the start; else copies do, and a warning says why. Sums of more than two drafters may differ in their last bits.
-        Restart exchange: Exchange = Exchange::Copies;
+        Restart collectives: Collectives = Collectives::Copy;
         /// With several drafters: steps between comparisons of their weights with those that they were given, by checksum, which find
         /// a device or a copy between devices that brings wrong values; 0 = never.
         Live replica_check_every: u64 = 500;

@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_fixed_order_of_draws_refuses_what_would_change_it() {
-        let replay = "[pool]\norder = \"replay\"\nmax_bytes = \"8 MiB\"\nmin_ready = 4\n";
+        let replay = "[pool]\ndraw_policy = \"replay\"\nmax_bytes = \"8 MiB\"\nmin_ready = 4\n";
         for (new, key) in [
             ("[pool]\nmin_ready = 4", "pool.draw_policy"),
             (&format!("{replay}[optimizer]\naccumulation = 2"), "optimizer.accumulation"),

@@ -54,7 +54,7 @@ impl Seen {
             slower_stage: bound.slower(),
             imbalance: bound.imbalance(),
             policy: scenario.policy,
-            draw: config.pool.order,
+            draw: config.pool.draw_policy,
             targets: targets.iter().zip(&target_speeds).map(|(w, &s)| actor(&w.totals, s, w.jobs)).collect(),
             drafters: drafters
                 .iter()

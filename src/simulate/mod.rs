@@ -87,7 +87,7 @@ impl Scenario {
     }
 
     pub fn draw(mut self, draw: Draw) -> Scenario {
-        self.loaded.config.pool.order = draw;
+        self.loaded.config.pool.draw_policy = draw;
         self
     }
 

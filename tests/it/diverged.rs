@@ -51,12 +51,12 @@ fn a_start_from_weights_that_are_not_finite_is_refused_by_the_name_of_the_tensor
     assert!(first.train(&[]).status.success());
     let export = first.dir().join("export");
     spoil(&export.join("model.safetensors"));
-    let init = format!("drafter.init={}", export.display());
+    let init = format!("drafter.init_from={}", export.display());
     let second = Run::new(&[&init]);
     for command in ["check", "train"] {
         let refused = second.draftmill(command, &[]).output().unwrap();
         assert_eq!(refused.status.code(), Some(5), "{command}: {}", text(&refused));
-        for part in ["drafter.init", "holds a NaN", "before its training diverged"] {
+        for part in ["drafter.init_from", "holds a NaN", "before its training diverged"] {
             assert!(text(&refused).contains(part), "{command}: {}", text(&refused));
         }
     }

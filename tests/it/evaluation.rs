@@ -67,7 +67,7 @@ fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays
 /// What is measured must not change what is trained.
 #[test]
 fn the_steps_are_the_same_with_and_without_measures() {
-    let replay = ["pool.order=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
+    let replay = ["pool.draw_policy=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
     let with = Run::new(&[MEASURED, &replay[..2]].concat());
     let without = Run::new(&[&replay[..], &["eval.every_steps=0", "eval.decode_every_steps=0"]].concat());
     assert!(with.train(&[]).status.success() && without.train(&[]).status.success());
@@ -124,7 +124,7 @@ fn speculators_477_a_run_learns_what_the_target_says_or_all_of_it() {
 fn fitted_weights_begin_nearer_to_the_target_and_a_start_that_goes_on_fits_nothing() {
     let taught = ["drafter.layers=2", "drafter.labels=target", "drafter.label_top_k=4", "run.epochs=8"];
     let random = Run::new(&[MEASURED, &taught, &["run.max_steps=1"]].concat());
-    let fitted = Run::new(&[MEASURED, &taught, &["drafter.start=fitted"]].concat());
+    let fitted = Run::new(&[MEASURED, &taught, &["drafter.init_method=least-squares"]].concat());
     let (first, second) = (random.train(&[]), fitted.train(&["--set", "run.max_steps=6"]));
     for trained in [&first, &second] {
         assert_eq!(trained.status.code(), Some(0), "{}", text(trained));

@@ -105,7 +105,7 @@ mod torch {
     #[test]
     fn a_replayed_run_ends_with_the_same_bits_however_often_it_was_killed() {
         let sets = [
-            "pool.order=replay",
+            "pool.draw_policy=replay",
             "target.devices=[\"cpu\"]",
             "drafter.devices=[\"cpu\"]",
             "checkpoint.every_steps=5",

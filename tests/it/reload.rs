@@ -185,11 +185,11 @@ fn a_saved_file_is_in_force_and_log_metrics_and_state_say_so() {
         (service.metric("draftmill_config_hash"), service.metric("draftmill_config_applied_timestamp_seconds"));
     // As editors do it: beside the old one, then in its place.
     let fresh = service.folder.path().join("fresh.toml");
-    fs::write(&fresh, CONFIG.replace("min_ready = 2", "min_ready = 1\norder = \"uniform\"")).unwrap();
+    fs::write(&fresh, CONFIG.replace("min_ready = 2", "min_ready = 1\ndraw_policy = \"uniform\"")).unwrap();
     fs::rename(&fresh, service.file()).unwrap();
     let said = service.says("settings changed");
     assert!(
-        said.contains("pool.min_ready: 2 -> 1") && said.contains("pool.order: \"proportional\" -> \"uniform\""),
+        said.contains("pool.min_ready: 2 -> 1") && said.contains("pool.draw_policy: \"proportional\" -> \"uniform\""),
         "{said}"
     );
     service.until_metric("draftmill_pool_min_ready", |ready| ready == 1.0);
@@ -199,7 +199,7 @@ fn a_saved_file_is_in_force_and_log_metrics_and_state_say_so() {
     service.trains();
     let changes = service.changes();
     let pairs: Vec<_> = changes.iter().map(|(key, old, new)| (key.as_str(), old.as_str(), new.as_str())).collect();
-    assert_eq!(pairs, [("pool.min_ready", "2", "1"), ("pool.order", "\"proportional\"", "\"uniform\"")]);
+    assert_eq!(pairs, [("pool.min_ready", "2", "1"), ("pool.draw_policy", "\"proportional\"", "\"uniform\"")]);
 
     // In place, with a learning rate that the command line fixes, and steps of another size.
     let more = "learning_rate = 0.5

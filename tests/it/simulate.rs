@@ -246,7 +246,7 @@ fn a_draw_can_be_chosen() {
         uniform.steps
     );
     assert!(proportional.steps.length_correlation <= 0.1, "{:?}", proportional.steps);
-    let (_, json, errors) = draftmill(&["--config", NODE, "--jobs", "400", "--draw", "replay", "--json"]);
+    let (_, json, errors) = draftmill(&["--config", NODE, "--jobs", "400", "--draw-policy", "replay", "--json"]);
     let json: Value = serde_json::from_str(&json).unwrap_or_else(|_| panic!("{errors}"));
     assert!(json["draw"] == "replay" && json["jobs"]["trained"] == json["jobs"]["planned"], "{json}");
 }
@@ -342,7 +342,7 @@ fn what_cannot_work_is_refused_with_a_sentence() {
         (&["--sweep", "targets=x"], Exit::Usage, "is no list of numbers; write targets=1..7"),
         (&["--policy", "push"], Exit::Usage, "pull, round-robin"),
         (&["--policy", "round-robin", "--queue-depth", "0"], Exit::Config, "queues of 0 jobs hold nothing"),
-        (&["--draw", "best"], Exit::Config, "pool.order"),
+        (&["--draw-policy", "best"], Exit::Config, "pool.draw_policy"),
         (&["--set", "pool.max_bytes=10 GiB"], Exit::Config, "8 x 2400 MiB = 19200 MiB is more than 10 GiB; raise it"),
         (&["--set", "pool.min_ready=25"], Exit::Config, "never holds more than pool.max_batches = 24"),
         (&["--set", "optimizer.accumulation=5000"], Exit::Config, "no step could ever fill"),

@@ -231,7 +231,7 @@ fn a_killed_run_goes_on_from_its_last_checkpoint() {
 /// Draw replay: which job is part of which step does not depend on timing, on the number of targets, or on a kill.
 #[test]
 fn a_replayed_run_that_was_killed_trains_the_same_steps_as_one_that_was_not() {
-    let sets = [SLOW, &["pool.order=replay"]].concat();
+    let sets = [SLOW, &["pool.draw_policy=replay"]].concat();
     let whole = Run::new(&[&sets[..], &["target.devices=[\"cpu\"]"]].concat());
     assert_eq!(whole.train(&[]).status.code(), Some(0));
     let mut run = Run::new(&sets);
@@ -295,7 +295,7 @@ fn a_drafter_that_slides_is_imported_and_not_trained_on() {
         assert_eq!(imported.status.code(), Some(0), "{}", text(&imported));
         String::from_utf8(imported.stdout).unwrap()
     };
-    let next = format!("Next: draftmill train --set drafter.init={}", out.display());
+    let next = format!("Next: draftmill train --set drafter.init_from={}", out.display());
     assert!(import(&out).contains(&next));
     let file = export.join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
@@ -305,7 +305,7 @@ fn a_drafter_that_slides_is_imported_and_not_trained_on() {
     let out = run.dir().join("sliding");
     let told = import(&out);
     assert!(told.contains("not trained on") && !told.contains("Next:"), "{told}");
-    let init = format!("drafter.init={}", out.display());
+    let init = format!("drafter.init_from={}", out.display());
     let refused = Run::new(&[&init]).train(&[]);
     assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
     assert!(text(&refused).contains("its layers slide over the context"), "{}", text(&refused));
@@ -327,7 +327,7 @@ fn a_run_starts_from_the_weights_of_another_ones_export() {
     assert_eq!(report["self_check"]["largest_difference"], 0.0, "{report}");
     let last = first.summary()["loss_last"].as_f64().unwrap();
     for init in [export, speculators] {
-        let init = format!("drafter.init={}", init.display());
+        let init = format!("drafter.init_from={}", init.display());
         // A learning rate of next to nothing, so that the losses are those of the weights it began with.
         let second = Run::new(&[&init, "run.epochs=1", "optimizer.learning_rate=1e-9"]);
         assert!(second.train(&[]).status.success());
@@ -336,7 +336,7 @@ fn a_run_starts_from_the_weights_of_another_ones_export() {
         assert!(summary["loss_last"].as_f64().unwrap() < 1.1 * last, "{last}: {summary}");
         let other = Run::new(&[&init, "drafter.layers=1", "drafter.head_dim=8"]).train(&[]);
         assert_eq!(other.status.code(), Some(5), "{}", text(&other));
-        for part in ["drafter.init", "drafter.layers = 2, drafter.head_dim = 16"] {
+        for part in ["drafter.init_from", "drafter.layers = 2, drafter.head_dim = 16"] {
             assert!(text(&other).contains(part), "{part}: {}", text(&other));
         }
     }
