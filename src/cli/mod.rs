@@ -8,6 +8,7 @@ mod export;
 mod generate;
 mod import;
 mod interruptible;
+mod json_lines;
 mod ledger;
 mod log_throttle;
 mod logging;

@@ -19,7 +19,7 @@ use crate::{
     run_dir::{db::STEP_SIZE, eval_log::History},
 };
 use draftmill_actors::{
-    pipeline::Steering,
+    pipeline::ControlHandle,
     planner::ledger::{Change, Note},
     runtime::metrics as m,
 };
@@ -51,7 +51,7 @@ pub struct Keeper {
     pub ground: Ground,
     pub lengths: Arc<[u32]>,
     pub folder: RunFolder,
-    pub steering: Steering,
+    pub steering: ControlHandle,
     /// The settings in force, for whoever is no actor, and what of them a checkpoint minds.
     pub in_force: watch::Sender<Loaded>,
     pub kept: watch::Sender<Kept>,
@@ -363,7 +363,7 @@ mod tests {
         let lengths: Arc<[u32]> = (40..340).collect();
         let forecast = forecast(&loaded.config, &lengths, None).unwrap();
         let machine = Machine::detect(&loaded.config);
-        let (steering, steered) = Steering::new(&mill_settings(&loaded.config, &forecast, &lengths, Place::default()));
+        let (steering, steered) = ControlHandle::new(&mill_settings(&loaded.config, &forecast, &lengths, Place::default()));
         let folder = tempfile::tempdir().unwrap();
         let (orders, given) = commands::channel();
         let (facts, told) = watch::channel(Facts::default());

@@ -26,8 +26,8 @@ use crate::{
 };
 use draftmill_actors::{
     messages::engine::{DraftEngine, Optimizer, TargetEngine},
-    pipeline::{self, Parts, Steering},
-    runtime::fault::Stops,
+    pipeline::{self, Parts, ControlHandle},
+    runtime::fault::Shutdown,
 };
 use std::sync::Arc;
 use tokio::{net::TcpListener, signal::unix::Signal, sync::watch, time::Instant};
@@ -49,7 +49,7 @@ pub async fn execute<T, D, O>(
     engines: EngineSet<T, D, O>,
     listener: Option<TcpListener>,
     (live, kept): (Live, watch::Sender<Kept>),
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> Result<Summary, Failure>
 where
     T: TargetEngine,
@@ -66,18 +66,18 @@ where
             let checkpoint_time = prepared.opened.state.checkpoint_time().failed(Exit::Run)?.unwrap_or(0.0);
             let asked = Asked { orders, facts: told.clone() };
             let PreparedRun { loaded, forecast, .. } = &prepared;
-            Some(admin_port::serve(listener, &loaded.config, forecast, checkpoint_time, asked, &stops)?)
+            Some(admin_port::serve(listener, &loaded.config, forecast, checkpoint_time, asked, &shutdown)?)
         }
         None => None,
     };
     let folder = prepared.opened.folder.clone();
     let in_force = live.in_force.subscribe();
     let progress = Progress::new(place.step, in_force.clone(), told);
-    let (recorder, records, position) = StepRecorder::start(&folder, place, progress, stops.clone())?;
-    let manager = Manager::of_this_process().map(|m| m.keep(facts.subscribe(), position.clone(), stops.close.clone()));
+    let (recorder, records, position) = StepRecorder::start(&folder, place, progress, shutdown.clone())?;
+    let manager = Manager::of_this_process().map(|m| m.keep(facts.subscribe(), position.clone(), shutdown.drain.clone()));
     let manager = manager.map(|task| AbortOnDropHandle::new(tokio::spawn(task)));
 
-    let (steering, steered) = Steering::new(&settings);
+    let (steering, steered) = ControlHandle::new(&settings);
     let keeper = Keeper {
         source: live.start.source,
         ground: Ground { forecast: prepared.forecast, machine: prepared.machine },
@@ -95,13 +95,13 @@ where
         notes: Default::default(),
     };
     let ended = CancellationToken::new();
-    let keeping = tokio::spawn(keeper.run(stops.close.clone(), ended.clone()));
+    let keeping = tokio::spawn(keeper.run(shutdown.drain.clone(), ended.clone()));
 
     let EngineSet { targets, drafters, optimizer, evaluator } = engines;
     let source = Arc::new(prepared.source);
     let parts = Parts { targets, drafters, optimizer, source, ledger: prepared.opened.state, records };
     let born = Instant::now();
-    let report = pipeline::run_steered(settings, parts, steered, stops).await;
+    let report = pipeline::run_with_control(settings, parts, steered, shutdown).await;
     let seconds = born.elapsed().as_secs_f64();
     ended.cancel();
     keeping.await.failed(Exit::Internal)?;

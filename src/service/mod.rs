@@ -38,7 +38,7 @@ use crate::{
     config::{Engine, Loaded, Source},
     engines::checkpointing::Kept,
 };
-use draftmill_actors::runtime::fault::Stops;
+use draftmill_actors::runtime::fault::Shutdown;
 use std::fmt::Display;
 use tokio::{
     net::TcpListener,
@@ -69,13 +69,13 @@ pub struct Ended {
 
 /// Trains until the plan is done, a signal comes, or the first fault.
 pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
-    let stops = Stops::default();
+    let shutdown = Shutdown::default();
     let (in_force, watching) = watch::channel(loaded);
-    let signals = signals::listen(stops.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
+    let signals = signals::listen(shutdown.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
     // From here on a SIGHUP does not end the process.
     let hangup = signal(SignalKind::hangup()).failed(Exit::Internal)?;
-    let trained = train_until(in_force, start, hangup, &stops).await;
-    let terminated = signals.first() == Some(signals::Asked::Terminate) && !stops.abort.is_cancelled();
+    let trained = train_until(in_force, start, hangup, &shutdown).await;
+    let terminated = signals.first() == Some(signals::Asked::Terminate) && !shutdown.abort.is_cancelled();
     match trained {
         Ok(summary) => Ok(Ended { summary: Some(summary), terminated }),
         Err(failure) if failure.exit == Exit::Interrupted && terminated => {
@@ -90,13 +90,13 @@ async fn train_until(
     in_force: watch::Sender<Loaded>,
     start: Start,
     hangup: Signal,
-    stops: &Stops,
+    shutdown: &Shutdown,
 ) -> Result<Summary, Failure> {
     let loaded = in_force.borrow().clone();
     let asked = start.clone();
     // Reads and compares gigabytes; a signal need not wait for that.
     let opening = tokio::task::spawn_blocking(move || PreparedRun::open(loaded, asked));
-    let mut prepared = unless_stopped(stops, opening).await?.failed(Exit::Internal)??;
+    let mut prepared = unless_stopped(shutdown, opening).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
         return Ok(summary);
@@ -106,7 +106,7 @@ async fn train_until(
         None => None,
     };
     let (folder, number) = (prepared.opened.folder.clone(), prepared.opened.begun.run);
-    let ended = run(prepared, listener, Live { in_force, start, hangup }, stops).await;
+    let ended = run(prepared, listener, Live { in_force, start, hangup }, shutdown).await;
     if let Err(failure) = &ended {
         folder.note_failure(number, failure);
     }
@@ -114,8 +114,8 @@ async fn train_until(
 }
 
 /// What comes out of `work`, or the end of a run that was stopped before it began.
-async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Result<T, Failure> {
-    let done = stops.close.run_until_cancelled(work).await;
+async fn unless_stopped<T>(shutdown: &Shutdown, work: impl Future<Output = T>) -> Result<T, Failure> {
+    let done = shutdown.drain.run_until_cancelled(work).await;
     done.ok_or_else(|| Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint stays"))
 }
 
@@ -124,7 +124,7 @@ async fn run(
     mut prepared: PreparedRun,
     listener: Option<TcpListener>,
     live: Live,
-    stops: &Stops,
+    shutdown: &Shutdown,
 ) -> Result<Summary, Failure> {
     let address = listener.as_ref().and_then(|listener| listener.local_addr().ok());
     startup_banner::Opening::announce(&prepared, address, live.start.source.file.as_deref(), live.start.logs.human);
@@ -132,7 +132,7 @@ async fn run(
     match prepared.loaded.config.run.engine {
         Engine::Simulated => {
             let engines = EngineSet::simulated(&prepared, for_saving)?;
-            execution::execute(prepared, engines, listener, (live, kept), stops.clone()).await
+            execution::execute(prepared, engines, listener, (live, kept), shutdown.clone()).await
         }
         Engine::Torch => {
             let models =
@@ -140,8 +140,8 @@ async fn run(
             let (folder, from) = (prepared.opened.folder.clone(), prepared.opened.verified.take());
             let in_force = live.in_force.subscribe();
             let load = torch_engines::load(in_force, models, folder, from, for_saving, prepared.store.clone());
-            let engines = unless_stopped(stops, load).await??;
-            execution::execute(prepared, engines, listener, (live, kept), stops.clone()).await
+            let engines = unless_stopped(shutdown, load).await??;
+            execution::execute(prepared, engines, listener, (live, kept), shutdown.clone()).await
         }
     }
 }

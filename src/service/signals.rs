@@ -1,11 +1,11 @@
-//! SIGINT and SIGTERM: the first asks for an orderly end, the second stops at once.
+//! SIGINT and SIGTERM: the first asks for an orderly end, the second shutdown at once.
 
 use super::Logs;
 use crate::{
     common::exit::Exit,
     config::{Ending, Loaded},
 };
-use draftmill_actors::runtime::fault::Stops;
+use draftmill_actors::runtime::fault::Shutdown;
 use std::{fmt, io, time::Duration};
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -37,7 +37,7 @@ impl fmt::Display for Asked {
     }
 }
 
-/// Turns signals into stops until it is dropped.
+/// Turns signals into shutdown until it is dropped.
 pub struct Signals {
     first: watch::Receiver<Option<Asked>>,
     _listening: AbortOnDropHandle<()>,
@@ -50,8 +50,8 @@ impl Signals {
     }
 }
 
-/// Listens from now on. When `shutdown.grace` is over after the first signal, everything stops at once, too.
-pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
+/// Listens from now on. When `shutdown.grace` is over after the first signal, everything shutdown at once, too.
+pub fn listen(shutdown: Shutdown, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let mut next = async move || {
         tokio::select! {
@@ -68,10 +68,10 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io
             Ending::Reopen => "finishing the running work",
             Ending::Train => "finishing the running work, training what is in the pool",
         };
-        tracing::info!("{name}: {pool} and writing a checkpoint; a second signal stops at once");
+        tracing::info!("{name}: {pool} and writing a checkpoint; a second signal shutdown at once");
         match shutdown.pool {
-            Ending::Reopen => stops.stop.cancel(),
-            Ending::Train => stops.close.cancel(),
+            Ending::Reopen => shutdown.stop.cancel(),
+            Ending::Train => shutdown.drain.cancel(),
         }
         let (begun, grace) = (Instant::now(), shutdown.grace.0);
         let same = sleep(SAME.min(grace));
@@ -85,9 +85,9 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io
         loop {
             tokio::select! {
                 // The checkpoint needs its time, too.
-                () = sleep_until(begun + grace / 2), if !stops.stop.is_cancelled() => {
+                () = sleep_until(begun + grace / 2), if !shutdown.stop.is_cancelled() => {
                     tracing::warn!("half of shutdown.grace = {grace:?} is over: what is left in the pool is reopened");
-                    stops.stop.cancel();
+                    shutdown.stop.cancel();
                 }
                 name = next() => {
                     tracing::warn!("{name} again: stopping at once");
@@ -99,7 +99,7 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io
                 }
             }
         }
-        stops.abort.cancel();
+        shutdown.abort.cancel();
         // Work on a device cannot be called back; the process must not wait for it.
         sleep(LAST).await;
         logs.settle();

@@ -5,7 +5,7 @@ use crate::{
     common::text::grouped,
     config::{ByteSize, Ending, Engine, TimeSpan},
 };
-use draftmill_actors::pool::Draw;
+use draftmill_actors::pool::DrawPolicy;
 use std::{
     fmt::{self, Display},
     net::SocketAddr,
@@ -93,8 +93,8 @@ impl Opening {
                 some(config.pool.max_batches.into(), "batch", "batches"),
                 ByteSize(config.pool.max_bytes.0).rounded(),
                 match config.pool.draw_policy {
-                    Draw::Replay => "drawn in an order that plan and seed fix".into(),
-                    Draw::Proportional | Draw::Uniform =>
+                    DrawPolicy::Replay => "drawn in an order that plan and seed fix".into(),
+                    DrawPolicy::Proportional | DrawPolicy::Uniform =>
                         format!("a draw waits until {}", some_are(config.pool.min_ready.into())),
                 }
             ),

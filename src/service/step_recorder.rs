@@ -6,7 +6,7 @@ use crate::{
     common::exit::{Exit, Failure},
     run_dir::{RunFolder, step_log::StepLog},
 };
-use draftmill_actors::{runtime::fault::Stops, trainer::StepRecord};
+use draftmill_actors::{runtime::fault::Shutdown, trainer::StepRecord};
 use std::io;
 use tokio::{
     sync::{mpsc, watch},
@@ -32,13 +32,13 @@ impl StepRecorder {
         folder: &RunFolder,
         place: Place,
         progress: Progress,
-        stops: Stops,
+        shutdown: Shutdown,
     ) -> Result<(StepRecorder, mpsc::Sender<StepRecord>, watch::Receiver<Place>), Failure> {
         let log = StepLog::open(folder.root(), place.step)
             .map_err(|error| folder.cannot_write(&StepLog::file(folder.root()), &error))?;
         let (records, recorded) = mpsc::channel(RECORDS);
         let (reached, watched) = watch::channel(place);
-        let task = tokio::spawn(record(recorded, log, progress, reached, stops));
+        let task = tokio::spawn(record(recorded, log, progress, reached, shutdown));
         Ok((StepRecorder { task, folder: folder.clone() }, records, watched))
     }
 
@@ -58,7 +58,7 @@ async fn record(
     mut log: StepLog,
     mut progress: Progress,
     place: watch::Sender<Place>,
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> io::Result<StepLog> {
     let mut result = Ok(());
     while let Some(record) = records.recv().await {
@@ -70,7 +70,7 @@ async fn record(
             result = log.push(record);
             if let Err(error) = &result {
                 tracing::error!(%error, path = %log.path().display(), "step log cannot be written; the run ends");
-                stops.stop.cancel();
+                shutdown.stop.cancel();
             }
         }
     }
