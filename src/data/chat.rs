@@ -1,8 +1,8 @@
-//! The model's own chat template, and which characters of its rendering the drafter is trained on.
+//! Chat templates of models, and the supervised characters of a rendered conversation.
 //!
-//! Supervised are the assistant's turns: what the model itself would say, up to and with its end-of-turn token. Headers and
-//! whatever a template adds on its own (such as empty think blocks, Automodel#3738) are not. The place of a turn is found by
-//! rendering the conversation once more with a sentinel in its stead, so no template has to be known by name.
+//! The assistant's turns are supervised, up to and including the end-of-turn token. Headers and text that a template adds
+//! (such as empty think blocks, Automodel#3738) are not. The range of a turn is found by rendering the conversation again
+//! with a sentinel instead of the turn, so no template has to be known by name.
 
 mod jinja;
 mod python;
@@ -18,7 +18,7 @@ use serde_json::{Map, Value};
 use std::{io::ErrorKind, ops::Range, path::Path};
 use thiserror::Error;
 
-/// Who speaks.
+/// Speaker of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     System,
@@ -28,7 +28,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The word that chat templates use.
+    /// Name of the role in chat templates.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -44,12 +44,12 @@ impl Role {
 pub struct Turn {
     pub role: Role,
     pub content: String,
-    /// What else the row said of the turn (`tool_calls`, `reasoning_content`, ...), passed on to the template.
-    /// `role` and `content` in it are overruled by the fields above.
+    /// Other fields of the row's turn (`tool_calls`, `reasoning_content`, ...), passed on to the template. The fields above
+    /// override `role` and `content` in it.
     pub extra: Map<String, Value>,
 }
 
-/// A whole conversation.
+/// A conversation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversation {
     pub turns: Vec<Turn>,
@@ -61,11 +61,11 @@ pub struct Conversation {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rendered {
     pub text: String,
-    /// Byte ranges of `text` that are supervised: ascending, disjoint, on character borders.
+    /// Supervised byte ranges of `text`: ascending, disjoint, on character boundaries.
     pub supervised: Vec<Range<usize>>,
 }
 
-/// Why a template cannot be used, or a conversation not be rendered.
+/// Failure to load a template or to render a conversation.
 #[derive(Debug, Error)]
 pub enum ChatError {
     #[error(transparent)]
@@ -80,28 +80,30 @@ pub enum ChatError {
     /// The template refused this conversation.
     #[error("{0}")]
     Refused(String),
-    /// Where a turn stands in the rendering is not certain, so it must not be trained on.
-    #[error("the place of turn {turn} in the rendered text is not certain: {why}")]
+    /// The range of a turn in the rendered text is uncertain, so the turn must not be trained on.
+    #[error("the position of turn {turn} in the rendered text is uncertain: {why}")]
     Uncertain { turn: usize, why: &'static str },
 }
 
-/// A chat template, ready to render.
+/// Compiled chat template of a model.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     text: String,
     bos: String,
     eos: String,
-    /// Special tokens, longest first: one of them ends a turn.
+    /// Special tokens, longest first. One of them ends a turn.
     special: Vec<String>,
 }
 
-/// The names under which the environment keeps its templates; the second one, where there is one, is for
-/// conversations with tools.
+/// Names of the templates in the environment. The second one is optional and serves conversations with tools.
 const NAME: &str = "default";
 const WITH_TOOLS: &str = "tool_use";
 
 impl ChatTemplate {
-    /// Reads the template of a model folder, from `chat_template.jinja` or `tokenizer_config.json`.
+    /// Reads the template of a model folder from `chat_template.jinja` or `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// A missing or malformed template, or an unreadable file.
     pub fn load(folder: &Path) -> Result<ChatTemplate, ChatError> {
         let settings = optional(&folder.join("tokenizer_config.json"))?;
         let path = folder.join("chat_template.jinja");
@@ -113,7 +115,7 @@ impl ChatTemplate {
             }
             Err(source) => return Err(HfError::Read { path, source }.into()),
         };
-        // Older folders name their special tokens in a file of their own.
+        // Older folders list their special tokens in a separate file.
         let map = optional(&folder.join("special_tokens_map.json"))?;
         let token = |key: &str| token_of(&settings[key]).or(token_of(&map[key])).unwrap_or_default();
         let tokenizer = read_json(&folder.join("tokenizer.json"))?;
@@ -127,7 +129,10 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// Takes a template's text, the texts of the begin and end tokens (empty if there is none), and all special tokens.
+    /// Compiles a template from its text, the begin and end tokens (empty if there is none), and all special tokens.
+    ///
+    /// # Errors
+    /// A syntax error of the template.
     pub fn from_text(text: &str, bos: &str, eos: &str, mut special: Vec<String>) -> Result<ChatTemplate, ChatError> {
         let mut environment = jinja::environment().map_err(unreadable)?;
         jinja::add(&mut environment, NAME, text).map_err(unreadable)?;
@@ -138,19 +143,22 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, text: text.into(), bos: bos.into(), eos: eos.into(), special })
     }
 
-    /// The template itself, for fingerprints.
+    /// Source text of the template, for fingerprints.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Renders the whole conversation and finds what is supervised in it.
+    /// Renders the whole conversation and finds its supervised ranges.
+    ///
+    /// # Errors
+    /// The template's refusal, or a turn whose range is uncertain.
     pub fn render(&self, conversation: &Conversation) -> Result<Rendered, ChatError> {
         let spans = Spans::new(self, conversation)?;
         let mut supervised: Vec<Range<usize>> = Vec::new();
         for (at, _) in conversation.turns.iter().enumerate().filter(|(_, turn)| turn.role == Role::Assistant) {
             let span = spans.find(at)?;
             if supervised.last().is_some_and(|last| last.end > span.start) {
-                return Err(ChatError::Uncertain { turn: at, why: "it overlaps the turn before" });
+                return Err(ChatError::Uncertain { turn: at, why: "it overlaps the previous turn" });
             }
             supervised.push(span);
         }
@@ -158,8 +166,11 @@ impl ChatTemplate {
         Ok(Rendered { text: spans.into_text(), supervised })
     }
 
-    /// Renders a conversation up to where the assistant speaks. Templates that know `enable_thinking` are told to do
-    /// without: drafters are trained on answers, and measured on them (z-lab#133).
+    /// Renders a conversation up to the assistant's next answer, with `enable_thinking` off: drafters are trained and evaluated
+    /// on answers (z-lab#133).
+    ///
+    /// # Errors
+    /// The template's refusal.
     pub fn prompt(&self, conversation: &Conversation) -> Result<String, ChatError> {
         let messages: Vec<_> = conversation.turns.iter().map(span::plain_message).collect();
         let quiet = minijinja::context! { enable_thinking => false };
@@ -171,8 +182,8 @@ impl ChatTemplate {
     }
 
     fn call_with(&self, messages: &[Jinja], tools: &Jinja, prompt: bool, more: Jinja) -> Result<String, ChatError> {
-        let wanted = if tools.is_none() { NAME } else { WITH_TOOLS };
-        let template = self.environment.get_template(wanted).or_else(|_| self.environment.get_template(NAME));
+        let name = if tools.is_none() { NAME } else { WITH_TOOLS };
+        let template = self.environment.get_template(name).or_else(|_| self.environment.get_template(NAME));
         let context = minijinja::context! {
             messages, tools, add_generation_prompt => prompt, documents => (), bos_token => self.bos.as_str(),
             eos_token => self.eos.as_str(), ..more
@@ -180,7 +191,7 @@ impl ChatTemplate {
         template.map_err(unreadable)?.render(context).map_err(|e| ChatError::Refused(jinja::sentence(&e)))
     }
 
-    /// The special token that `text` begins with, white space before it aside: bytes up to its end, and the token.
+    /// Special token at the start of `text`, after optional white space: the bytes up to its end, and the token.
     fn leading_special<'a>(&'a self, text: &str) -> Option<(usize, &'a str)> {
         let trimmed = text.trim_start();
         let token = self.special.iter().find(|token| trimmed.starts_with(token.as_str()))?;
@@ -188,9 +199,9 @@ impl ChatTemplate {
     }
 }
 
-/// 1 for every token that begins inside a supervised range, else 0. `offsets` are byte ranges of the rendered text, ascending.
-/// An empty range stands where its tokenizer trims white space from the offsets: that token began where the one before
-/// ended. Tokens that stand for no text at all get 0.
+/// Loss mask: 1 for each token that starts inside a supervised range, else 0. `offsets` are ascending byte ranges of the
+/// rendered text. An empty range comes from a tokenizer that trims white space from offsets; that token starts at the end
+/// of the previous one. Tokens without text get 0.
 pub fn loss_mask(offsets: &[(usize, usize)], supervised: &[Range<usize>]) -> Vec<u8> {
     let mut ranges = supervised.iter().peekable();
     let mut reached = 0;
@@ -207,7 +218,7 @@ fn unreadable(error: minijinja::Error) -> ChatError {
     ChatError::Template(error.to_string())
 }
 
-/// A JSON file that may be missing, but not broken.
+/// Reads an optional JSON file; returns null if it is missing.
 fn optional(path: &Path) -> Result<Value, ChatError> {
     match read_json(path) {
         Err(HfError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(Value::Null),
@@ -215,12 +226,12 @@ fn optional(path: &Path) -> Result<Value, ChatError> {
     }
 }
 
-/// A token's text, written plainly or as an object.
+/// Text of a token, given as a string or as an object.
 fn token_of(value: &Value) -> Option<String> {
     value.as_str().or(value["content"].as_str()).map(String::from)
 }
 
-/// The template of this name in `tokenizer_config.json`: a text is the default one, a list has names.
+/// Template of this name in `tokenizer_config.json`: a string is the default template, a list has names.
 fn template_of(value: &Value, name: &str) -> Option<String> {
     match value {
         Value::String(text) if name == NAME => Some(text.clone()),

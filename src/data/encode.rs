@@ -1,17 +1,20 @@
-//! From a row to a sample: render, tokenise, mask, cut, judge. Pure, so that rows can be worked on in parallel.
+//! Encoder from a row to a sample: renders, tokenises, masks, cuts and applies the limits. Pure, so that rows run in parallel.
 
 use super::{
     chat::{ChatTemplate, loss_mask},
-    input::Placed,
+    input::InputRow,
     options::PrepareOptions,
     reject::{Reason, Reject},
-    row::{RolesMet, Row, parse},
-    store::{Split, hex},
+    row::{ParsedRow, RoleCounts, parse},
+    split::RowContent,
+    store::Split,
 };
 use crate::{
+    common::hash::sha256,
     config::{Overlong, UnknownRole},
     hf::read_json,
 };
+use draftmill_actors::runtime::fault::panic_text;
 use sha2::{Digest, Sha256};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -19,29 +22,29 @@ use std::{
 };
 use tokenizers::Tokenizer;
 
-/// Token ids and loss mask of a sample, equally long.
+/// Token ids and loss mask of a sample, of equal length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     pub ids: Vec<i32>,
     pub mask: Vec<u8>,
-    /// Its end was cut off.
+    /// The sample exceeded `max_length` and lost its end.
     pub cut: bool,
-    /// It was rendered and tokenised here.
+    /// The sample was rendered and tokenised here; false for a row of token ids.
     pub from_chat: bool,
 }
 
-/// What became of a row.
+/// Result of encoding one row.
 #[derive(Clone, Debug)]
-pub struct Encoded {
-    pub roles: RolesMet,
+pub struct EncodedRow {
+    pub roles: RoleCounts,
     pub outcome: Result<Sample, Reject>,
 }
 
-/// The model's template and tokenizer, and the settings that decide on samples.
+/// Chat template, tokenizer and limits that turn rows into samples.
 pub struct Encoder {
-    /// Why there are none does not matter as long as all rows are tokens already.
-    chat: Result<Chat, String>,
-    /// Rows of the target's embedding, where its config.json tells them.
+    /// Error text if the folder has no usable template or tokenizer; rows of token ids do not need them.
+    chat: Result<ChatTokenizer, String>,
+    /// Rows of the target's embedding, if its config.json has them.
     pub vocab_size: Option<u64>,
     max_length: usize,
     overlong: Overlong,
@@ -49,8 +52,8 @@ pub struct Encoder {
     min_supervised: usize,
 }
 
-/// What turns conversations into tokens, with fingerprints.
-pub struct Chat {
+/// Chat template and tokenizer of a model folder, with their SHA-256.
+pub struct ChatTokenizer {
     template: ChatTemplate,
     tokenizer: Tokenizer,
     pub template_sha256: String,
@@ -58,10 +61,13 @@ pub struct Chat {
 }
 
 impl Encoder {
-    /// Loads what the model folder holds. A folder that cannot be used at all is an error once a conversation comes.
+    /// Loads template and tokenizer of the model folder. If the folder has none, the first conversation row fails.
+    ///
+    /// # Errors
+    /// A sentence, if config.json is present but unreadable.
     pub fn load(options: &PrepareOptions) -> Result<Encoder, String> {
         Ok(Encoder {
-            chat: Chat::load(&options.model_dir),
+            chat: ChatTokenizer::load(&options.model_dir),
             vocab_size: vocab_size(&options.model_dir)?,
             max_length: options.data.max_length as usize,
             overlong: options.data.overlong,
@@ -70,32 +76,38 @@ impl Encoder {
         })
     }
 
-    /// Template and tokenizer, or a sentence that says why there are none.
-    pub fn chat(&self) -> Result<&Chat, &str> {
+    /// Returns template and tokenizer.
+    ///
+    /// # Errors
+    /// A sentence with the reason, if the model folder has none.
+    pub fn chat(&self) -> Result<&ChatTokenizer, &str> {
         self.chat.as_ref().map_err(String::as_str)
     }
 
-    /// Makes a sample of a row, or tells why not. The error is not the row's: there is no template or tokenizer.
-    pub fn encode(&self, row: &Placed) -> Result<Encoded, String> {
-        let mut roles = RolesMet::default();
+    /// Encodes a row as a sample, or as a reject with its reason.
+    ///
+    /// # Errors
+    /// A sentence, if the row needs a template or tokenizer and the model folder has none.
+    pub fn encode(&self, row: &InputRow) -> Result<EncodedRow, String> {
+        let mut roles = RoleCounts::default();
         let outcome = guarded(|| self.sample(row, &mut roles))?;
-        Ok(Encoded { roles, outcome })
+        Ok(EncodedRow { roles, outcome })
     }
 
-    fn sample(&self, placed: &Placed, roles: &mut RolesMet) -> Result<Sample, Problem> {
-        let bytes = match &placed.row.content {
-            Ok(bytes) => bytes,
-            Err(size) => return Err(Reason::TooLarge.because(format!("{size} bytes")).into()),
+    fn sample(&self, input_row: &InputRow, roles: &mut RoleCounts) -> Result<Sample, Problem> {
+        let bytes = match &input_row.row.content {
+            RowContent::Bytes(bytes) => bytes,
+            RowContent::TooLarge { bytes } => return Err(Reason::TooLarge.because(format!("{bytes} bytes")).into()),
         };
-        let (ids, mask, from_chat) = match parse(bytes, placed.row.open, self.unknown_role, roles)? {
-            Row::Tokens { ids, mask } => (ids, mask, false),
-            Row::Chat(conversation) => {
+        let (ids, mask, from_chat) = match parse(bytes, input_row.row.truncated, self.unknown_role, roles)? {
+            ParsedRow::Tokens { ids, mask } => (ids, mask, false),
+            ParsedRow::Chat(conversation) => {
                 let chat = self.chat().map_err(|text| Problem::Model(text.into()))?;
                 let rendered = chat.template.render(&conversation).map_err(|e| Reason::Template.because(e))?;
                 // The template has written the special tokens already.
                 let encoding = chat.tokenizer.encode(rendered.text, false).map_err(|e| Reason::Tokenizer.because(e))?;
                 let id = |&id: &u32| {
-                    i32::try_from(id).map_err(|_| Reason::TokenRange.because(format!("the tokenizer gave id {id}")))
+                    i32::try_from(id).map_err(|_| Reason::TokenRange.because(format!("the tokenizer returned id {id}")))
                 };
                 let ids: Vec<i32> = encoding.get_ids().iter().map(id).collect::<Result<_, _>>()?;
                 (ids, loss_mask(encoding.get_offsets(), &rendered.supervised), true)
@@ -104,20 +116,20 @@ impl Encoder {
         Ok(self.judge(ids, mask, from_chat)?)
     }
 
-    /// Applies the limits.
+    /// Applies the limits on length, vocabulary and supervision.
     fn judge(&self, mut ids: Vec<i32>, mut mask: Vec<u8>, from_chat: bool) -> Result<Sample, Reject> {
         if ids.is_empty() {
-            return Err(Reason::Empty.because("it is rendered to no token"));
+            return Err(Reason::Empty.because("the rendered text has no token"));
         }
         let most = self.vocab_size.unwrap_or(u64::MAX);
         if let Some((i, id)) = ids.iter().enumerate().find(|(_, id)| u64::try_from(**id).map_or(true, |id| id >= most))
         {
             let rows = self.vocab_size.map(|rows| format!("; the target has {rows}")).unwrap_or_default();
-            return Err(Reason::TokenRange.because(format!("id {id} at place {i}{rows}")));
+            return Err(Reason::TokenRange.because(format!("id {id} at index {i}{rows}")));
         }
         if !mask.contains(&1) {
             return Err(Reason::NothingSupervised.because(match from_chat {
-                true => "there is no assistant's turn, or it is empty",
+                true => "there is no assistant turn, or it is empty",
                 false => "`loss_mask` is 0 everywhere",
             }));
         }
@@ -132,7 +144,7 @@ impl Encoder {
         if supervised < self.min_supervised {
             return Err(Reason::FewSupervised.because(format!("{supervised}{of}")));
         }
-        // A block begins where two tokens in a row are supervised.
+        // A block starts at an anchor: a supervised token before another one.
         if !mask.windows(2).any(|pair| pair == [1, 1]) {
             return Err(Reason::NoAnchor.because(format!("{supervised} supervised tokens{of}, each alone")));
         }
@@ -140,8 +152,8 @@ impl Encoder {
     }
 }
 
-/// The split of a sample: a function of its ids and the share alone, so that order and neighbours do not matter, copies of
-/// a sample stay together, and a larger share only adds samples.
+/// Split of a sample, a function of its ids and of `validation_fraction` alone. Order and neighbours have no effect, copies of
+/// a sample share one split, and a larger fraction only adds samples.
 pub fn split_of(ids: &[i32], validation_fraction: f64) -> Split {
     let mut hash = Sha256::new();
     ids.iter().for_each(|id| hash.update(id.to_le_bytes()));
@@ -149,7 +161,7 @@ pub fn split_of(ids: &[i32], validation_fraction: f64) -> Split {
     if (first as f64) < validation_fraction * 2f64.powi(64) { Split::Validation } else { Split::Train }
 }
 
-/// Whose fault it is that there is no sample.
+/// Reason for a missing sample: the row, or the model folder.
 enum Problem {
     Row(Reject),
     Model(String),
@@ -161,8 +173,7 @@ impl From<Reject> for Problem {
     }
 }
 
-/// Does the work on one row. Templates and tokenizers of any origin meet text of any origin here: not even a panic may end
-/// the run.
+/// Runs the work on one row and turns a panic into a reject: templates, tokenizers and text come from any source.
 fn guarded<T>(work: impl FnOnce() -> Result<T, Problem>) -> Result<Result<T, Reject>, String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(made)) => Ok(Ok(made)),
@@ -172,52 +183,63 @@ fn guarded<T>(work: impl FnOnce() -> Result<T, Problem>) -> Result<Result<T, Rej
     }
 }
 
-impl Chat {
-    /// Reads template and tokenizer of a model folder, or says what is wrong with them.
-    pub fn load(folder: &Path) -> Result<Chat, String> {
+impl ChatTokenizer {
+    /// Reads template and tokenizer of a model folder.
+    ///
+    /// # Errors
+    /// A sentence with file, reason and remedy.
+    pub fn load(folder: &Path) -> Result<ChatTokenizer, String> {
         let template = ChatTemplate::load(folder).map_err(|error| error.to_string())?;
         let path = folder.join("tokenizer.json");
         let remedy = "give a Hugging Face folder with a tokenizer.json";
         let bytes = std::fs::read(&path).map_err(|e| format!("{} cannot be read ({e}); {remedy}", path.display()))?;
         let mut tokenizer = Tokenizer::from_bytes(&bytes)
-            .map_err(|e| format!("{} is no tokenizer that can be used ({e}); {remedy}", path.display()))?;
-        // What a tokenizer.json says of lengths serves other programs; here `max_length` decides.
+            .map_err(|e| format!("{} is not a usable tokenizer ({e}); {remedy}", path.display()))?;
+        // Padding and truncation of tokenizer.json serve other programs; `max_length` decides here.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|e| format!("{}: {e}", path.display()))?;
-        let sha256 = |bytes: &[u8]| hex(&Sha256::digest(bytes));
-        let (template_sha256, tokenizer_sha256) = (sha256(template.text().as_bytes()), sha256(&bytes));
-        Ok(Chat { template, tokenizer, template_sha256, tokenizer_sha256 })
+        let (template_sha256, tokenizer_sha256) = (sha256(template.text()), sha256(&bytes));
+        Ok(ChatTokenizer { template, tokenizer, template_sha256, tokenizer_sha256 })
     }
 
-    /// Token ids of a conversation that the assistant is about to answer.
+    /// Encodes a conversation up to the assistant's next answer.
+    ///
+    /// # Errors
+    /// The text of the template's or tokenizer's refusal.
     #[cfg(feature = "torch")]
     pub fn prompt(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, String> {
-        self.asked(conversation).map_err(|reject| reject.detail)
+        self.prompt_ids(conversation).map_err(|reject| reject.detail)
     }
 
-    /// The same, where a row of data is to blame for whatever goes wrong with it.
+    /// Encodes like [`ChatTokenizer::prompt`] and attributes every failure, panics included, to the row of data.
+    ///
+    /// # Errors
+    /// The row's reject.
     #[cfg(feature = "torch")]
-    pub fn question(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
-        let made = guarded(|| Ok(self.asked(conversation)?));
+    pub fn row_prompt(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
+        let made = guarded(|| Ok(self.prompt_ids(conversation)?));
         made.unwrap_or_else(|why| Err(Reason::Fault.because(why)))
     }
 
     #[cfg(feature = "torch")]
-    fn asked(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
+    fn prompt_ids(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
         let text = self.template.prompt(conversation).map_err(|error| Reason::Template.because(error))?;
         // The template has written the special tokens already.
         let encoding = self.tokenizer.encode(text, false).map_err(|error| Reason::Tokenizer.because(error))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The text of an answer, without special tokens.
+    /// Decodes an answer without special tokens.
+    ///
+    /// # Errors
+    /// The text of the tokenizer's refusal.
     #[cfg(feature = "torch")]
-    pub fn answer(&self, ids: &[u32]) -> Result<String, String> {
+    pub fn decode(&self, ids: &[u32]) -> Result<String, String> {
         self.tokenizer.decode(ids, true).map_err(|error| error.to_string())
     }
 }
 
-/// What config.json says, if there is one.
+/// `vocab_size` of config.json, if the file is present.
 fn vocab_size(folder: &Path) -> Result<Option<u64>, String> {
     let path = folder.join("config.json");
     if !path.exists() {
@@ -225,11 +247,6 @@ fn vocab_size(folder: &Path) -> Result<Option<u64>, String> {
     }
     let config = read_json(&path).map_err(|error| error.to_string())?;
     Ok(config["vocab_size"].as_u64().or(config["text_config"]["vocab_size"].as_u64()))
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
-    text.unwrap_or("a panic without a text").to_string()
 }
 
 #[cfg(test)]
@@ -243,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn the_split_of_given_ids_is_fixed_for_good() {
+    fn the_split_of_given_ids_is_fixed() {
         let of =
             |fraction| (0..1000).filter(|&id| split_of(&[id, 7], fraction) == Split::Validation).collect::<Vec<_>>();
         assert_eq!((of(0.0).len(), of(1.0).len()), (0, 1000));

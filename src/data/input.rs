@@ -1,7 +1,7 @@
-//! The rows of the input files, one file after the other, each opened when its turn has come.
+//! Reader of the input files, plain or gzipped: yields their rows in chunks of bounded size.
 
 use super::split::{RawRow, Splitter};
-use super::store::hex;
+use crate::common::hash::hex;
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
 use std::{
@@ -10,31 +10,31 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Bytes of rows that are read before they are worked on, and the rows that this is at most: what bounds memory.
+/// Limits of a chunk in bytes and rows; they bound memory.
 const CHUNK_BYTES: usize = 2 << 20;
 const CHUNK_ROWS: usize = 512;
 const BUFFER: usize = 1 << 16;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
-/// A row and where it stands.
+/// A row with its position in the inputs.
 #[derive(Debug)]
-pub struct Placed {
+pub struct InputRow {
     /// Index of its file.
     pub file: usize,
-    /// Place among the rows of its file, from 1.
+    /// Position among the rows of its file, from 1.
     pub number: u64,
     pub row: RawRow,
 }
 
-/// What a file held, once it has been read to its end.
+/// Size and hash of a file that was read to its end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileRead {
     pub bytes: u64,
-    /// SHA-256 of the file as it lies on disk, in hexadecimal.
+    /// SHA-256 of the file on disk, before decompression, in hexadecimal.
     pub sha256: String,
 }
 
-/// A file that cannot be read.
+/// I/O error of one input file.
 #[derive(Debug)]
 pub struct ReadError {
     pub path: PathBuf,
@@ -46,7 +46,7 @@ pub struct Inputs {
     paths: Vec<PathBuf>,
     max_row_bytes: u64,
     open: Option<Input>,
-    /// Files that were read to their end.
+    /// Files that were read to their end, in order.
     pub done: Vec<FileRead>,
 }
 
@@ -65,8 +65,11 @@ impl Inputs {
             + self.open.as_ref().map_or(0, |input| input.hashed().bytes)
     }
 
-    /// The next rows; none when all files are read.
-    pub fn read_chunk(&mut self) -> Result<Vec<Placed>, ReadError> {
+    /// Reads the next chunk; an empty chunk means that all files were read.
+    ///
+    /// # Errors
+    /// An I/O error with the path of the file.
+    pub fn read_chunk(&mut self) -> Result<Vec<InputRow>, ReadError> {
         let (mut chunk, mut bytes) = (Vec::new(), 0);
         while chunk.len() < CHUNK_ROWS && bytes < CHUNK_BYTES && self.done.len() < self.paths.len() {
             let file = self.done.len();
@@ -77,8 +80,8 @@ impl Inputs {
             };
             match input.next_row().map_err(failed)? {
                 Some(row) => {
-                    bytes += row.content.as_ref().map_or(0, Vec::len);
-                    chunk.push(Placed { file, number: input.rows, row });
+                    bytes += row.content.kept_bytes();
+                    chunk.push(InputRow { file, number: input.rows, row });
                     self.open = Some(input);
                 }
                 None => self.done.push(input.close().map_err(failed)?),
@@ -93,19 +96,19 @@ struct Input {
     source: Source,
     splitter: Splitter,
     buffer: Vec<u8>,
-    /// Bytes of the buffer that the splitter has not seen.
+    /// Range of `buffer` that the splitter has not consumed.
     unseen: std::ops::Range<usize>,
     rows: u64,
     ended: bool,
 }
 
-/// Plain or gzipped, as the first bytes say.
+/// Decoder of a file, chosen by the file's first bytes.
 enum Source {
     Plain(BufReader<Hashed>),
     Gzip(MultiGzDecoder<BufReader<Hashed>>),
 }
 
-/// Counts and hashes what is read from a file.
+/// File that counts and hashes the bytes read from it.
 struct Hashed {
     file: File,
     hash: Sha256,
@@ -136,7 +139,7 @@ impl Input {
                 return Ok(row);
             }
             let (read, cut) = match self.source.read(&mut self.buffer) {
-                // Only the decompressor knows that more should come.
+                // Only the decompressor reports a missing end.
                 Err(error) if error.kind() == ErrorKind::UnexpectedEof => (0, true),
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 other => (other?, false),
@@ -201,7 +204,7 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    /// Rows as (file, number, line, open, text), and the files.
+    /// Rows as (file, number, line, truncated, text), and the files.
     fn all(paths: Vec<PathBuf>) -> (Vec<Short>, Vec<FileRead>) {
         let mut inputs = Inputs::new(paths, 1000);
         let mut rows = Vec::new();
@@ -210,9 +213,9 @@ mod tests {
             if chunk.is_empty() {
                 return (rows, inputs.done);
             }
-            rows.extend(chunk.into_iter().map(|placed| {
-                let text = String::from_utf8(placed.row.content.unwrap()).unwrap();
-                (placed.file, placed.number, placed.row.line, placed.row.open, text)
+            rows.extend(chunk.into_iter().map(|input_row| {
+                let text = String::from_utf8(input_row.row.content.bytes().unwrap().to_vec()).unwrap();
+                (input_row.file, input_row.number, input_row.row.line, input_row.row.truncated, text)
             }));
         }
     }

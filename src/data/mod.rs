@@ -1,4 +1,4 @@
-//! Conversations in, one memory-mapped store of token ids out.
+//! `draftmill prepare`: turns files of conversations into one memory-mapped store of token ids.
 //!
 //! ```text
 //! files ──split──▶ rows ──row, chat, tokenizer──▶ samples ──writer──▶ store ──source──▶ padded batches

@@ -3,12 +3,12 @@
 use crate::config::{Config, Data};
 use std::path::PathBuf;
 
-/// What to prepare and how.
+/// Inputs and limits of one store.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PrepareOptions {
     /// The section `[data]`.
     pub data: Data,
-    /// Hugging Face folder with tokenizer and chat template; not needed for rows that are tokens already.
+    /// Hugging Face folder with tokenizer and chat template. Rows of token ids do not need it.
     pub model_dir: PathBuf,
 }
 

@@ -1,16 +1,19 @@
-//! `draftmill prepare`: reads rows, makes samples of them in parallel and in order, and writes the store.
+//! `draftmill prepare`: reads rows, encodes them in parallel, and writes samples to the store in input order.
 
 use super::options::PrepareOptions;
 use super::{
-    encode::{Encoded, Encoder, Sample, split_of},
-    input::{Inputs, Placed, ReadError},
+    encode::{EncodedRow, Encoder, Sample, split_of},
+    input::{InputRow, Inputs, ReadError},
     reject::Reject,
     report::{PrepareReport, Progress},
     row::ROLES,
     store::Split,
     writer::StoreWriter,
 };
-use crate::common::fs::{AtomicFile, with_suffix};
+use crate::common::{
+    fs::{AtomicFile, remove_file, with_suffix},
+    text::percent,
+};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde_json::json;
 use std::{
@@ -23,25 +26,25 @@ use std::{
 use thiserror::Error;
 use tokio::time::Instant;
 
-/// Why no store was written. A store that lay there before stays as it was.
+/// Failure of `prepare`. A store that exists already is unchanged.
 #[derive(Debug, Error)]
 pub enum PrepareError {
-    #[error("there is nothing to prepare: data.inputs is empty; give files, for example --set data.inputs=chats.jsonl")]
+    #[error("data.inputs is empty; give files, for example --set data.inputs=chats.jsonl")]
     NoInputs,
     #[error("{} of data.inputs cannot be read ({source}); correct the path or fetch the file again", path.display())]
     Read { path: PathBuf, source: io::Error },
     #[error("{} cannot be written ({source}); free some disk, or choose another data.store", path.display())]
     Write { path: PathBuf, source: io::Error },
-    /// The rows need a template and a tokenizer, and the model folder does not give them.
+    /// The rows need a template and a tokenizer, and the model folder has none.
     #[error("target.dir: {0}")]
     Model(String),
     #[error(
-        "{} of {} rows ({:.1}%) were rejected, more than data.max_reject_fraction = {most} allows ({}); see {} and correct \
+        "{} of {} rows ({}) were rejected, above data.max_reject_fraction = {most} ({}); see {} and correct \
          the rows, or raise the setting",
-        .report.rejected_rows(), .report.rows, 100.0 * .report.reject_fraction(), .report.reasons(), rejects(.report)
+        .report.rejected_rows(), .report.rows, percent(.report.reject_fraction()), .report.reasons(), rejects(.report)
     )]
     TooManyRejected { most: f64, report: Box<PrepareReport> },
-    #[error("{} of data.inputs: no rows in it; give files of one conversation a line, or one JSON array", .inputs.join(", "))]
+    #[error("{} of data.inputs has no rows; give files with one conversation a line, or one JSON array", .inputs.join(", "))]
     Empty { inputs: Vec<String> },
     #[error("none of {} rows gave a sample{}; see {}", .report.rows, because(.report), rejects(.report))]
     NothingLeft { report: Box<PrepareReport> },
@@ -52,7 +55,7 @@ pub enum PrepareError {
 }
 
 impl PrepareError {
-    /// The closing table, where all rows were read.
+    /// The report, if all rows were read.
     pub fn report(&self) -> Option<&PrepareReport> {
         match self {
             PrepareError::TooManyRejected { report, .. }
@@ -77,10 +80,13 @@ impl From<ReadError> for PrepareError {
     }
 }
 
-/// Prepares a store. `progress` is called before the first file is opened and after every few rows; it may break off.
+/// Prepares a store. Calls `progress` before the first file is opened and after every chunk of rows; `progress` may stop it.
 ///
-/// The bytes of the store are a function of the inputs' contents and the options. Rows that give no sample lie in
-/// `<store>.rejects.jsonl` afterwards, also if there are too many of them; a file of an earlier run is replaced.
+/// The bytes of the store are a function of the inputs' contents and the options. Rows without a sample are written to
+/// `<store>.rejects.jsonl`, also if there are too many of them; a file of an earlier run is replaced.
+///
+/// # Errors
+/// A [`PrepareError`]; no store is written then.
 pub fn prepare(
     options: &PrepareOptions,
     progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
@@ -103,7 +109,7 @@ pub fn prepare(
     let mut inputs = Inputs::new(options.data.inputs.clone(), options.data.max_row_bytes);
     let mut chunk = inputs.read_chunk()?;
     while !chunk.is_empty() {
-        // While these rows are worked on, the next are read.
+        // The next chunk is read while this one is encoded.
         let work = || chunk.par_iter().map(|row| encoder.encode(row)).collect::<Result<Vec<_>, _>>();
         let (encoded, next) = rayon::join(work, || inputs.read_chunk());
         for (row, encoded) in chunk.iter().zip(encoded.map_err(PrepareError::Model)?) {
@@ -117,11 +123,11 @@ pub fn prepare(
     output.finish(options, &encoder, &inputs)
 }
 
-/// Bytes of an input, before anything is written: a path that is wrong shows at once.
+/// Size of an input in bytes. Called before anything is written, so that a wrong path fails at once.
 fn size(path: &Path) -> Result<u64, PrepareError> {
     let failed = |source| PrepareError::Read { path: path.into(), source };
     let metadata = fs::metadata(path).map_err(failed)?;
-    // A pipe would keep whoever opens it waiting, and a device has no end.
+    // Opening a pipe may block, and a device has no end.
     if !metadata.is_file() {
         let what = if metadata.is_dir() { "it is a folder" } else { "it is not a regular file" };
         return Err(failed(io::Error::other(what)));
@@ -129,7 +135,7 @@ fn size(path: &Path) -> Result<u64, PrepareError> {
     Ok(metadata.len())
 }
 
-/// The files that are written, and the counts.
+/// Files being written, and the counts.
 struct Output {
     store: StoreWriter,
     store_path: PathBuf,
@@ -141,7 +147,7 @@ struct Output {
     from_chat: bool,
 }
 
-/// Names of unknown roles that are counted one by one; the data choose them, so there must be an end.
+/// Limit on the unknown role names that are counted separately; the data choose the names.
 const MOST_NAMES: usize = 64;
 
 impl Output {
@@ -166,8 +172,8 @@ impl Output {
         })
     }
 
-    /// Writes and counts what became of a row.
-    fn take(&mut self, row: &Placed, file: &Path, encoded: Encoded) -> Result<(), PrepareError> {
+    /// Writes and counts one encoded row.
+    fn take(&mut self, row: &InputRow, file: &Path, encoded: EncodedRow) -> Result<(), PrepareError> {
         self.report.rows += 1;
         for ((name, _), count) in ROLES.iter().zip(encoded.roles.known).filter(|(_, count)| *count > 0) {
             *self.report.roles.entry(name.to_string()).or_default() += count;
@@ -203,7 +209,7 @@ impl Output {
         Ok(())
     }
 
-    fn reject(&mut self, row: &Placed, file: &Path, reject: &Reject) -> io::Result<()> {
+    fn reject(&mut self, row: &InputRow, file: &Path, reject: &Reject) -> io::Result<()> {
         let Reject { reason, detail } = reject;
         let counts = if reason.by_policy() { &mut self.report.left_out } else { &mut self.report.rejected };
         *counts.entry(*reason).or_default() += 1;
@@ -237,10 +243,7 @@ impl Output {
         report.tokens_per_second = report.tokens as f64 / report.seconds.max(1e-9);
         let write = |path: &Path, source| PrepareError::Write { path: path.into(), source };
         if report.rejected.is_empty() && report.left_out.is_empty() {
-            match fs::remove_file(&rejects_path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(write(&rejects_path, error)),
-                _ => {}
-            }
+            remove_file(&rejects_path).map_err(|error| write(&rejects_path, error))?;
         } else {
             let flushed = rejects.into_inner().map(drop).map_err(io::IntoInnerError::into_error);
             flushed.and_then(|()| rejects_part.publish()).map_err(|error| write(&rejects_path, error))?;
@@ -267,7 +270,7 @@ impl Output {
     }
 }
 
-/// What the store says of its origin. No paths and no times: the same inputs give the same bytes everywhere.
+/// Metadata of the store on its origin, without paths and times: the same inputs give the same bytes on every machine.
 fn metadata(
     options: &PrepareOptions,
     encoder: &Encoder,

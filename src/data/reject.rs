@@ -1,36 +1,36 @@
-//! Why a row does not become a sample.
+//! Reasons for which a row does not become a sample.
 
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// A row that does not become a sample: the reason, and what exactly was found.
+/// Rejection of a row: its reason and the value found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reject {
     pub reason: Reason,
     pub detail: String,
 }
 
-/// Declares the reasons: name, word for programs, whether the row itself is sound, and text for people.
+/// Declares the reasons: name, word for programs, kind (bad row or policy) and text for people.
 macro_rules! reasons {
     ($($name:ident = $word:literal $kind:ident $text:literal;)*) => {
-        /// The reasons, each with a count of its own.
+        /// Reason of a rejection. Reports count each one separately.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Reason { $(#[doc = $text] $name),* }
 
         impl Reason {
             pub const ALL: &[Reason] = &[$(Reason::$name),*];
 
-            /// One word, as it stands in files.
+            /// Word of the reason in files.
             pub fn word(self) -> &'static str {
                 match self { $(Reason::$name => $word),* }
             }
 
-            /// For people.
+            /// Text of the reason for people.
             pub fn text(self) -> &'static str {
                 match self { $(Reason::$name => $text),* }
             }
 
-            /// Whether the row is sound and only a setting leaves it out. Such rows are no sign of bad data.
+            /// True if the row is sound and a setting excludes it. Such rows do not indicate bad data.
             pub fn by_policy(self) -> bool {
                 match self { $(Reason::$name => reasons!($kind)),* }
             }
@@ -48,26 +48,26 @@ reasons! {
     NotAnObject = "not_an_object" bad "not a JSON object";
     NoConversation = "no_conversation" bad "neither `messages`, `conversations` nor `input_ids`";
     Empty = "empty" bad "no turns, or no tokens";
-    BadTurn = "bad_turn" bad "a turn without the form of a turn";
-    UnknownRole = "unknown_role" bad "a role that is not known";
+    BadTurn = "bad_turn" bad "a turn that is not a role with content";
+    UnknownRole = "unknown_role" bad "an unknown role";
     NullContent = "null_content" bad "a turn without content";
     UnsupportedContent = "unsupported_content" bad "content that is not text";
     AssistantFirst = "assistant_first" bad "the assistant speaks first";
-    BadTools = "bad_tools" bad "`tools` that are no list";
+    BadTools = "bad_tools" bad "`tools` that are not a list";
     Template = "template_error" bad "refused by the chat template";
     Tokenizer = "tokenizer_error" bad "refused by the tokenizer";
-    BadTokens = "bad_tokens" bad "`input_ids` or `loss_mask` of wrong values";
+    BadTokens = "bad_tokens" bad "`input_ids` or `loss_mask` with wrong values";
     MaskLength = "mask_length" bad "`loss_mask` not as long as `input_ids`";
     TokenRange = "token_out_of_range" bad "a token id outside the vocabulary";
-    NothingSupervised = "nothing_supervised" bad "no token to learn from";
-    Fault = "fault" bad "a fault of draftmill itself: please report it";
+    NothingSupervised = "nothing_supervised" bad "no supervised token";
+    Fault = "fault" bad "an internal fault of draftmill; please report it";
     TooLong = "too_long" policy "longer than data.max_length";
     FewSupervised = "few_supervised" policy "fewer supervised tokens than data.min_supervised";
-    NoAnchor = "no_anchor" policy "no two supervised tokens in a row";
+    NoAnchor = "no_anchor" policy "no two adjacent supervised tokens";
 }
 
 impl Reason {
-    /// With what was found.
+    /// Adds the value found.
     pub fn because(self, detail: impl fmt::Display) -> Reject {
         Reject { reason: self, detail: detail.to_string() }
     }

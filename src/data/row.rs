@@ -1,4 +1,4 @@
-//! What a row says: a conversation in one of the two common forms, or tokens with their loss mask.
+//! Parser of a row: a conversation in one of the two common forms, or token ids with their loss mask.
 
 use super::{
     chat::{Conversation, Role, Turn},
@@ -8,18 +8,18 @@ use crate::config::UnknownRole;
 use serde_json::{Map, Value};
 use std::fmt::Display;
 
-/// A row that could be read.
+/// Parsed content of a row.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Row {
+pub enum ParsedRow {
     Chat(Conversation),
-    /// Token ids and a loss mask of 0 and 1, equally long and not empty.
+    /// Token ids and a loss mask of 0 and 1, of equal length and not empty.
     Tokens {
         ids: Vec<i32>,
         mask: Vec<u8>,
     },
 }
 
-/// The names of roles that are known, in small letters: OpenAI's, and those found in ShareGPT files.
+/// Known names of roles in lower case: OpenAI's, and those found in ShareGPT files.
 pub const ROLES: [(&str, Role); 15] = [
     ("system", Role::System),
     ("developer", Role::System),
@@ -38,24 +38,27 @@ pub const ROLES: [(&str, Role); 15] = [
     ("ipython", Role::Tool),
 ];
 
-/// The roles that were met in a row, for the closing table.
+/// Turns of a row by role, for the report.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RolesMet {
-    /// Turns by their place in [`ROLES`].
+pub struct RoleCounts {
+    /// Number of turns by index in [`ROLES`].
     pub known: [u64; ROLES.len()],
-    /// Names that are not known, one for each turn.
+    /// Unknown names, one for each turn.
     pub unknown: Vec<String>,
 }
 
-/// Reads a row. `open`: the file ended in it. What roles it has is noted even if it is rejected.
-pub fn parse(bytes: &[u8], open: bool, policy: UnknownRole, roles: &mut RolesMet) -> Result<Row, Reject> {
+/// Parses a row. `truncated` states that the file ended inside it. `roles` is filled even if the row is rejected.
+///
+/// # Errors
+/// A reject with its reason.
+pub fn parse(bytes: &[u8], truncated: bool, policy: UnknownRole, roles: &mut RoleCounts) -> Result<ParsedRow, Reject> {
     let text = std::str::from_utf8(bytes).map_err(|error| match error.error_len() {
-        None if open => Reason::Truncated.because("the file ends inside a character"),
-        _ => Reason::InvalidUtf8.because(format!("byte {} of the row begins no character", error.valid_up_to())),
+        None if truncated => Reason::Truncated.because("the file ends inside a character"),
+        _ => Reason::InvalidUtf8.because(format!("byte {} of the row starts no character", error.valid_up_to())),
     })?;
-    let value: Value = serde_json::from_str(text).map_err(|error| match open && error.is_eof() {
+    let value: Value = serde_json::from_str(text).map_err(|error| match truncated && error.is_eof() {
         true if bytes.is_empty() => {
-            Reason::Truncated.because("the file ends where another row or its end should follow")
+            Reason::Truncated.because("the file ends before another row or the end of the array")
         }
         true => Reason::Truncated.because(format!("{} bytes of the row, then the file ends", bytes.len())),
         false => Reason::InvalidJson.because(format!("in the row: {error}")),
@@ -75,14 +78,14 @@ pub fn parse(bytes: &[u8], open: bool, policy: UnknownRole, roles: &mut RolesMet
         Value::Null => return Err(Reason::Empty.because(format!("`{key}` is null"))),
         other => return Err(Reason::NoConversation.because(format!("`{key}` is {}, not a list", kind(other)))),
     };
-    conversation(turns, row.get("tools"), policy, roles).map(Row::Chat)
+    conversation(turns, row.get("tools"), policy, roles).map(ParsedRow::Chat)
 }
 
 fn conversation(
     list: &[Value],
     tools: Option<&Value>,
     policy: UnknownRole,
-    roles: &mut RolesMet,
+    roles: &mut RoleCounts,
 ) -> Result<Conversation, Reject> {
     if list.is_empty() {
         return Err(Reason::Empty.because("the list of turns is empty"));
@@ -95,14 +98,14 @@ fn conversation(
         None if turns.is_empty() => Err(Reason::Empty.because("all turns have unknown roles and were skipped")),
         None => Err(Reason::NothingSupervised.because("there are only system turns")),
         Some(first) if turns[first].role == Role::Assistant => {
-            Err(Reason::AssistantFirst.because(at(first, &"there is nothing that it answers")))
+            Err(Reason::AssistantFirst.because(at(first, &"there is no user turn before it")))
         }
         Some(_) => Ok(Conversation { turns, tools: self::tools(tools)? }),
     }
 }
 
-/// A turn, or `None` where its role is not known and such turns are skipped.
-fn turn(value: &Value, policy: UnknownRole, roles: &mut RolesMet) -> Result<Option<Turn>, Reject> {
+/// Parses a turn; `None` if its role is unknown and the policy skips such turns.
+fn turn(value: &Value, policy: UnknownRole, roles: &mut RoleCounts) -> Result<Option<Turn>, Reject> {
     let Value::Object(turn) = value else {
         return Err(Reason::BadTurn.because(format!("it is {}, not an object", kind(value))));
     };
@@ -113,7 +116,7 @@ fn turn(value: &Value, policy: UnknownRole, roles: &mut RolesMet) -> Result<Opti
         None => return Err(Reason::BadTurn.because(format!("it has neither `role` nor `from`, but {}", names(turn)))),
     };
     let lower = name.trim().to_ascii_lowercase();
-    let Some(place) = ROLES.iter().position(|(known, _)| *known == lower) else {
+    let Some(index) = ROLES.iter().position(|(known, _)| *known == lower) else {
         let shown: String = name.chars().take(40).collect();
         roles.unknown.push(shown.clone());
         return match policy {
@@ -121,11 +124,11 @@ fn turn(value: &Value, policy: UnknownRole, roles: &mut RolesMet) -> Result<Opti
             UnknownRole::Skip => Ok(None),
         };
     };
-    roles.known[place] += 1;
+    roles.known[index] += 1;
     let content = match turn.get(content_key) {
         Some(Value::String(text)) => text.clone(),
         Some(Value::Array(parts)) => parts.iter().map(part).collect::<Result<_, _>>()?,
-        // As OpenAI writes a turn that only calls tools.
+        // OpenAI's form of a turn that only calls tools.
         None | Some(Value::Null) if turn.get("tool_calls").is_some_and(|calls| !calls.is_null()) => String::new(),
         Some(Value::Null) => return Err(Reason::NullContent.because(format!("`{content_key}` is null"))),
         None => return Err(Reason::NullContent.because(format!("there is no `{content_key}`"))),
@@ -135,10 +138,10 @@ fn turn(value: &Value, policy: UnknownRole, roles: &mut RolesMet) -> Result<Opti
     };
     let extra = turn.iter().filter(|(key, _)| *key != role_key && *key != content_key);
     let extra = extra.map(|(key, value)| (key.clone(), value.clone())).collect();
-    Ok(Some(Turn { role: ROLES[place].1, content, extra }))
+    Ok(Some(Turn { role: ROLES[index].1, content, extra }))
 }
 
-/// The text of one part of a content in parts.
+/// Text of one part of a multi-part content.
 fn part(value: &Value) -> Result<&str, Reject> {
     match (value["type"].as_str(), value["text"].as_str()) {
         (Some("text"), Some(text)) => Ok(text),
@@ -148,7 +151,7 @@ fn part(value: &Value) -> Result<&str, Reject> {
     }
 }
 
-/// A list of tools, as it is or written as a string of JSON.
+/// Parses a list of tools, given as JSON or as a string of JSON.
 fn tools(value: Option<&Value>) -> Result<Option<Value>, Reject> {
     match value {
         None | Some(Value::Null) => Ok(None),
@@ -156,7 +159,7 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, Reject> {
         Some(list @ Value::Array(_)) => Ok(Some(list.clone())),
         Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
         Some(Value::String(text)) => match serde_json::from_str(text) {
-            Ok(Value::String(_)) => Err(Reason::BadTools.because("`tools` is a string in a string")),
+            Ok(Value::String(_)) => Err(Reason::BadTools.because("`tools` is a string inside a string")),
             Ok(value) => tools(Some(&value)),
             Err(error) => Err(Reason::BadTools.because(format!("`tools` is a string that is not JSON: {error}"))),
         },
@@ -164,7 +167,7 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, Reject> {
     }
 }
 
-fn tokens(row: &Map<String, Value>) -> Result<Row, Reject> {
+fn tokens(row: &Map<String, Value>) -> Result<ParsedRow, Reject> {
     let list = |key: &str| match row.get(key) {
         Some(Value::Array(list)) => Ok(list),
         Some(other) => Err(Reason::BadTokens.because(format!("`{key}` is {}, not a list", kind(other)))),
@@ -178,20 +181,20 @@ fn tokens(row: &Map<String, Value>) -> Result<Row, Reject> {
         return Err(Reason::Empty.because("`input_ids` is empty"));
     }
     let bad = |key: &str, i: usize, value: &Value| {
-        // A whole list in the place of a number would fill the rejects file.
+        // A list instead of a number would fill the rejects file.
         let shown: String = value.to_string().chars().take(40).collect();
-        Reason::BadTokens.because(format!("`{key}` has {shown} at place {i}"))
+        Reason::BadTokens.because(format!("`{key}` has {shown} at index {i}"))
     };
     let id = |(i, value): (usize, &Value)| {
         let number = value.as_i64().ok_or_else(|| bad("input_ids", i, value))?;
-        i32::try_from(number).map_err(|_| Reason::TokenRange.because(format!("id {number} at place {i}")))
+        i32::try_from(number).map_err(|_| Reason::TokenRange.because(format!("id {number} at index {i}")))
     };
     let bit = |(i, value): (usize, &Value)| match (value.as_bool(), value.as_f64()) {
         (Some(false), _) | (_, Some(0.0)) => Ok(0),
         (Some(true), _) | (_, Some(1.0)) => Ok(1),
         _ => Err(bad("loss_mask", i, value)),
     };
-    Ok(Row::Tokens {
+    Ok(ParsedRow::Tokens {
         ids: ids.iter().enumerate().map(id).collect::<Result<_, _>>()?,
         mask: mask.iter().enumerate().map(bit).collect::<Result<_, _>>()?,
     })
@@ -212,7 +215,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// The first keys of an object.
+/// First keys of an object, for a message.
 fn names(object: &Map<String, Value>) -> String {
     let names: Vec<_> =
         object.keys().take(8).map(|key| format!("{:?}", key.chars().take(40).collect::<String>())).collect();

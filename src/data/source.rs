@@ -1,15 +1,15 @@
-//! Rows of the store, padded to the width of a job.
+//! Batch source over a store: pads the samples of a job to the job's width.
 
 use super::store::{Split, Store};
 use draftmill_actors::messages::types::{BatchSource, JobSpec, PaddedBatch};
 use std::sync::Arc;
 
-/// Pads jobs from one split of a store; a sample id is an index in that split.
+/// Batch source of one split of a store. A sample id is an index in that split.
 #[derive(Clone, Debug)]
 pub struct StoreSource {
     store: Arc<Store>,
     split: Split,
-    /// Rows of the target's embedding, where `prepare` knew them.
+    /// Rows of the target's embedding, if the store records them.
     vocab_size: Option<i64>,
 }
 
@@ -21,7 +21,10 @@ impl StoreSource {
 }
 
 impl BatchSource for StoreSource {
-    /// Errors name the sample: the store has changed under the plan, or its content is damaged.
+    /// Pads the samples of `job` to its width.
+    ///
+    /// # Errors
+    /// A sentence that names the sample, if the store does not match the plan or its content is damaged.
     fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String> {
         let (rows, width) = (job.samples.len(), job.width as usize);
         let mut batch = PaddedBatch {
@@ -51,7 +54,7 @@ impl BatchSource for StoreSource {
             let most = self.vocab_size.unwrap_or(i64::MAX);
             if let Some(id) = ids.iter().find(|&&id| id < 0 || i64::from(id) >= most) {
                 return Err(format!(
-                    "sample {sample} of {file} holds the id {id}, which is no token; the file is damaged"
+                    "sample {sample} of {file} holds the id {id}, which is not a token; the file is damaged"
                 ));
             }
             if let Some(value) = mask.iter().find(|&&value| value > 1) {

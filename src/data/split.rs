@@ -1,66 +1,88 @@
 //! Cuts a stream of JSON into rows without holding more than one: the elements of an array, or the lines of JSONL.
 //!
-//! Which of the two a file is shows in its first byte that is no space. A row is found by its brackets and strings alone;
-//! whether it is JSON is for its reader to judge. Damage stays in the row that has it where that is possible: a bracket
-//! that closes the wrong kind closes what it belongs to, a string ends with its line, and an opening bracket
-//! between two elements begins a row even where the comma is missing.
+//! The first byte that is not a space decides between the two formats. Only brackets and strings delimit rows; the reader of
+//! a row checks its JSON. Damage stays within its row if possible: a closing bracket closes the innermost bracket of its
+//! kind, a string ends with its line, and an opening bracket between two elements starts a row even without a comma.
 
-/// A row as it stands in the file.
+/// A row as bytes of the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RawRow {
     /// Line of its first byte, from 1.
     pub line: u64,
     /// The file ended before a comma, bracket or newline ended the row.
-    pub open: bool,
-    /// Its bytes without the space around it, or their number where there are too many.
-    pub content: Result<Vec<u8>, u64>,
+    pub truncated: bool,
+    pub content: RowContent,
 }
 
-/// Finds the rows in the bytes that it is fed.
+/// Content of a row, or its size if it exceeds the limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RowContent {
+    /// Bytes of the row, without surrounding white space.
+    Bytes(Vec<u8>),
+    /// Size of a row that exceeds `max_row_bytes`; its bytes were dropped.
+    TooLarge { bytes: u64 },
+}
+
+impl RowContent {
+    /// Bytes of the row; `None` if it was too large.
+    pub fn bytes(&self) -> Option<&[u8]> {
+        match self {
+            RowContent::Bytes(bytes) => Some(bytes),
+            RowContent::TooLarge { .. } => None,
+        }
+    }
+
+    /// Number of bytes in memory.
+    pub fn kept_bytes(&self) -> usize {
+        self.bytes().map_or(0, <[u8]>::len)
+    }
+}
+
+/// Incremental splitter: finds rows in the bytes passed to [`Splitter::feed`].
 #[derive(Debug)]
 pub struct Splitter {
     max_row_bytes: u64,
-    place: Place,
-    /// Bytes seen, while that matters for the byte order mark.
+    mode: Mode,
+    /// Bytes read at the start of the file; only the byte order mark needs the number.
     seen: usize,
     /// Line of the next byte, from 1.
     line: u64,
     row: Vec<u8>,
     row_line: u64,
-    /// Bytes of the row, those that are not kept included.
+    /// Bytes of the row, including dropped ones.
     row_bytes: u64,
     nesting: Nesting,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum Mode {
     /// Before the first byte of a document.
     Start,
     Lines,
     Array,
 }
 
-/// Where in an element of an array the next byte stands.
+/// Position of the next byte within an element of an array.
 #[derive(Debug, Default)]
 struct Nesting {
     in_string: bool,
     escaped: bool,
-    /// Brackets that are open, outermost first, as the bytes that close them.
-    open: Vec<u8>,
-    /// Brackets that are open beyond those; their kinds are not remembered, so that memory stays bounded.
+    /// Closing bytes of the open brackets, outermost first.
+    closers: Vec<u8>,
+    /// Open brackets beyond [`REMEMBERED_DEPTH`]; only their number is stored, so that memory stays bounded.
     deeper: u64,
 }
 
 const BYTE_ORDER_MARK: [u8; 3] = [0xef, 0xbb, 0xbf];
-/// More than serde_json lets pass.
+/// Depth of brackets whose kinds are stored; more than serde_json accepts.
 const REMEMBERED_DEPTH: usize = 256;
 
 impl Splitter {
-    /// Rows of more than `max_row_bytes` are measured but not kept.
+    /// Creates a splitter that drops the bytes of rows above `max_row_bytes` and counts them.
     pub fn new(max_row_bytes: u64) -> Splitter {
         Splitter {
             max_row_bytes,
-            place: Place::Start,
+            mode: Mode::Start,
             seen: 0,
             line: 1,
             row: Vec::new(),
@@ -70,16 +92,16 @@ impl Splitter {
         }
     }
 
-    /// Reads on until a row is complete or the bytes are used up; tells how many bytes were read.
+    /// Reads until a row is complete or `bytes` ends. Returns the number of bytes read and the row.
     pub fn feed(&mut self, bytes: &[u8]) -> (usize, Option<RawRow>) {
         let mut at = 0;
         while at < bytes.len() {
             let rest = &bytes[at..];
-            let (used, row) = match self.place {
-                Place::Start => self.begin(rest[0]),
-                Place::Lines => self.line(rest),
-                Place::Array if self.nesting.in_string => self.string(rest),
-                Place::Array => self.element(rest[0]),
+            let (used, row) = match self.mode {
+                Mode::Start => self.begin(rest[0]),
+                Mode::Lines => self.line(rest),
+                Mode::Array if self.nesting.in_string => self.string(rest),
+                Mode::Array => self.element(rest[0]),
             };
             at += used;
             if row.is_some() {
@@ -89,14 +111,17 @@ impl Splitter {
         (at, None)
     }
 
-    /// The file has ended: its last row, if that is not out yet. `cut`: it is known to have ended too early.
+    /// Ends the file and returns its last row, if any. `cut` states that the file ended too early.
     ///
-    /// Where an end is missing and no row has begun, the row is empty and open: rows that should follow are lost, and that
-    /// must show.
+    /// If an end is missing between rows, returns an empty truncated row, so that the lost rows are reported.
     pub fn finish(&mut self, cut: bool) -> Option<RawRow> {
         let line = self.line;
-        let empty = (cut || self.place == Place::Array).then(|| RawRow { line, open: true, content: Ok(Vec::new()) });
-        self.place = Place::Start;
+        let empty = (cut || self.mode == Mode::Array).then(|| RawRow {
+            line,
+            truncated: true,
+            content: RowContent::Bytes(Vec::new()),
+        });
+        self.mode = Mode::Start;
         self.nesting = Nesting::default();
         self.take(true).or(empty)
     }
@@ -105,10 +130,10 @@ impl Splitter {
         let mark = BYTE_ORDER_MARK.get(self.seen) == Some(&byte);
         self.seen = self.seen.saturating_add(1);
         match byte {
-            b'[' => self.place = Place::Array,
+            b'[' => self.mode = Mode::Array,
             _ if mark || is_space(byte) => self.line += u64::from(byte == b'\n'),
             _ => {
-                self.place = Place::Lines;
+                self.mode = Mode::Lines;
                 return (0, None);
             }
         }
@@ -137,7 +162,7 @@ impl Splitter {
             Some(b'\\') => self.nesting.escaped = true,
             Some(b'"') => self.nesting.in_string = false,
             Some(_) => {
-                // JSON has no such string; what follows can still be told apart.
+                // JSON strings have no line feed; the next line is delimited again.
                 self.nesting.in_string = false;
                 self.line += 1;
             }
@@ -146,13 +171,13 @@ impl Splitter {
         (used, None)
     }
 
-    /// One byte of an array that is in no string.
+    /// Reads one byte of an array outside strings.
     fn element(&mut self, byte: u8) -> (usize, Option<RawRow>) {
-        let between = self.nesting.open.is_empty();
+        let between = self.nesting.closers.is_empty();
         match byte {
             b',' if between => return (1, self.take(false)),
             b']' if between => {
-                self.place = Place::Start;
+                self.mode = Mode::Start;
                 return (1, self.take(false));
             }
             b'{' | b'[' if between && self.row_bytes > 0 => return (0, self.take(false)),
@@ -167,7 +192,7 @@ impl Splitter {
         (1, None)
     }
 
-    /// Adds bytes to the row; space before its first byte is no part of it.
+    /// Adds bytes to the row, without leading white space.
     fn push(&mut self, mut bytes: &[u8]) {
         if self.row_bytes == 0 {
             let begin = bytes.iter().position(|&byte| !is_space(byte)).unwrap_or(bytes.len());
@@ -182,8 +207,8 @@ impl Splitter {
         }
     }
 
-    /// The row up to here, if there is any.
-    fn take(&mut self, open: bool) -> Option<RawRow> {
+    /// Takes the row read so far, if any.
+    fn take(&mut self, truncated: bool) -> Option<RawRow> {
         let bytes = std::mem::take(&mut self.row_bytes);
         let mut row = std::mem::take(&mut self.row);
         if bytes == 0 {
@@ -191,26 +216,26 @@ impl Splitter {
         }
         let end = row.iter().rposition(|&byte| !is_space(byte)).map_or(0, |last| last + 1);
         row.truncate(end);
-        let content = if bytes > self.max_row_bytes { Err(bytes) } else { Ok(row) };
-        Some(RawRow { line: self.row_line, open, content })
+        let content = if bytes > self.max_row_bytes { RowContent::TooLarge { bytes } } else { RowContent::Bytes(row) };
+        Some(RawRow { line: self.row_line, truncated, content })
     }
 }
 
 impl Nesting {
     fn enter(&mut self, end: u8) {
-        if self.open.len() < REMEMBERED_DEPTH {
-            self.open.push(end);
+        if self.closers.len() < REMEMBERED_DEPTH {
+            self.closers.push(end);
         } else {
             self.deeper += 1;
         }
     }
 
-    /// Closes the innermost bracket of this kind and all inside it; one that closes nothing changes nothing.
+    /// Closes the innermost bracket of this kind and all inside it; ignores a bracket that closes nothing.
     fn leave(&mut self, end: u8) {
         if self.deeper > 0 {
             self.deeper -= 1;
-        } else if let Some(place) = self.open.iter().rposition(|&open| open == end) {
-            self.open.truncate(place);
+        } else if let Some(depth) = self.closers.iter().rposition(|&closer| closer == end) {
+            self.closers.truncate(depth);
         }
     }
 }
@@ -225,7 +250,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::Value;
 
-    /// All rows, with the text fed in pieces of the given sizes, over and over.
+    /// All rows of `text`, fed in pieces whose sizes repeat.
     fn rows(text: &[u8], pieces: &[usize], max: u64) -> Vec<RawRow> {
         let mut splitter = Splitter::new(max);
         let (mut found, mut rest, mut sizes) = (Vec::new(), text, pieces.iter().cycle());
@@ -244,7 +269,7 @@ mod tests {
     }
 
     fn texts(text: &str) -> Vec<(u64, String)> {
-        let text_of = |row: RawRow| (row.line, String::from_utf8(row.content.unwrap()).unwrap());
+        let text_of = |row: RawRow| (row.line, String::from_utf8(row.content.bytes().unwrap().to_vec()).unwrap());
         rows(text.as_bytes(), &[], 1 << 20).into_iter().map(text_of).collect()
     }
 
@@ -280,7 +305,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_array_gives_what_serde_gives(
+        fn an_array_splits_as_serde_parses_it(
             elements in prop::collection::vec(element(), 0..8),
             around in (space(), space()),
             pieces in prop::collection::vec(1usize..40, 1..5),
@@ -299,14 +324,14 @@ mod tests {
             let found = rows(text.as_bytes(), &pieces, 1 << 20);
             let whole: Vec<Value> = serde_json::from_str(&text).unwrap();
             let parsed: Vec<Value> =
-                found.iter().map(|row| serde_json::from_slice(row.content.as_ref().unwrap()).unwrap()).collect();
+                found.iter().map(|row| serde_json::from_slice(row.content.bytes().unwrap()).unwrap()).collect();
             prop_assert_eq!(parsed, whole);
-            prop_assert!(found.iter().all(|row| !row.open));
+            prop_assert!(found.iter().all(|row| !row.truncated));
             prop_assert_eq!(found.iter().map(|row| row.line).collect::<Vec<_>>(), lines);
         }
 
         #[test]
-        fn lines_give_what_serde_gives_line_by_line(
+        fn lines_split_as_serde_parses_each(
             values in prop::collection::vec(json(), 1..8),
             blank in 0usize..3,
             ends in prop_oneof![Just("\n"), Just("\r\n"), Just(" \n")],
@@ -317,7 +342,7 @@ mod tests {
             let text: String = values.iter().map(|value| format!("{value}{}", ends.repeat(1 + blank))).collect();
             let found = rows(text.as_bytes(), &pieces, 1 << 20);
             let parsed: Vec<Value> =
-                found.iter().map(|row| serde_json::from_slice(row.content.as_ref().unwrap()).unwrap()).collect();
+                found.iter().map(|row| serde_json::from_slice(row.content.bytes().unwrap()).unwrap()).collect();
             prop_assert_eq!(parsed, values);
             for (i, row) in found.iter().enumerate() {
                 prop_assert_eq!(row.line, (1 + i * (1 + blank)) as u64);
@@ -330,14 +355,14 @@ mod tests {
             let cut = 1 + cut.index(text.len() - 1);
             let found = rows(&text.as_bytes()[..cut], &[], 1 << 20);
             let (last, before) = found.split_last().unwrap();
-            prop_assert!(last.open);
+            prop_assert!(last.truncated);
             for (row, value) in before.iter().zip(&values) {
-                prop_assert_eq!(&serde_json::from_slice::<Value>(row.content.as_ref().unwrap()).unwrap(), value);
+                prop_assert_eq!(&serde_json::from_slice::<Value>(row.content.bytes().unwrap()).unwrap(), value);
             }
         }
 
         #[test]
-        fn any_bytes_are_cut_alike_however_they_come(
+        fn any_bytes_split_alike_in_any_pieces(
             bytes in prop::collection::vec(prop_oneof![any::<u8>(), prop::sample::select(b"[]{},\"\\\n ".to_vec())], 0..200),
             pieces in prop::collection::vec(1usize..20, 1..5),
             max in 0u64..64,
@@ -374,24 +399,27 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_row_is_measured_and_not_kept() {
+    fn a_huge_row_is_counted_and_not_kept() {
         let text = format!("[1, [\"{}\"], 2]", "x".repeat(1000));
         let found = rows(text.as_bytes(), &[7], 100);
-        assert_eq!(found[1], RawRow { line: 1, open: false, content: Err(1004) });
-        assert_eq!((found[0].content.clone(), found[2].content.clone()), (Ok(b"1".to_vec()), Ok(b"2".to_vec())));
+        assert_eq!(found[1], RawRow { line: 1, truncated: false, content: RowContent::TooLarge { bytes: 1004 } });
+        assert_eq!((found[0].content.bytes(), found[2].content.bytes()), (Some(&b"1"[..]), Some(&b"2"[..])));
         let mut splitter = Splitter::new(100);
         splitter.feed("[".repeat(100_000).as_bytes());
-        assert!(splitter.nesting.open.len() <= REMEMBERED_DEPTH && splitter.row.capacity() <= 200);
+        assert!(splitter.nesting.closers.len() <= REMEMBERED_DEPTH && splitter.row.capacity() <= 200);
     }
 
     #[test]
     fn a_missing_end_shows_even_between_rows() {
-        let open = |text: &str| rows(text.as_bytes(), &[], 100).last().map(|row| (row.open, row.content.clone()));
-        assert_eq!(open("[1,"), Some((true, Ok(vec![]))));
-        assert_eq!(open("["), Some((true, Ok(vec![]))));
-        assert_eq!(open("[1"), Some((true, Ok(b"1".to_vec()))));
-        assert_eq!(open("[1]"), Some((false, Ok(b"1".to_vec()))));
-        assert_eq!(open("1\n"), Some((false, Ok(b"1".to_vec()))));
-        assert_eq!(open(""), None);
+        let last = |text: &str| {
+            let row = rows(text.as_bytes(), &[], 100).pop()?;
+            Some((row.truncated, String::from_utf8(row.content.bytes()?.to_vec()).unwrap()))
+        };
+        assert_eq!(last("[1,"), Some((true, String::new())));
+        assert_eq!(last("["), Some((true, String::new())));
+        assert_eq!(last("[1"), Some((true, "1".into())));
+        assert_eq!(last("[1]"), Some((false, "1".into())));
+        assert_eq!(last("1\n"), Some((false, "1".into())));
+        assert_eq!(last(""), None);
     }
 }

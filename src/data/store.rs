@@ -1,13 +1,14 @@
-//! The prepared store: one safetensors file with the ids and loss masks of all samples, mapped and read where it lies.
+//! Prepared store: one memory-mapped safetensors file with the ids and loss masks of all samples.
 //!
-//! | tensor | type, shape | holds |
+//! | tensor | dtype, shape | content |
 //! | --- | --- | --- |
-//! | `offsets` | I64 `[samples + 1]` | where each sample begins; the last entry is the number of tokens |
-//! | `ids` | I32 `[tokens]` | token ids, one sample after the other |
-//! | `loss_mask` | U8 `[tokens]` | 1 where a token is supervised, else 0 |
+//! | `offsets` | I64 `[samples + 1]` | start of each sample; the last entry is the number of tokens |
+//! | `ids` | I32 `[tokens]` | token ids of the samples, concatenated |
+//! | `loss_mask` | U8 `[tokens]` | 1 for a supervised token, else 0 |
 //!
 //! The training samples come first (`train_samples` of the metadata), then those for validation.
 
+use crate::common::hash::hex;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
@@ -19,7 +20,7 @@ use std::{
 };
 use thiserror::Error;
 
-/// What `format` of the metadata says. Another layout gets another number.
+/// Value of `format` in the metadata. Another layout gets another number.
 pub const FORMAT: &str = "draftmill-store-1";
 pub(super) const IDS: &str = "ids";
 pub(super) const LOSS_MASK: &str = "loss_mask";
@@ -30,31 +31,31 @@ pub(super) const TRAIN_KEY: &str = "train_samples";
 pub(super) const VALIDATION_KEY: &str = "validation_samples";
 const REMEDY: &str = "run draftmill prepare again";
 
-/// The two parts of a store.
+/// Part of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Split {
     Train,
-    /// Kept apart; never trained.
+    /// Held-out samples, never trained.
     Validation,
 }
 
-/// Why a store cannot be used.
+/// Failure to open or verify a store.
 #[derive(Debug, Error)]
 pub enum StoreError {
     #[error("{} does not exist; run draftmill prepare with the same configuration first, or name a prepared store in data.store", .0.display())]
     Absent(PathBuf),
     #[error("{} cannot be read ({source}); {REMEDY}, or give the path of a prepared store", path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("{} is no whole store of prepared data: {reason}; {REMEDY}", path.display())]
+    #[error("{} is not a complete store of prepared data: {reason}; {REMEDY}", path.display())]
     Damaged { path: PathBuf, reason: String },
 }
 
-/// A prepared store. Nothing but its header and offsets is read before it is used.
+/// Memory-mapped store. Opening it reads only header and offsets.
 #[derive(Debug)]
 pub struct Store {
     path: PathBuf,
     map: Mmap,
-    /// Places of the three tensors in the file, in bytes.
+    /// Byte ranges of the three tensors in the file.
     ids: Range<usize>,
     loss_mask: Range<usize>,
     offsets: Range<usize>,
@@ -65,8 +66,11 @@ pub struct Store {
 }
 
 impl Store {
-    /// Maps a store and checks its layout: tensors, types, shapes, offsets, counts. The time this takes grows with the
-    /// number of samples, not of tokens; [`Store::verify`] reads everything.
+    /// Maps a store and checks its layout: tensors, dtypes, shapes, offsets, counts. The time grows with the number of samples,
+    /// not of tokens; [`Store::verify`] reads everything.
+    ///
+    /// # Errors
+    /// A missing, unreadable or damaged file.
     pub fn open(path: &Path) -> Result<Store, StoreError> {
         let read = |source: std::io::Error| match source.kind() {
             std::io::ErrorKind::NotFound => StoreError::Absent(path.into()),
@@ -74,8 +78,8 @@ impl Store {
         };
         let damaged = |reason: String| StoreError::Damaged { path: path.into(), reason };
         let file = File::open(path).map_err(read)?;
-        // SAFETY: the map is only read. A store is written under another name and renamed into place, so nobody changes
-        // its bytes; a file that somebody truncates by hand ends this process with SIGBUS, as it would any reader.
+        // SAFETY: the map is only read. A store is written under another name and renamed, so no writer changes its bytes.
+        // A file truncated by hand ends this process with SIGBUS, as it would any reader of maps.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let (_, header) = SafeTensors::read_metadata(&map).map_err(|error| damaged(error.to_string()))?;
         let metadata: BTreeMap<_, _> =
@@ -83,31 +87,31 @@ impl Store {
         let text = |key: &str| metadata.get(key).ok_or_else(|| damaged(format!("its metadata lacks `{key}`")));
         let count = |key: &str| {
             let value = text(key)?;
-            value.parse::<u32>().map(|n| n as usize).map_err(|_| damaged(format!("{key} = {value:?} is no count")))
+            value.parse::<u32>().map(|n| n as usize).map_err(|_| damaged(format!("{key} = {value:?} is not a count")))
         };
         if text(FORMAT_KEY)? != FORMAT {
-            return Err(damaged(format!("its format is {:?}, and this version reads {FORMAT:?}", text(FORMAT_KEY)?)));
+            return Err(damaged(format!("its format is {:?}; this version reads {FORMAT:?}", text(FORMAT_KEY)?)));
         }
         let start = map.len() - header.data_len();
         let tensor = |name: &str, dtype: Dtype| {
-            let info = header.info(name).ok_or_else(|| damaged(format!("it holds no tensor `{name}`")))?;
-            let place = start + info.data_offsets.0..start + info.data_offsets.1;
+            let info = header.info(name).ok_or_else(|| damaged(format!("it has no tensor `{name}`")))?;
+            let range = start + info.data_offsets.0..start + info.data_offsets.1;
             let width = dtype.bitsize() / 8;
-            if info.dtype != dtype || info.shape.len() != 1 || !place.start.is_multiple_of(width) {
+            if info.dtype != dtype || info.shape.len() != 1 || !range.start.is_multiple_of(width) {
                 return Err(damaged(format!(
-                    "tensor `{name}` is {:?} {:?} at byte {}, not an aligned row of {dtype:?}",
-                    info.dtype, info.shape, place.start
+                    "tensor `{name}` is {:?} {:?} at byte {}, expected an aligned vector of {dtype:?}",
+                    info.dtype, info.shape, range.start
                 )));
             }
-            Ok((place, info.shape[0]))
+            Ok((range, info.shape[0]))
         };
         let ((ids, tokens), (loss_mask, masks)) = (tensor(IDS, Dtype::I32)?, tensor(LOSS_MASK, Dtype::U8)?);
         let (offsets, bounds) = tensor(OFFSETS, Dtype::I64)?;
         let (train, validation) = (count(TRAIN_KEY)?, count(VALIDATION_KEY)?);
         if masks != tokens || bounds != train + validation + 1 {
             return Err(damaged(format!(
-                "{tokens} ids, {masks} mask values, {bounds} offsets and {train} + {validation} samples do not fit \
-                 together"
+                "{tokens} ids, {masks} mask values, {bounds} offsets and {train} + {validation} samples contradict \
+                 each other"
             )));
         }
         let fingerprint = text(FINGERPRINT_KEY)?.clone();
@@ -116,7 +120,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Samples of a split.
+    /// Number of samples of a split.
     pub fn len(&self, split: Split) -> usize {
         match split {
             Split::Train => self.train,
@@ -124,42 +128,45 @@ impl Store {
         }
     }
 
-    /// Whether a split has no sample.
+    /// True if a split has no sample.
     pub fn is_empty(&self, split: Split) -> bool {
         self.len(split) == 0
     }
 
-    /// Tokens of every sample of a split; the index is the sample's id in it.
+    /// Number of tokens of each sample of a split, by sample id.
     pub fn lengths(&self, split: Split) -> Vec<u32> {
-        // `open` has seen that every length is a u32.
-        (0..self.len(split)).map(|i| self.place(split, i).len() as u32).collect()
+        // `open` has checked that each length is a u32.
+        (0..self.len(split)).map(|i| self.token_range(split, i).len() as u32).collect()
     }
 
-    /// Token ids and loss mask of a sample, equally long.
+    /// Token ids and loss mask of a sample, of equal length.
     ///
     /// # Panics
     /// If the split has no sample `i`.
     pub fn sample(&self, split: Split, i: usize) -> (&[i32], &[u8]) {
-        let place = self.place(split, i);
-        (&self.all_ids()[place.clone()], &self.map[self.loss_mask.clone()][place])
+        let range = self.token_range(split, i);
+        (&self.all_ids()[range.clone()], &self.map[self.loss_mask.clone()][range])
     }
 
-    /// SHA-256 of ids, masks, offsets and the metadata, in hexadecimal. Two stores with the same one train the same.
+    /// SHA-256 of ids, masks, offsets and metadata, in hexadecimal. Stores with the same fingerprint train the same.
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
     }
 
-    /// What the store was made from and how: fingerprints of inputs, template and tokenizer, policies, counts.
+    /// Origin of the store: fingerprints of inputs, template and tokenizer, policies, counts.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 
-    /// Where the store lies.
+    /// Path of the store.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Reads everything and compares it with the fingerprint.
+    /// Reads the whole store and compares it with the fingerprint.
+    ///
+    /// # Errors
+    /// [`StoreError::Damaged`], if they differ.
     pub fn verify(&self) -> Result<(), StoreError> {
         let mut hashes = Hashes::default();
         let (ids, masks, cut) =
@@ -188,56 +195,50 @@ impl Store {
         for i in 0..samples {
             let (from, to) = (self.offset(i), self.offset(i + 1));
             if to <= from || to - from > u32::MAX as usize {
-                return Err(format!("sample {i} would lie between offsets {from} and {to}"));
+                return Err(format!("sample {i} has the offsets {from} to {to}"));
             }
         }
         Ok(())
     }
 
-    /// Where the tokens of a sample lie among all tokens.
-    fn place(&self, split: Split, i: usize) -> Range<usize> {
+    /// Range of a sample's tokens among all tokens.
+    fn token_range(&self, split: Split, i: usize) -> Range<usize> {
         assert!(i < self.len(split), "the {split:?} split has {} samples, so none has the id {i}", self.len(split));
         let i = if split == Split::Train { i } else { self.train + i };
         self.offset(i)..self.offset(i + 1)
     }
 
-    /// A negative offset, which no whole store has, becomes a number that no check lets pass.
+    /// Offset `i`. A negative one, which no complete store has, becomes a number that every check rejects.
     fn offset(&self, i: usize) -> usize {
         let (all, _) = self.map[self.offsets.clone()].as_chunks::<8>();
         i64::from_le_bytes(all[i]).try_into().unwrap_or(usize::MAX)
     }
 
     fn all_ids(&self) -> &[i32] {
-        const { assert!(cfg!(target_endian = "little"), "ids are read as they lie in the file") };
-        // SAFETY: every pattern of four bytes is an i32; `open` has seen that the bytes are aligned, so `ids` is all.
+        const { assert!(cfg!(target_endian = "little"), "the file is little endian") };
+        // SAFETY: any four bytes are a valid i32. `open` has checked the alignment, so `ids` covers the whole range.
         let (_, ids, _) = unsafe { self.map[self.ids.clone()].align_to::<i32>() };
         ids
     }
 }
 
-/// Running hashes of the ids and masks of the two splits, from which the fingerprint is made: train ids, validation ids,
-/// train masks, validation masks.
+/// Running hashes of a store, the inputs of its fingerprint: train ids, validation ids, train masks, validation masks.
 #[derive(Clone, Default)]
 pub(super) struct Hashes(pub [Sha256; 4]);
 
 impl Hashes {
-    /// The fingerprint of a store. `lengths` are those of all samples, in the order of the file.
+    /// Fingerprint of a store. `lengths` are those of all samples, in file order.
     pub fn fingerprint(self, metadata: &BTreeMap<String, String>, lengths: impl Iterator<Item = u32>) -> String {
         let mut whole = Sha256::new();
         self.0.into_iter().for_each(|hash| whole.update(hash.finalize()));
         lengths.for_each(|length| whole.update(length.to_le_bytes()));
         for (key, value) in metadata.iter().filter(|(key, _)| *key != FINGERPRINT_KEY) {
             for text in [key, value] {
-                // With their lengths, so that no text can pass for two others.
+                // Each length is hashed too, so that the boundaries are unambiguous.
                 whole.update((text.len() as u64).to_le_bytes());
                 whole.update(text);
             }
         }
         hex(&whole.finalize())
     }
-}
-
-/// Bytes in hexadecimal.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

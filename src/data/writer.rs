@@ -1,4 +1,4 @@
-//! Writes a store whose size is not known ahead: samples go to spill files beside it, which `finish` puts together.
+//! Writer of a store. Samples go to spill files next to it; `finish` concatenates them, since sizes are unknown before.
 
 use super::store::{
     FINGERPRINT_KEY, FORMAT, FORMAT_KEY, Hashes, IDS, LOSS_MASK, OFFSETS, Split, TRAIN_KEY, VALIDATION_KEY,
@@ -13,10 +13,10 @@ use std::{
     path::Path,
 };
 
-/// A store that is being written. Dropped without [`StoreWriter::finish`], it leaves nothing behind.
+/// Store being written. Dropping it before [`StoreWriter::finish`] leaves no file.
 pub struct StoreWriter {
     part: AtomicFile,
-    /// Train and validation.
+    /// Spill files of the ids: train, validation. The same order holds below.
     ids: [Spill; 2],
     masks: [Spill; 2],
     lengths: [Spill; 2],
@@ -26,7 +26,10 @@ pub struct StoreWriter {
 }
 
 impl StoreWriter {
-    /// Begins a store at `path`; makes its folder. One process at a time can write it.
+    /// Starts a store at `path` and creates its folder.
+    ///
+    /// # Errors
+    /// `ResourceBusy` if another process writes the store, or an I/O error.
     pub fn create(path: &Path) -> io::Result<StoreWriter> {
         let part = AtomicFile::create(path)?;
         let spill = |name: &str| Ok::<_, io::Error>([Spill::create(path, name)?, Spill::create(path, name)?]);
@@ -41,25 +44,34 @@ impl StoreWriter {
         })
     }
 
-    /// Adds a sample to a split. `ids` and `mask` are equally long and not empty.
+    /// Adds a sample to a split. `ids` and `mask` are of equal length and not empty.
+    ///
+    /// # Errors
+    /// An I/O error.
     pub fn push(&mut self, split: Split, ids: &[i32], mask: &[u8]) -> io::Result<()> {
-        let place = split as usize;
+        let index = split as usize;
         let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-        self.hashes.0[place].update(&bytes);
-        self.hashes.0[2 + place].update(mask);
-        self.ids[place].file.write_all(&bytes)?;
-        self.masks[place].file.write_all(mask)?;
-        self.lengths[place].file.write_all(&(ids.len() as u32).to_le_bytes())?;
-        self.samples[place] += 1;
+        self.hashes.0[index].update(&bytes);
+        self.hashes.0[2 + index].update(mask);
+        self.ids[index].file.write_all(&bytes)?;
+        self.masks[index].file.write_all(mask)?;
+        self.lengths[index].file.write_all(&(ids.len() as u32).to_le_bytes())?;
+        self.samples[index] += 1;
         self.tokens += ids.len() as u64;
         Ok(())
     }
 
-    /// Puts the store together, syncs it and renames it into place. Gives its fingerprint.
+    /// Assembles the store, syncs it and renames it to its path. Returns its fingerprint.
+    ///
+    /// # Errors
+    /// An I/O error, or more samples than a `u32` can number. The path is unchanged then.
     pub fn finish(self, mut metadata: BTreeMap<String, String>) -> io::Result<String> {
         let [train, validation] = self.samples;
         if train + validation >= u64::from(u32::MAX) {
-            return Err(io::Error::other(format!("{} samples are more than a store can number", train + validation)));
+            return Err(io::Error::other(format!(
+                "{} samples exceed the limit of a store, 2^32 - 2",
+                train + validation
+            )));
         }
         metadata.insert(FORMAT_KEY.into(), FORMAT.into());
         metadata.insert(TRAIN_KEY.into(), train.to_string());
@@ -90,8 +102,8 @@ impl StoreWriter {
     }
 }
 
-/// Length and JSON of a safetensors header. Written here because the crate's own order of metadata is random, and the
-/// same samples shall give the same bytes. Offsets come first: data begins at a multiple of 8.
+/// Length and JSON of a safetensors header. The crate's order of metadata is random, but the same samples must give the same
+/// bytes. Offsets come first, so that the data starts at a multiple of 8.
 fn header(metadata: &BTreeMap<String, String>, samples: u64, tokens: u64) -> io::Result<Vec<u8>> {
     let mut start = 0;
     let mut tensor = |dtype: &str, length: u64, width: u64| -> Value {
@@ -107,7 +119,7 @@ fn header(metadata: &BTreeMap<String, String>, samples: u64, tokens: u64) -> io:
     Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
 }
 
-/// A file that has no name, so that it is gone with the process, however that ends.
+/// Unlinked temporary file: the operating system removes it when the process ends.
 struct Spill {
     file: BufWriter<File>,
 }
@@ -201,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn every_truncation_is_told_in_a_sentence() {
+    fn every_truncation_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data.safetensors");
         write(&path, &some_samples());
@@ -216,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn no_flipped_byte_goes_unseen() {
+    fn every_flipped_byte_is_found() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data.safetensors");
         write(&path, &some_samples());
@@ -232,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_safetensors_file_is_no_store() {
+    fn a_foreign_safetensors_file_is_not_a_store() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let none: [(&str, safetensors::tensor::TensorView<'_>); 0] = [];
@@ -242,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_is_given_up_leaves_nothing_and_a_second_one_is_refused() {
+    fn a_dropped_writer_leaves_nothing_and_a_second_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("sub/data.safetensors");
         let mut writer = StoreWriter::create(&path).unwrap();
@@ -258,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_are_padded_to_their_width_and_doubtful_ones_refused() {
+    fn jobs_are_padded_and_damaged_samples_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data.safetensors");
         let mut samples = some_samples();

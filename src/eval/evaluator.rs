@@ -1,10 +1,10 @@
-//! The worker of the measures beside the steps: a whole target of its own, held-out samples and prompts, and one measure after
-//! another on a blocking thread.
+//! Evaluator during training: a separate target, held-out samples and prompts, and one evaluation at a time on a blocking
+//! thread.
 
 use super::{
     prompts,
-    schedule::{Due, Evaluator, Last, Rhythm, Turn, Turns, What},
-    stats::{self, Figures, Record},
+    schedule::{DueEval, EvalIntervals, EvalKinds, EvalSchedule, EvalSlot, Evaluator, FinalWeights},
+    stats::{self, Record, Stats},
 };
 use crate::{
     common::clock::now,
@@ -22,8 +22,8 @@ use crate::{
     run_dir::checkpoint,
 };
 use crate::{
-    inference::loaded_target::Bench,
-    run_dir::eval_log::{Decoded, EvalLog, HeldOut, History, Measured},
+    inference::loaded_target::LoadedTarget,
+    run_dir::eval_log::{Decoded, EvalHistory, EvalLog, Evaluation, HeldOut},
 };
 use draftmill_actors::{
     messages::engine::MicroReport,
@@ -39,165 +39,167 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
-/// Blocks of one held-out sample at most: enough for an accuracy, and a bound on its cost.
+/// Limit on the blocks of a held-out sample, which bounds its cost.
 const ANCHORS: usize = 64;
 
-/// Where copies of the weights go that are to be measured; the optimizer holds it.
+/// Sender of weight snapshots to the evaluator, held by the optimizer.
 pub struct Snapshots {
-    turns: Turns,
-    /// Where the copies are to lie.
+    schedule: EvalSchedule,
+    /// Device of the snapshots.
     pub device: Device,
     jobs: mpsc::Sender<Snapshot>,
 }
 
 struct Snapshot {
     step: u64,
-    what: What,
+    kinds: EvalKinds,
     weights: Weights,
-    turn: Turn,
+    slot: EvalSlot,
 }
 
 impl Snapshots {
-    /// What is due after `step`; what has to be left out is counted.
-    pub fn due(&self, step: u64) -> Option<(What, Turn)> {
-        match self.turns.due(step) {
-            Due::Now(what, turn) => Some((what, turn)),
-            Due::Nothing => None,
-            Due::Skipped => {
+    /// Evaluation due after `step`. Counts a skipped one.
+    pub fn due(&self, step: u64) -> Option<(EvalKinds, EvalSlot)> {
+        match self.schedule.due(step) {
+            DueEval::Now(kinds, slot) => Some((kinds, slot)),
+            DueEval::Nothing => None,
+            DueEval::Skipped => {
                 counter!(m::EVALS, "result" => "skipped").increment(1);
                 None
             }
         }
     }
 
-    /// Hands a copy over. It never waits: there is one turn, and room for one copy.
-    pub fn send(&self, step: u64, what: What, turn: Turn, weights: Result<Weights, String>) {
+    /// Sends a snapshot. It never blocks: the channel has capacity for the one slot.
+    pub fn send(&self, step: u64, kinds: EvalKinds, slot: EvalSlot, weights: Result<Weights, String>) {
         match weights {
             Ok(weights) => {
-                // An evaluator that is gone has said why in the log.
-                let _ = self.jobs.try_send(Snapshot { step, what, weights, turn });
+                // An evaluator that ended early has logged the reason.
+                let _ = self.jobs.try_send(Snapshot { step, kinds, weights, slot });
             }
             Err(error) => failed(step, &error),
         }
     }
 }
 
-/// What measures are made with.
+/// Inputs of the evaluator.
 pub struct Setup {
-    /// Of the start: what is measured.
+    /// Settings of this start: samples, prompts and device.
     pub eval: Eval,
-    /// In force: when it is measured.
+    /// Settings in force: intervals.
     pub in_force: watch::Receiver<Loaded>,
     pub target: PathBuf,
-    /// Number type of the target.
+    /// Dtype of the target.
     pub kind: Kind,
     pub draft: DraftConfig,
     pub gamma: Option<f64>,
     pub seed: u64,
-    /// What the target says of each place, where that is what is learned.
+    /// Label probabilities of the loss; `None` for hard labels.
     pub labels: Option<TopK>,
     pub store: Arc<Store>,
 }
 
-/// Starts the measures of a run, whose weights hold as many steps as `log` was opened with; `None` where there is nothing to
-/// measure with. The first measure is of the weights that come first.
-pub fn start(setup: Setup, log: EvalLog, history: History) -> Result<Option<(Snapshots, Evaluator)>, ModelError> {
+/// Starts the evaluator of a run. Returns `None` if there is neither a held-out sample nor a prompt.
+///
+/// # Errors
+/// An unavailable device.
+pub fn start(setup: Setup, log: EvalLog, history: EvalHistory) -> Result<Option<(Snapshots, Evaluator)>, ModelError> {
     let eval = &setup.eval;
     let held_out = !setup.store.is_empty(Split::Validation);
-    let can = What { held_out, decode: eval.can_decode(held_out) };
-    if can == What::NOTHING {
+    let supported = EvalKinds { held_out, decode: eval.can_decode(held_out) };
+    if supported == EvalKinds::NOTHING {
         return Ok(None);
     }
     let in_force = setup.in_force.clone();
-    let turns = Turns::new(can, move || Rhythm::of(&in_force.borrow().config.eval));
+    let schedule = EvalSchedule::new(supported, move || EvalIntervals::new(&in_force.borrow().config.eval));
     let device = open_device(eval.device)?;
-    let (jobs, due) = mpsc::channel(1);
-    let (watched, watching) = watch::channel(history);
+    let (jobs, inbox) = mpsc::channel(1);
+    let (history, evaluations) = watch::channel(history);
     let (last, end) = oneshot::channel();
-    let worker = Worker { setup, device, ready: None };
-    let task = tokio::spawn(run(worker, turns.clone(), due, end, watched, log));
-    let evaluator = Evaluator { history: watching, last, task: AbortOnDropHandle::new(task) };
-    Ok(Some((Snapshots { turns, device, jobs }, evaluator)))
+    let worker = Worker { setup, device, models: None };
+    let task = tokio::spawn(run(worker, schedule.clone(), inbox, end, history, log));
+    let evaluator = Evaluator { history: evaluations, last, task: AbortOnDropHandle::new(task) };
+    Ok(Some((Snapshots { schedule, device, jobs }, evaluator)))
 }
 
 async fn run(
     mut worker: Worker,
-    turns: Turns,
+    schedule: EvalSchedule,
     mut jobs: mpsc::Receiver<Snapshot>,
-    mut end: oneshot::Receiver<Last>,
-    history: watch::Sender<History>,
+    mut end: oneshot::Receiver<FinalWeights>,
+    history: watch::Sender<EvalHistory>,
     mut log: EvalLog,
 ) {
     let mut last = None;
     while last.is_none() {
-        let Snapshot { step, what, weights, turn } = tokio::select! {
+        let Snapshot { step, kinds, weights, slot } = tokio::select! {
             Some(snapshot) = jobs.recv() => snapshot,
             ended = &mut end => {
                 last = Some(ended.ok());
                 continue;
             }
         };
-        let began = Instant::now();
-        worker = match measure(worker, step, what, move |_| Ok(weights), &history, &mut log).await {
+        let started = Instant::now();
+        worker = match evaluate(worker, step, kinds, move |_| Ok(weights), &history, &mut log).await {
             Some(worker) => worker,
             None => return,
         };
         tokio::select! {
-            () = sleep(turns.rest(began.elapsed())) => {}
+            () = sleep(schedule.pause(started.elapsed())) => {}
             ended = &mut end => last = Some(ended.ok()),
         }
-        drop(turn);
+        drop(slot);
     }
-    let Some(Last { step, checkpoint }) = last.flatten() else { return };
-    let what = {
-        let (wanted, history) = (turns.wanted(), history.borrow());
-        let known = |of: fn(&Measured) -> bool| history.0.iter().any(|measured| measured.step == step && of(measured));
-        What {
-            held_out: wanted.held_out && !known(|measured| measured.held_out.is_some()),
-            decode: wanted.decode && !known(|measured| measured.decoded.is_some()),
+    let Some(FinalWeights { step, checkpoint }) = last.flatten() else { return };
+    let kinds = {
+        let (enabled, history) = (schedule.enabled(), history.borrow());
+        let known = |has: fn(&Evaluation) -> bool| history.0.iter().any(|eval| eval.step == step && has(eval));
+        EvalKinds {
+            held_out: enabled.held_out && !known(|eval| eval.held_out.is_some()),
+            decode: enabled.decode && !known(|eval| eval.decoded.is_some()),
         }
     };
-    if what != What::NOTHING {
-        tracing::info!(step, "measuring the drafter that the run ends with");
+    if kinds != EvalKinds::NOTHING {
+        tracing::info!(step, "evaluating the final weights");
         let read = move |draft: &DraftConfig| {
-            // The measure runs on the thread that reads, and nothing else computes any more.
+            // The evaluation runs on this thread, and training has ended.
             use_all_cores();
             load_params(draft, &TensorFiles::open_file(&checkpoint.join(checkpoint::WEIGHTS))?)
         };
-        measure(worker, step, what, read, &history, &mut log).await;
+        evaluate(worker, step, kinds, read, &history, &mut log).await;
     }
 }
 
-/// One measure, told to everyone. Gives the worker back, unless it was lost.
-async fn measure(
+/// Runs one evaluation and publishes it to the log, the history and the metrics. Returns the worker unless it panicked.
+async fn evaluate(
     mut worker: Worker,
     step: u64,
-    what: What,
+    kinds: EvalKinds,
     weights: impl FnOnce(&DraftConfig) -> Result<Weights, ModelError> + Send + 'static,
-    history: &watch::Sender<History>,
+    history: &watch::Sender<EvalHistory>,
     log: &mut EvalLog,
 ) -> Option<Worker> {
-    let began = Instant::now();
+    let started = Instant::now();
     let work = tokio::task::spawn_blocking(move || {
-        let measured = weights(&worker.setup.draft).and_then(|weights| worker.measure(step, what, weights));
-        (worker, measured)
+        let evaluated = weights(&worker.setup.draft).and_then(|weights| worker.evaluate(step, kinds, weights));
+        (worker, evaluated)
     });
-    let (worker, measured) = match work.await {
+    let (worker, evaluated) = match work.await {
         Ok(done) => done,
         Err(error) => {
             let why = error.try_into_panic().map_or_else(|error| error.to_string(), |panic| panic_text(&*panic));
-            failed(step, &format!("{why}; nothing more is measured in this run"));
+            failed(step, &format!("{why}; this run has no further evaluation"));
             return None;
         }
     };
-    match measured {
-        Ok(measured) => {
-            let measured = Measured { at: now(), seconds: began.elapsed().as_secs_f64(), ..measured };
-            if let Err(error) = log.push(&measured) {
-                tracing::warn!(%error, path = %log.path().display(), "a measure could not be written down");
+    match evaluated {
+        Ok(evaluation) => {
+            let evaluation = Evaluation { at: now(), seconds: started.elapsed().as_secs_f64(), ..evaluation };
+            if let Err(error) = log.push(&evaluation) {
+                tracing::warn!(%error, path = %log.path().display(), "evaluation not logged");
             }
-            history.send_modify(|history| history.push(measured.clone()));
-            tell(&measured, history.borrow().best());
+            history.send_modify(|history| history.push(evaluation.clone()));
+            report(&evaluation, history.borrow().best());
         }
         Err(error) => failed(step, &error.to_string()),
     }
@@ -206,92 +208,92 @@ async fn measure(
 
 fn failed(step: u64, why: &str) {
     counter!(m::EVALS, "result" => "failed").increment(1);
-    tracing::warn!(step, why, "the drafter could not be measured; training goes on");
+    tracing::warn!(step, why, "evaluation failed; training continues");
 }
 
-/// Metrics and a log line.
-fn tell(measured: &Measured, best: Option<(u64, f64)>) {
+/// Updates the metrics and logs the evaluation.
+fn report(evaluation: &Evaluation, best: Option<(u64, f64)>) {
     counter!(m::EVALS, "result" => "done").increment(1);
-    histogram!(m::EVAL_SECONDS).record(measured.seconds);
-    gauge!(m::EVAL_STEP).set(measured.step as f64);
-    if let Some(held_out) = &measured.held_out {
+    histogram!(m::EVAL_SECONDS).record(evaluation.seconds);
+    gauge!(m::EVAL_STEP).set(evaluation.step as f64);
+    if let Some(held_out) = &evaluation.held_out {
         gauge!(m::EVAL_LOSS).set(held_out.loss);
         gauge!(m::EVAL_ACCURACY).set(held_out.accuracy);
-        for (place, share) in held_out.accuracy_by_position.iter().enumerate() {
-            gauge!(m::EVAL_POSITION_ACCURACY, "position" => (place + 1).to_string()).set(share.unwrap_or(0.0));
+        for (index, accuracy) in held_out.accuracy_by_position.iter().enumerate() {
+            gauge!(m::EVAL_POSITION_ACCURACY, "position" => (index + 1).to_string()).set(accuracy.unwrap_or(0.0));
         }
         gauge!(m::EVAL_PREDICTED).set(held_out.predicted_acceptance.unwrap_or(0.0));
         tracing::info!(
-            step = measured.step,
+            step = evaluation.step,
             loss = format!("{:.3}", held_out.loss),
             accuracy = format!("{:.3}", held_out.accuracy),
             predicted = format!("{:.2}", held_out.predicted_acceptance.unwrap_or(0.0)),
-            "measured on held-out samples"
+            "evaluated on held-out samples"
         );
     }
-    if let Some(decoded) = &measured.decoded {
+    if let Some(decoded) = &evaluation.decoded {
         gauge!(m::EVAL_ACCEPTANCE).set(decoded.acceptance);
         gauge!(m::EVAL_BEST_ACCEPTANCE).set(best.map_or(0.0, |(_, acceptance)| acceptance));
         tracing::info!(
-            step = measured.step,
+            step = evaluation.step,
             acceptance = format!("{:.2}", decoded.acceptance),
             responses = decoded.responses,
-            "measured in real decoding, in tokens per step"
+            "evaluated by decoding, in tokens per step"
         );
     }
 }
 
-/// What measures take; the models are loaded by the first one.
+/// State of the evaluator. The first evaluation loads the models.
 struct Worker {
     setup: Setup,
     device: Device,
-    ready: Option<Ready>,
+    models: Option<Models>,
 }
 
-struct Ready {
-    bench: Bench,
+struct Models {
+    bench: LoadedTarget,
     drafter: Drafter,
     samples: Vec<usize>,
     prompts: Vec<Vec<u32>>,
 }
 
 impl Worker {
-    fn measure(&mut self, step: u64, what: What, weights: Weights) -> Result<Measured, ModelError> {
-        let mut ready = match self.ready.take() {
-            Some(ready) => ready,
+    fn evaluate(&mut self, step: u64, kinds: EvalKinds, weights: Weights) -> Result<Evaluation, ModelError> {
+        let mut models = match self.models.take() {
+            Some(models) => models,
             None => self.load()?,
         };
-        ready.drafter.load_weights(weights)?;
-        let held_out = what.held_out.then(|| self.held_out(&ready)).transpose();
-        let decoded = what.decode.then(|| self.decode(&ready)).transpose();
-        self.ready = Some(ready);
-        Ok(Measured { step, held_out: held_out?, decoded: decoded?.flatten(), ..Measured::default() })
+        models.drafter.load_weights(weights)?;
+        let held_out = kinds.held_out.then(|| self.held_out(&models)).transpose();
+        let decoded = kinds.decode.then(|| self.decode(&models)).transpose();
+        self.models = Some(models);
+        Ok(Evaluation { step, held_out: held_out?, decoded: decoded?.flatten(), ..Evaluation::default() })
     }
 
-    fn load(&self) -> Result<Ready, ModelError> {
+    fn load(&self) -> Result<Models, ModelError> {
         let Setup { eval, target, kind, draft, seed, store, .. } = &self.setup;
-        let bench = Bench::load(target, *kind, self.device)?;
+        let bench = LoadedTarget::load(target, *kind, self.device)?;
         let drafter = bench.drafter(draft.clone(), init_params(draft, *seed)?, None)?;
         let count = store.len(Split::Validation);
-        // Spread over the store, so that they are not all of its first file.
+        // Evenly spaced, since a store has its input files in order.
         let spread = |wanted: usize| (0..wanted.min(count)).map(move |i| i * count / wanted.min(count));
         let samples = spread(eval.samples as usize).collect();
         let wanted = eval.prompts as usize;
         let prompts = match &eval.prompt_file {
-            Some(file) => asked(&bench, file, wanted)?,
+            Some(file) => read_prompts(&bench, file, wanted)?,
             None => {
-                let all = spread(count).map(|sample| beginning(store, sample));
+                let all = spread(count).map(|sample| prompt_of_sample(store, sample));
                 let fit = |prompt: &Vec<u32>| bench.settings(prompt.len(), 2, 0.0, 0).is_some();
                 let all: Vec<_> = all.filter(fit).collect();
                 let count = all.len();
                 (0..wanted.min(count)).map(|i| all[i * count / wanted.min(count)].clone()).collect()
             }
         };
-        Ok(Ready { bench, drafter, samples, prompts })
+        Ok(Models { bench, drafter, samples, prompts })
     }
 
-    /// Loss and accuracy as training has them, sample after sample.
-    fn held_out(&self, Ready { bench, drafter, samples, .. }: &Ready) -> Result<HeldOut, ModelError> {
+    /// Loss and accuracy as in training, sample by sample.
+    fn held_out(&self, Models { bench, drafter, samples, .. }: &Models) -> Result<HeldOut, ModelError> {
         let (mut sum, mut slots) =
             (MicroReport::default(), vec![SlotCount::default(); drafter.config().block_size - 1]);
         for &sample in samples {
@@ -299,10 +301,17 @@ impl Worker {
             let lengths = [ids.len() as u32];
             let taps = &drafter.config().target_layer_ids;
             let rows = Rows::new(ids, &lengths, ids.len())?;
-            let (hidden, teacher) = bench.target.taught(&rows, taps, bench.target.kind(), self.setup.labels)?;
+            let (hidden, target_labels) =
+                bench.target.forward_with_labels(&rows, taps, bench.target.kind(), self.setup.labels)?;
             let seed = stream_seed(self.setup.seed, "held-out", &[sample as u64]);
             let anchors = Anchors::sample(mask, &lengths, ANCHORS, &mut ChaCha8Rng::from_seed(seed))?;
-            let batch = Packed { hidden: &hidden, ids, teacher: teacher.as_ref(), loss_mask: mask, lengths: &lengths };
+            let batch = Packed {
+                hidden: &hidden,
+                ids,
+                target_labels: target_labels.as_ref(),
+                loss_mask: mask,
+                lengths: &lengths,
+            };
             let (report, counts) = drafter.held_out(&batch, &anchors, self.setup.gamma)?;
             sum.add(&report);
             for (all, count) in slots.iter_mut().zip(counts) {
@@ -320,8 +329,8 @@ impl Worker {
         })
     }
 
-    /// Acceptance over all prompts; `None` where no response had a step.
-    fn decode(&self, Ready { bench, drafter, prompts, .. }: &Ready) -> Result<Option<Decoded>, ModelError> {
+    /// Acceptance over all prompts; `None` if no response has a step.
+    fn decode(&self, Models { bench, drafter, prompts, .. }: &Models) -> Result<Option<Decoded>, ModelError> {
         let mut records = Vec::new();
         for prompt in prompts {
             let most = self.setup.eval.max_new_tokens as usize;
@@ -334,9 +343,9 @@ impl Worker {
             };
             records.extend(responses.iter().map(record));
         }
-        let all = Figures::of(&records.iter().collect::<Vec<_>>(), drafter.config().block_size);
-        let figures = all.acceptance_pooled.zip(all.acceptance_mean);
-        Ok(figures.map(|(acceptance, acceptance_mean)| Decoded {
+        let all = Stats::new(&records.iter().collect::<Vec<_>>(), drafter.config().block_size);
+        let acceptance = all.acceptance_pooled.zip(all.acceptance_mean);
+        Ok(acceptance.map(|(acceptance, acceptance_mean)| Decoded {
             responses: all.responses,
             steps: all.steps,
             tokens: all.tokens,
@@ -346,15 +355,15 @@ impl Worker {
     }
 }
 
-/// A held-out sample up to where its first answer begins.
-fn beginning(store: &Store, sample: usize) -> Vec<u32> {
+/// Token ids of a held-out sample before its first answer.
+fn prompt_of_sample(store: &Store, sample: usize) -> Vec<u32> {
     let (ids, mask) = store.sample(Split::Validation, sample);
     let answer = mask.iter().position(|&supervised| supervised > 0).unwrap_or(0);
     ids[..answer].iter().map(|&id| id as u32).collect()
 }
 
-/// Prompts of a file, spread over it, of each the first turn.
-fn asked(bench: &Bench, file: &std::path::Path, wanted: usize) -> Result<Vec<Vec<u32>>, ModelError> {
+/// First turns of evenly spaced prompts of a file.
+fn read_prompts(bench: &LoadedTarget, file: &std::path::Path, wanted: usize) -> Result<Vec<Vec<u32>>, ModelError> {
     let unusable = |why: String| ModelError::Input(format!("eval.prompt_file: {why}"));
     let prompts = prompts::read(file, None).map_err(|error| unusable(error.to_string()))?;
     let chat = bench.chat.as_ref().map_err(|why| unusable(why.clone()))?;

@@ -1,9 +1,9 @@
-//! What a drafter is worth: acceptance and speed of speculative decoding, measured with the target it was trained for.
+//! Evaluation of drafters: acceptance and speed of speculative decoding with the drafter's target.
 
 #[cfg(feature = "torch")]
-pub mod evaluator;
+mod evaluate;
 #[cfg(feature = "torch")]
-mod measure;
+pub mod evaluator;
 mod plot;
 mod prompts;
 pub mod schedule;
@@ -11,25 +11,25 @@ mod stats;
 mod table;
 
 #[cfg(feature = "torch")]
-pub use self::measure::measure;
+pub use self::evaluate::evaluate;
 pub use self::{
     plot::svg,
     prompts::{MAX_ROW_BYTES, Prompt, PromptError, parse, read},
-    stats::{Category, Figures, Record, Report, Step},
+    stats::{Category, Record, Report, Stats, Step},
 };
 
 use crate::config::Device;
 use std::path::PathBuf;
 
-/// What is measured, and how.
+/// Options of `draftmill eval`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvalOptions {
-    /// Folder of the target, in Hugging Face's layout.
+    /// Folder of the target in Hugging Face's layout.
     pub target: PathBuf,
-    /// Folder of the drafter, in z-lab's layout.
+    /// Folder of the drafter in z-lab's layout.
     pub draft: PathBuf,
     pub max_new_tokens: usize,
-    /// 0 takes the most likely token; any other value samples.
+    /// Sampling temperature; 0 decodes greedily.
     pub temperature: f64,
     pub seed: u64,
     /// cpu, cuda or cuda:N.

@@ -1,4 +1,4 @@
-//! The figures as a picture: two bar charts in one SVG, written by hand.
+//! SVG with two bar charts of a report: acceptance by position, and the histogram of tokens per step.
 
 use super::stats::Report;
 use std::fmt::Write;
@@ -8,13 +8,13 @@ const BAR: f64 = 34.0;
 const LEFT: f64 = 24.0;
 const TOP: f64 = 60.0;
 
-/// Acceptance by position beside the histogram of tokens per step.
+/// Draws acceptance by position next to the histogram of tokens per step.
 pub fn svg(report: &Report) -> String {
     let all = &report.all;
-    let stood: Vec<f64> = all.acceptance_by_position.iter().map(|share| share.unwrap_or(0.0)).collect();
+    let accepted: Vec<f64> = all.acceptance_by_position.iter().map(|fraction| fraction.unwrap_or(0.0)).collect();
     let total = all.tokens_per_step.iter().sum::<usize>().max(1) as f64;
     let steps: Vec<f64> = all.tokens_per_step.iter().map(|&steps| steps as f64 / total).collect();
-    let second = LEFT + BAR * stood.len().max(5) as f64 + 40.0;
+    let second = LEFT + BAR * accepted.len().max(5) as f64 + 40.0;
     let width = second + BAR * steps.len().max(5) as f64 + LEFT;
     let height = TOP + HEIGHT + 50.0;
     let mut svg = format!(
@@ -29,8 +29,8 @@ pub fn svg(report: &Report) -> String {
         all.responses
     );
     text(&mut svg, LEFT, 20.0, "start", &title);
-    chart(&mut svg, LEFT, "share of steps in which the first k drafts stood", "#3b6ea5", &stood);
-    chart(&mut svg, second, "share of steps that brought k tokens", "#a5643b", &steps);
+    chart(&mut svg, LEFT, "fraction of steps that accept the first k drafts", "#3b6ea5", &accepted);
+    chart(&mut svg, second, "fraction of steps that produce k tokens", "#a5643b", &steps);
     svg.push_str("</svg>\n");
     svg
 }
@@ -53,6 +53,6 @@ fn chart(svg: &mut String, left: f64, title: &str, color: &str, values: &[f64]) 
 
 fn text(svg: &mut String, x: f64, y: f64, anchor: &str, text: &str) {
     let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-    // Writing to a String does not fail.
+    // Writing to a String cannot fail.
     let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{text}</text>");
 }

@@ -1,4 +1,4 @@
-//! From what each response brought to the figures of a whole measurement: pure arithmetic.
+//! Statistics of an evaluation from the records of its responses: pure arithmetic.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -9,67 +9,67 @@ pub struct Step {
     /// Drafted tokens that were verified.
     pub drafted: usize,
     pub accepted: usize,
-    /// Tokens that it brought to the response.
+    /// Tokens that the step adds to the response.
     pub produced: usize,
 }
 
-/// One response, decoded with the drafter and without.
+/// One response, decoded with and without the drafter.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Record {
     pub category: Option<String>,
     pub steps: Vec<Step>,
-    /// Tokens behind the first one, and the seconds that they took.
+    /// Tokens after the first one, and their decoding time.
     pub tokens: u64,
     pub seconds: f64,
-    /// The same without a drafter.
+    /// The same values without a drafter.
     pub plain_tokens: u64,
     pub plain_seconds: f64,
-    /// Whether both gave the same tokens; `None` when they are drawn by chance.
+    /// True if both outputs have the same tokens; `None` if they are sampled.
     pub identical: Option<bool>,
-    /// Right and tried predictions of each slot behind the anchor, every earlier token being given.
+    /// Correct and total predictions of each slot after the anchor, given the true context.
     pub slots: Vec<(u64, u64)>,
 }
 
-/// Figures of some responses. Acceptance is tokens that a verification brings, the target's own one included.
+/// Statistics of a set of responses. Acceptance is the number of tokens per verification, including the target's own token.
+/// The field names are keys of the JSON output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Figures {
+pub struct Stats {
     pub responses: usize,
     pub steps: usize,
     pub tokens: u64,
-    /// Mean over responses of the tokens per step of each.
+    /// Mean over responses of their tokens per step.
     pub acceptance_mean: Option<f64>,
-    /// All tokens over all steps.
+    /// All tokens divided by all steps.
     pub acceptance_pooled: Option<f64>,
-    /// Share of the steps in which the first k drafts all stood, among those that verified a k-th one.
+    /// Fraction of steps that accept the first k drafts, among those that verified k drafts.
     pub acceptance_by_position: Vec<Option<f64>>,
-    /// Share of the blocks in which the k-th draft alone is right, every token before the block being true: what training
-    /// reports as accuracy.
+    /// Accuracy of the k-th draft alone, given the true context before the block, as in training.
     pub accuracy_by_position: Vec<Option<f64>>,
-    /// 1 + the sum of the cumulative products of `accuracy_by_position`: what acceptance would be if slots failed
-    /// independently and blocks began anywhere.
+    /// 1 + the sum of the cumulative products of `accuracy_by_position`: the acceptance if slots failed independently and blocks
+    /// started at any position.
     pub predicted_acceptance: Option<f64>,
     /// `acceptance_pooled` - `predicted_acceptance`.
     pub measured_minus_predicted: Option<f64>,
-    /// Steps that brought 1, 2, ... tokens.
+    /// Number of steps that produce 1, 2, ... tokens.
     pub tokens_per_step: Vec<usize>,
     pub greedy_identical: Option<bool>,
-    /// Responses that differ from plain decoding.
+    /// Number of responses that differ from plain decoding.
     pub differing: usize,
-    /// Tokens behind the first one of each response per second, without the prompt's forward.
+    /// Tokens per second after the first token of each response, without the prompt's forward.
     pub tokens_per_second: Option<f64>,
     pub plain_tokens_per_second: Option<f64>,
     pub speedup: Option<f64>,
 }
 
-/// Figures of one category of prompts.
+/// Statistics of one category of prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Category {
     pub category: String,
     #[serde(flatten)]
-    pub figures: Figures,
+    pub stats: Stats,
 }
 
-/// A whole measurement.
+/// Result of `draftmill eval`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub target: String,
@@ -78,19 +78,19 @@ pub struct Report {
     pub max_new_tokens: usize,
     pub temperature: f64,
     pub seed: u64,
-    /// Turns that were left out because nothing fits behind them.
+    /// Turns skipped because the target has no positions after them.
     pub skipped_too_long: usize,
     #[serde(flatten)]
-    pub all: Figures,
+    pub all: Stats,
     pub categories: Vec<Category>,
 }
 
-impl Figures {
-    /// `block_size` slots of a block, the given one included.
-    pub fn of(records: &[&Record], block_size: usize) -> Figures {
+impl Stats {
+    /// Computes the statistics of `records`. `block_size` includes the anchor.
+    pub fn new(records: &[&Record], block_size: usize) -> Stats {
         let steps: Vec<Step> = records.iter().flat_map(|record| record.steps.iter().copied()).collect();
         let produced = |steps: &[Step]| steps.iter().map(|step| step.produced).sum::<usize>() as f64;
-        // A response that ended with its first token has no step, and so no acceptance.
+        // A response that ends with its first token has no step and no acceptance.
         let means: Vec<f64> =
             records.iter().filter_map(|record| ratio(produced(&record.steps), record.steps.len() as f64)).collect();
         let by_position = (1..block_size).map(|k| {
@@ -110,7 +110,7 @@ impl Figures {
         let speed = ratio(sum(|r| r.tokens as f64), sum(|r| r.seconds));
         let plain = ratio(sum(|r| r.plain_tokens as f64), sum(|r| r.plain_seconds));
         let compared: Vec<bool> = records.iter().filter_map(|record| record.identical).collect();
-        Figures {
+        Stats {
             responses: records.len(),
             steps: steps.len(),
             tokens: records.iter().map(|record| record.tokens).sum(),
@@ -119,7 +119,9 @@ impl Figures {
             acceptance_by_position: by_position.collect(),
             accuracy_by_position: accuracy,
             predicted_acceptance,
-            measured_minus_predicted: acceptance_pooled.zip(predicted_acceptance).map(|(found, said)| found - said),
+            measured_minus_predicted: acceptance_pooled
+                .zip(predicted_acceptance)
+                .map(|(measured, predicted)| measured - predicted),
             tokens_per_step: (1..=block_size)
                 .map(|tokens| steps.iter().filter(|step| step.produced == tokens).count())
                 .collect(),
@@ -131,7 +133,7 @@ impl Figures {
         }
     }
 
-    /// By category, in the order of their names; none when no prompt carries one.
+    /// Computes the statistics by category, sorted by name; empty if no prompt has a category.
     pub fn by_category(records: &[Record], block_size: usize) -> Vec<Category> {
         let mut groups: BTreeMap<&str, Vec<&Record>> = BTreeMap::new();
         for record in records {
@@ -139,21 +141,21 @@ impl Figures {
                 groups.entry(category).or_default().push(record);
             }
         }
-        let figures = |(category, records): (&str, Vec<&Record>)| Category {
+        let stats = |(category, records): (&str, Vec<&Record>)| Category {
             category: category.into(),
-            figures: Figures::of(&records, block_size),
+            stats: Stats::new(&records, block_size),
         };
-        groups.into_iter().map(figures).collect()
+        groups.into_iter().map(stats).collect()
     }
 }
 
-/// 1 + a1 + a1 a2 + ...: the expected accepted length, with the target's own token (`reference/dflash.md` section 5.2). It
-/// ends at a slot that was never tried.
+/// Predicted acceptance, 1 + a1 + a1 a2 + ..., including the target's own token (docs/dflash.md#predicted-acceptance). The sum
+/// ends at the first slot without a prediction.
 pub(super) fn predicted(accuracy: &[Option<f64>]) -> Option<f64> {
     accuracy.first().copied().flatten()?;
     let mut all = 1.0;
-    let sum = accuracy.iter().map_while(|share| *share).map(|share| {
-        all *= share;
+    let sum = accuracy.iter().map_while(|accuracy| *accuracy).map(|accuracy| {
+        all *= accuracy;
         all
     });
     Some(1.0 + sum.sum::<f64>())
@@ -171,7 +173,7 @@ mod tests {
         Step { drafted, accepted, produced }
     }
 
-    /// Two responses: 3 + 1 + 2 tokens in three steps, the last of them cut by a stop token; and 1 in one.
+    /// Two responses: 3 + 1 + 2 tokens in three steps, the last one cut by a stop token, and 1 token in one step.
     fn records() -> [Record; 3] {
         let one = Record {
             category: Some("a".into()),
@@ -197,9 +199,9 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_of_counting_and_every_other_figure() {
+    fn both_means_and_all_other_stats() {
         let records = records();
-        let all = Figures::of(&records.iter().collect::<Vec<_>>(), 3);
+        let all = Stats::new(&records.iter().collect::<Vec<_>>(), 3);
         assert_eq!((all.responses, all.steps, all.tokens), (3, 4, 7));
         assert_eq!(all.acceptance_mean, Some((2.0 + 1.0) / 2.0));
         assert_eq!(all.acceptance_pooled, Some(7.0 / 4.0));
@@ -214,16 +216,16 @@ mod tests {
     }
 
     #[test]
-    fn categories_have_figures_of_their_own() {
-        let categories = Figures::by_category(&records(), 3);
-        let shown: Vec<_> = categories.iter().map(|c| (c.category.as_str(), c.figures.acceptance_pooled)).collect();
+    fn categories_have_separate_stats() {
+        let categories = Stats::by_category(&records(), 3);
+        let shown: Vec<_> = categories.iter().map(|c| (c.category.as_str(), c.stats.acceptance_pooled)).collect();
         assert_eq!(shown, [("a", Some(2.0)), ("b", Some(1.0))]);
-        assert_eq!(categories[0].figures.greedy_identical, Some(true));
+        assert_eq!(categories[0].stats.greedy_identical, Some(true));
     }
 
     #[test]
-    fn nothing_measured_is_nothing_said() {
-        let none = Figures::of(&[], 4);
+    fn no_responses_have_no_stats() {
+        let none = Stats::new(&[], 4);
         assert_eq!((none.acceptance_mean, none.predicted_acceptance, none.greedy_identical), (None, None, None));
         assert_eq!(none.acceptance_by_position, [None; 3]);
     }

@@ -1,6 +1,7 @@
-//! A measurement as a person reads it.
+//! Text table of an evaluation report.
 
-use super::stats::{Figures, Report};
+use super::stats::{Report, Stats};
+use crate::common::text::percent;
 use std::fmt;
 
 /// Characters of the longest bar.
@@ -15,18 +16,18 @@ impl fmt::Display for Report {
             self.target, self.draft, all.responses, self.temperature
         )?;
         if self.skipped_too_long > 0 {
-            writeln!(f, "  left out    {} turns that are too long for the target", self.skipped_too_long)?;
+            writeln!(f, "  left out    {} turns too long for the target", self.skipped_too_long)?;
         }
         writeln!(
             f,
-            "  acceptance  {} tokens per step pooled, {} as the mean of the responses' means (of at most {})",
+            "  acceptance  {} tokens per step pooled, {} as mean of the responses (at most {})",
             two(all.acceptance_pooled),
             two(all.acceptance_mean),
             self.block_size
         )?;
         writeln!(
             f,
-            "  predicted   {} by the accuracies of single slots (1 + the sum of their cumulative products): {} off",
+            "  predicted   {} from slot accuracies (1 + sum of cumulative products), difference {}",
             two(all.predicted_acceptance),
             all.measured_minus_predicted.map_or("-".into(), |off| format!("{off:+.2}"))
         )?;
@@ -40,7 +41,7 @@ impl fmt::Display for Report {
         match all.greedy_identical {
             Some(true) => writeln!(f, "  output      identical to plain decoding, token for token")?,
             Some(false) => writeln!(f, "  output      {} responses DIFFER from plain decoding", all.differing)?,
-            None => writeln!(f, "  output      drawn by chance, so not compared token for token")?,
+            None => writeln!(f, "  output      sampled, not compared with plain decoding")?,
         }
         by_position(f, all)?;
         histogram(f, all)?;
@@ -48,15 +49,15 @@ impl fmt::Display for Report {
     }
 }
 
-fn by_position(f: &mut fmt::Formatter<'_>, all: &Figures) -> fmt::Result {
-    writeln!(f, "\n  draft   all stand up to it   right by itself, in training's way")?;
-    for (k, (stood, right)) in all.acceptance_by_position.iter().zip(&all.accuracy_by_position).enumerate() {
-        writeln!(f, "  {:>5}   {:>18}   {:>33}", k + 1, percent(*stood), percent(*right))?;
+fn by_position(f: &mut fmt::Formatter<'_>, all: &Stats) -> fmt::Result {
+    writeln!(f, "\n  draft   accepted up to here   accuracy given true context")?;
+    for (k, (accepted, accuracy)) in all.acceptance_by_position.iter().zip(&all.accuracy_by_position).enumerate() {
+        writeln!(f, "  {:>5}   {:>19}   {:>27}", k + 1, fraction(*accepted), fraction(*accuracy))?;
     }
     Ok(())
 }
 
-fn histogram(f: &mut fmt::Formatter<'_>, all: &Figures) -> fmt::Result {
+fn histogram(f: &mut fmt::Formatter<'_>, all: &Stats) -> fmt::Result {
     writeln!(f, "\n  tokens   steps")?;
     let most = all.tokens_per_step.iter().copied().max().unwrap_or(0).max(1) as f64;
     for (tokens, &steps) in all.tokens_per_step.iter().enumerate() {
@@ -73,7 +74,7 @@ fn categories(f: &mut fmt::Formatter<'_>, report: &Report) -> fmt::Result {
     let width = report.categories.iter().map(|c| c.category.chars().count()).max().unwrap_or(0).max(8);
     writeln!(f, "\n  {:<width$}   responses   pooled   mean   predicted   speed-up", "category")?;
     for category in &report.categories {
-        let all = &category.figures;
+        let all = &category.stats;
         writeln!(
             f,
             "  {:<width$}   {:>9}   {:>6}   {:>4}   {:>9}   {:>8}",
@@ -96,6 +97,6 @@ fn two(value: Option<f64>) -> String {
     value.map_or("-".into(), |value| format!("{value:.2}"))
 }
 
-fn percent(value: Option<f64>) -> String {
-    value.map_or("-".into(), |value| format!("{:.1} %", 100.0 * value))
+fn fraction(value: Option<f64>) -> String {
+    value.map_or("-".into(), percent)
 }

@@ -1,11 +1,11 @@
-//! The self-check of an export: what lies on disk is loaded anew, as an engine would, and decodes a few fixed prompts beside the
-//! drafter in memory. Peers report 98 % accuracy in training and an acceptance of 10 % when served (SpecForge#533).
+//! Export self-test: loads the written folder as an engine does and compares its decoding of a few prompts with the drafter in
+//! memory. Peers report 98 % accuracy in training and an acceptance of 10 % in serving (SpecForge#533).
 
 #[cfg(feature = "torch")]
 mod decode;
 
 #[cfg(feature = "torch")]
-pub use self::decode::prove;
+pub use self::decode::run_self_test;
 
 use super::ExportError;
 use crate::{config::Device, hf::draft::DraftConfig, run_dir::checkpoint::NamedTensor};
@@ -13,58 +13,61 @@ use serde::Serialize;
 use std::path::Path;
 use thiserror::Error;
 
-/// What serving an export showed.
+/// Result of a self-test. The field names are keys of the JSON output.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Proof {
+pub struct SelfTestReport {
     pub prompts: usize,
-    /// Verifications of all prompts.
+    /// Number of verifications over all prompts.
     pub steps: usize,
-    /// Tokens per verification of the export, all prompts together.
+    /// Tokens per verification of the export, over all prompts.
     pub acceptance: f64,
-    /// Largest difference of a logit between the export and the drafter in memory, over the largest logit.
+    /// Largest logit difference between the export and the drafter in memory, divided by the largest logit.
     pub largest_difference: f64,
 }
 
-/// Why an export was not found to serve.
+/// Failure of the self-test.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub enum ProofError {
-    /// It was served, and is not the drafter that was trained.
+pub enum SelfTestError {
+    /// The export decodes differently from the trained drafter.
     #[error(
-        "the export was thrown away: loaded anew and served with its target, it is not the drafter that was trained: {0}. \
-         Please report this; the checkpoint is as it was"
+        "the export was discarded, since it decodes differently from the trained drafter: {0}. \
+         Please report this; the checkpoint is unchanged"
     )]
     Differs(String),
-    /// What was trained serves nobody.
+    /// The trained drafter itself is unusable.
     #[error(
-        "the export was thrown away: served with its target, its logits are NaN, since the training diverged; lower \
-         optimizer.learning_rate, and go back to an earlier checkpoint"
+        "the export was discarded, since its logits are NaN: the training diverged; lower \
+         optimizer.learning_rate, and export an earlier checkpoint"
     )]
     Diverged,
-    /// It could not be served at all.
+    /// The self-test could not run.
     #[error(
-        "the export could not be served to check it ({0}) and was thrown away; name the target's folder with --target, or \
-         leave the check out with --no-self-check"
+        "the export was discarded, since its self-test could not run ({0}); give the target's folder with --target, or \
+         skip the self-test with --no-self-check"
     )]
-    Unserved(String),
+    NotRun(String),
 }
 
-/// Serves the folder `dir`, which was written from `tensors`; `None` in a build without libtorch.
-#[cfg_attr(not(feature = "torch"), allow(unused_variables, reason = "there is nothing to serve with"))]
-pub(super) fn served(
+/// Runs the self-test of the folder `dir`, which was written from `tensors`; `None` in a build without libtorch.
+///
+/// # Errors
+/// A failed self-test.
+#[cfg_attr(not(feature = "torch"), allow(unused_variables, reason = "the self-test needs libtorch"))]
+pub(super) fn run_if_available(
     dir: &Path,
     draft: &DraftConfig,
     tensors: &[NamedTensor],
     target: &Path,
     device: Device,
-) -> Result<Option<Proof>, ExportError> {
+) -> Result<Option<SelfTestReport>, ExportError> {
     #[cfg(feature = "torch")]
-    return Ok(Some(prove(dir, draft, tensors, target, device)?));
+    return Ok(Some(run_self_test(dir, draft, tensors, target, device)?));
     #[cfg(not(feature = "torch"))]
     Ok(None)
 }
 
-/// Whether models can compute on this device here.
-pub fn is_here(device: Device) -> bool {
+/// True if this machine and build can compute on `device`.
+pub fn device_available(device: Device) -> bool {
     #[cfg(feature = "torch")]
     let cuda = usize::try_from(tch::Cuda::device_count()).unwrap_or(0);
     #[cfg(not(feature = "torch"))]

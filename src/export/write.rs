@@ -1,4 +1,4 @@
-//! A model folder on its way to disk: written beside its place, synced, checked, and renamed; or nothing of it stays.
+//! Atomic writer of an exported model folder, with validation and self-test before the rename.
 
 use super::{ExportError, ExportReport};
 use crate::common::fs::{AtomicDir, parent, write_json};
@@ -12,10 +12,10 @@ use half::{bf16, f16};
 use serde_json::Value;
 use std::{fs, io, path::Path};
 
-/// What an export holds, and so what another one may replace.
-const OURS: [&str; 2] = [CONFIG, MODEL];
+/// Files of an export, which another export may replace.
+const EXPORT_FILES: [&str; 2] = [CONFIG, MODEL];
 
-/// Refuses a folder that holds anything but an earlier export, or an earlier export without `force`.
+/// Refuses a folder with foreign files, and without `force` an earlier export.
 fn check_free(out: &Path, force: bool) -> Result<(), ExportError> {
     let at = |source| ExportError::Io { path: out.to_owned(), source };
     if !out.exists() {
@@ -23,20 +23,23 @@ fn check_free(out: &Path, force: bool) -> Result<(), ExportError> {
     }
     let names = fs::read_dir(out).map_err(at)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
     let names = names.collect::<io::Result<Vec<_>>>().map_err(at)?;
-    if let Some(found) = names.iter().find(|name| !OURS.contains(&name.as_str())) {
+    if let Some(found) = names.iter().find(|name| !EXPORT_FILES.contains(&name.as_str())) {
         return Err(ExportError::Foreign { dir: out.to_owned(), found: found.clone() });
     }
     if names.is_empty() || force { Ok(()) } else { Err(ExportError::Occupied(out.to_owned())) }
 }
 
-/// Writes config and tensors, checks the folder strictly, lets `run_self_test` look at it, and puts it in its place.
+/// Writes config and tensors, validates the folder, calls `self_test` with it, and publishes it as `out`.
+///
+/// # Errors
+/// An [`ExportError`]; `out` is unchanged then.
 pub fn write_folder(
     out: &Path,
     force: bool,
     json: &Value,
     tensors: &[NamedTensor],
     dtype: Dtype,
-    run_self_test: impl FnOnce(&Path) -> Result<(), ExportError>,
+    self_test: impl FnOnce(&Path) -> Result<(), ExportError>,
 ) -> Result<ExportReport, ExportError> {
     let at = |path: &Path| {
         let path = path.to_owned();
@@ -56,7 +59,7 @@ pub fn write_folder(
     if let Some(finding) = validate::check(dir.path()).into_iter().next() {
         return Err(ExportError::Unsound(finding));
     }
-    run_self_test(dir.path())?;
+    self_test(dir.path())?;
     check_free(out, force)?;
     let out = dir.publish().map_err(at(out))?;
     Ok(ExportReport {
@@ -77,7 +80,7 @@ mod tests {
     use crate::hf::draft::DraftConfig;
 
     #[test]
-    fn a_folder_that_does_not_serve_leaves_nothing_and_replaces_nothing() {
+    fn a_failed_self_test_leaves_and_replaces_nothing() {
         assert!(!ExportOptions::new(Dtype::F32).force);
         let root = tempfile::tempdir().unwrap();
         let out = root.path().join("export");

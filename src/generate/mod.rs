@@ -1,7 +1,7 @@
-//! `draftmill generate`: the target answers prompts, so that a drafter can learn from what the target itself says.
+//! `draftmill generate`: the target answers prompts, so that a drafter trains on the target's own text.
 //!
 //! ```text
-//! files ──questions──▶ conversations ──chat template──▶ prompts ──decode::Batch──▶ answers ──part──▶ rows of token ids
+//! files ──prompts──▶ conversations ──chat template──▶ token ids ──workers──▶ answers ──partial_output──▶ rows of token ids
 //! ```
 
 mod partial_output;
@@ -15,39 +15,39 @@ mod workers;
 #[cfg(feature = "torch")]
 pub use self::scheduler::generate;
 pub use self::{
-    partial_output::{Line, Part, PartError},
-    prompts::{Asked, LeftOut, Questions, conversation},
+    partial_output::{AnswerLine, PartialOutput, PartialOutputError},
+    prompts::{PromptConversation, PromptReader, SkipReason, parse_prompts},
     report::{GenerateReport, Progress},
 };
 
 use crate::config::{Auto, Device, Dtype};
 use std::path::PathBuf;
 
-/// What is answered, and how.
+/// Options of `draftmill generate`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateOptions {
-    /// Folder of the target, in Hugging Face's layout.
+    /// Folder of the target in Hugging Face's layout.
     pub target: PathBuf,
     pub prompts: Vec<PathBuf>,
     pub out: PathBuf,
-    /// Conversations to answer at most.
+    /// Limit on the number of conversations.
     pub limit: Option<usize>,
-    /// Tokens of an answer at most.
+    /// Limit on the tokens of an answer.
     pub max_new_tokens: usize,
-    /// Tokens of a prompt at most; none: what the target's positions leave beside an answer.
+    /// Limit on the tokens of a prompt. Default: the target's positions minus those of an answer.
     pub max_prompt_tokens: Option<usize>,
-    /// Questions of a conversation at most.
+    /// Limit on the answered prompts of a conversation.
     pub turns: Option<usize>,
-    /// 0 takes the most likely token; any other value samples.
+    /// Sampling temperature; 0 decodes greedily.
     pub temperature: f64,
     pub seed: u64,
-    /// Answers that grow side by side.
+    /// Answers decoded in parallel.
     pub rows: usize,
-    /// Forwards at a time, each of its share of the rows; none: one for each core on CPU, else one.
+    /// Worker threads, among which the rows are divided. Default: one for each core on CPU, else one.
     pub workers: Option<usize>,
     /// cpu, cuda or cuda:N.
     pub device: Device,
     pub dtype: Auto<Dtype>,
-    /// Begin anew where a part of other options lies, and replace what was written before.
+    /// Discard a partial output of other options, and replace an existing output.
     pub force: bool,
 }

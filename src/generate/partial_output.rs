@@ -1,7 +1,7 @@
-//! The answers on disk: a part that grows conversation by conversation and outlives a kill, and the file that it becomes.
+//! Partial output: answers on disk that survive a kill, and the finished file.
 //!
-//! Conversations end in an order of their own. Each is written at once when its last answer is there, so the part holds whole
-//! ones and at most one torn end; the finished file has them in the order of the inputs, however often the work was interrupted.
+//! A conversation is appended when its last answer is complete, so the partial output holds complete conversations and at
+//! most one torn end. The finished file has them in input order, independent of interruptions.
 
 use crate::common::fs::{AtomicFile, lock_file, remove_file, sync_parent, with_suffix, write_atomic};
 use serde::{Deserialize, Serialize};
@@ -13,59 +13,60 @@ use std::{
 };
 use thiserror::Error;
 
-/// One answer: the tokens of its prompt and its own, exactly as the target read and said them. `prepare` reads `input_ids` and
-/// `loss_mask` as they are.
+/// One answer: the exact token ids of its prompt and of the answer. The fields are keys of the output file; `prepare` uses
+/// `input_ids` and `loss_mask` unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Line {
-    /// Name of the input file, and the line there, from 1.
+pub struct AnswerLine {
+    /// Name of the input file, and the line in it, from 1.
     pub file: String,
     pub line: u64,
-    /// Place among the rows of all inputs, from 0.
-    pub place: u64,
-    /// Which answer of its conversation it is, from 1.
+    /// Index among the rows of all inputs, from 0. Its key in the file is `place`.
+    #[serde(rename = "place")]
+    pub row: u64,
+    /// Number of the answer in its conversation, from 1.
     pub turn: u64,
-    /// Its conversation ends with it.
+    /// True for the last answer of its conversation.
     pub last: bool,
-    /// It ended with its room: no stop token is its last one.
+    /// True if the answer reached its token limit without a stop token.
     pub cut: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub category: Option<String>,
     pub input_ids: Vec<u32>,
-    /// 1 for each token of the answer, its stop token included.
+    /// 1 for each token of the answer, including its stop token.
     pub loss_mask: Vec<u8>,
 }
 
-impl Line {
-    /// Tokens of the answer.
-    pub fn answered(&self) -> u64 {
+impl AnswerLine {
+    /// Number of tokens of the answer.
+    pub fn answer_tokens(&self) -> u64 {
         self.loss_mask.iter().map(|&bit| u64::from(bit)).sum()
     }
 }
 
-/// Why answers cannot be written.
+/// Failure to open or write the output.
 #[derive(Debug, Error)]
-pub enum PartError {
-    #[error("{} is there already; give another --out, or replace it with --force", .0.display())]
+pub enum PartialOutputError {
+    #[error("{} exists; give another --out, or replace it with --force", .0.display())]
     Exists(PathBuf),
     #[error(
-        "{} was begun with another {what} ({before} then, {now} now); give the same options to go on with it, or throw it away \
-         with --force",
+        "{} was started with another {what} ({before} before, {now} now); give the same options to resume, or discard it with \
+         --force",
         path.display()
     )]
     Other { path: PathBuf, what: String, before: String, now: String },
-    #[error("{} cannot be written ({source}); free some disk, or choose another --out", path.display())]
+    #[error("{} cannot be written ({source}); free disk space, or choose another --out", path.display())]
     Write { path: PathBuf, source: io::Error },
 }
 
-/// Where a conversation lies in the part.
+/// Byte range of a conversation in the partial output.
 struct Span {
-    place: u64,
+    row: u64,
     start: u64,
     len: u64,
 }
 
-/// The part of a file that is being written.
-pub struct Part {
+/// Output file being written.
+pub struct PartialOutput {
     out: PathBuf,
     path: PathBuf,
     file: File,
@@ -73,37 +74,48 @@ pub struct Part {
     end: u64,
 }
 
-impl Part {
-    /// Opens the part of `out`, to go on with it where there is one. `identity` is an object that says what its lines follow
-    /// from: a part of another one is refused, or thrown away where `force` is set. `found` is called with each line that an
-    /// earlier start wrote. A torn end is dropped.
-    pub fn open(out: &Path, identity: &Value, force: bool, found: &mut dyn FnMut(&Line)) -> Result<Part, PartError> {
+impl PartialOutput {
+    /// Opens the partial output of `out`, or resumes an existing one. `identity` is an object with everything that determines
+    /// the lines; a partial output of another identity is refused, or discarded if `force` is set. `found` receives each
+    /// line of an earlier start. A torn end is dropped.
+    ///
+    /// # Errors
+    /// An existing output without `force`, another identity, another process that writes it, or an I/O error.
+    pub fn open(
+        out: &Path,
+        identity: &Value,
+        force: bool,
+        found: &mut dyn FnMut(&AnswerLine),
+    ) -> Result<PartialOutput, PartialOutputError> {
         if out.exists() && (!force || out.is_dir()) {
-            return Err(PartError::Exists(out.into()));
+            return Err(PartialOutputError::Exists(out.into()));
         }
         let path = with_suffix(out, ".part");
-        let failed = |source| PartError::Write { path: path.clone(), source };
+        let failed = |source| PartialOutputError::Write { path: path.clone(), source };
         let file = lock_file(&path).map_err(failed)?;
-        let mut part = Part { out: out.into(), path: path.clone(), file, spans: Vec::new(), end: 0 };
-        let options = part.options();
-        let before = read_options(&options);
+        let mut part = PartialOutput { out: out.into(), path: path.clone(), file, spans: Vec::new(), end: 0 };
+        let identity_path = part.identity_path();
+        let before = read_identity(&identity_path);
         if let Some((what, before, now)) =
             before.as_ref().and_then(|before| difference(before, identity)).filter(|_| !force)
         {
-            return Err(PartError::Other { path, what, before, now });
+            return Err(PartialOutputError::Other { path, what, before, now });
         }
         if before.as_ref() != Some(identity) {
-            // Also what lies there without a word about its origin is nothing to go on with.
+            // A partial output without recorded identity is discarded too.
             part.file.set_len(0).map_err(failed)?;
-            let written = write_atomic(&options, format!("{identity:#}\n").as_bytes());
-            written.map_err(|source| PartError::Write { path: options, source })?;
+            let written = write_atomic(&identity_path, format!("{identity:#}\n").as_bytes());
+            written.map_err(|source| PartialOutputError::Write { path: identity_path, source })?;
         }
         part.scan(found).map_err(failed)?;
         Ok(part)
     }
 
-    /// Writes a whole conversation. What is written outlives the process.
-    pub fn write(&mut self, lines: &[Line]) -> Result<(), PartError> {
+    /// Appends a complete conversation. It survives the end of the process.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn write(&mut self, lines: &[AnswerLine]) -> Result<(), PartialOutputError> {
         let Some(first) = lines.first() else { return Ok(()) };
         let mut text = Vec::new();
         let written = lines.iter().try_for_each(|line| {
@@ -112,22 +124,26 @@ impl Part {
             Ok(())
         });
         let written = written.and_then(|()| self.file.write_all(&text));
-        written.map_err(|source| PartError::Write { path: self.path.clone(), source })?;
-        self.spans.push(Span { place: first.place, start: self.end, len: text.len() as u64 });
+        written.map_err(|source| PartialOutputError::Write { path: self.path.clone(), source })?;
+        self.spans.push(Span { row: first.row, start: self.end, len: text.len() as u64 });
         self.end += text.len() as u64;
         Ok(())
     }
 
-    /// Puts the conversations in order and gives the file its name; without any, nothing is left. Tells whether there is one.
-    pub fn finish(mut self) -> Result<bool, PartError> {
-        let done = self.order();
-        done.map_err(|source| PartError::Write { path: self.out, source })
+    /// Sorts the conversations and publishes the file, or removes the partial output if it is empty. Returns true if a file
+    /// was written.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn finish(mut self) -> Result<bool, PartialOutputError> {
+        let published = self.publish_sorted();
+        published.map_err(|source| PartialOutputError::Write { path: self.out, source })
     }
 
-    fn order(&mut self) -> io::Result<bool> {
+    fn publish_sorted(&mut self) -> io::Result<bool> {
         let some = !self.spans.is_empty();
         if some {
-            self.spans.sort_by_key(|span| span.place);
+            self.spans.sort_by_key(|span| span.row);
             let ordered = AtomicFile::create(&self.out)?;
             let mut to = BufWriter::with_capacity(1 << 20, ordered.file());
             for span in &self.spans {
@@ -139,18 +155,18 @@ impl Part {
             ordered.publish()?;
         }
         remove_file(&self.path)?;
-        remove_file(&self.options())?;
+        remove_file(&self.identity_path())?;
         sync_parent(&self.out)?;
         Ok(some)
     }
 
-    /// What the part follows from lies beside it.
-    fn options(&self) -> PathBuf {
+    /// Path of the recorded identity, next to the partial output.
+    fn identity_path(&self) -> PathBuf {
         with_suffix(&self.path, ".options")
     }
 
-    /// Reads the whole conversations and cuts off what stands behind the last of them.
-    fn scan(&mut self, found: &mut dyn FnMut(&Line)) -> io::Result<()> {
+    /// Reads the complete conversations and truncates the file after the last one.
+    fn scan(&mut self, found: &mut dyn FnMut(&AnswerLine)) -> io::Result<()> {
         self.file.rewind()?;
         let mut reader = BufReader::with_capacity(1 << 20, &self.file);
         let (mut bytes, mut lines, mut at) = (Vec::new(), Vec::new(), 0);
@@ -160,13 +176,13 @@ impl Part {
             if !bytes.ends_with(b"\n") {
                 break;
             }
-            let Ok(line) = serde_json::from_slice::<Line>(&bytes) else { break };
-            let (place, last) = (line.place, line.last);
+            let Ok(line) = serde_json::from_slice::<AnswerLine>(&bytes) else { break };
+            let (row, last) = (line.row, line.last);
             lines.push(line);
             if last {
                 lines.iter().for_each(&mut *found);
                 lines.clear();
-                self.spans.push(Span { place, start: self.end, len: at - self.end });
+                self.spans.push(Span { row, start: self.end, len: at - self.end });
                 self.end = at;
             }
         }
@@ -176,11 +192,11 @@ impl Part {
     }
 }
 
-fn read_options(path: &Path) -> Option<Value> {
+fn read_identity(path: &Path) -> Option<Value> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
-/// The first field in which two objects differ, with both values.
+/// First field in which two objects differ, with both values.
 fn difference(before: &Value, now: &Value) -> Option<(String, String, String)> {
     let (before, now) = (before.as_object()?, now.as_object()?);
     let none = Value::Null;
@@ -196,34 +212,34 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn line(place: u64, turn: u64, last: bool) -> Line {
-        Line {
+    fn line(row: u64, turn: u64, last: bool) -> AnswerLine {
+        AnswerLine {
             file: "a.json".into(),
-            line: place + 1,
-            place,
+            line: row + 1,
+            row,
             turn,
             last,
             cut: false,
-            category: (place == 1).then(|| "x".into()),
-            input_ids: vec![1, 2, place as u32],
+            category: (row == 1).then(|| "x".into()),
+            input_ids: vec![1, 2, row as u32],
             loss_mask: vec![0, 0, 1],
         }
     }
 
-    fn open(out: &Path, identity: &Value, force: bool) -> Result<(Part, Vec<(u64, u64)>), PartError> {
+    fn open(out: &Path, identity: &Value, force: bool) -> Result<(PartialOutput, Vec<(u64, u64)>), PartialOutputError> {
         let mut found = Vec::new();
-        let part = Part::open(out, identity, force, &mut |line| found.push((line.place, line.turn)))?;
+        let part = PartialOutput::open(out, identity, force, &mut |line| found.push((line.row, line.turn)))?;
         Ok((part, found))
     }
 
-    fn places(path: &Path) -> Vec<(u64, u64)> {
+    fn rows(path: &Path) -> Vec<(u64, u64)> {
         let text = fs::read_to_string(path).unwrap();
-        let line = |text| serde_json::from_str::<Line>(text).unwrap();
-        text.lines().map(line).map(|line| (line.place, line.turn)).collect()
+        let line = |text| serde_json::from_str::<AnswerLine>(text).unwrap();
+        text.lines().map(line).map(|line| (line.row, line.turn)).collect()
     }
 
     #[test]
-    fn a_killed_part_goes_on_behind_its_last_whole_conversation_and_ends_in_order() {
+    fn a_killed_output_resumes_and_ends_in_input_order() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("new/answers.jsonl");
         let id = json!({"seed": 1});
@@ -235,7 +251,7 @@ mod tests {
         drop(part);
         let path = out.with_file_name("answers.jsonl.part");
         let whole = fs::read(&path).unwrap();
-        // A kill may end it anywhere: inside the last line, behind the first line of a conversation, behind a whole one.
+        // A kill may cut it inside a line, after the first line of a conversation, or after a complete one.
         let ends: Vec<_> = whole.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(at, _)| at + 1).collect();
         for (cut, kept) in [(ends[4] - 1, 3), (ends[3], 3), (ends[3] - 20, 3), (ends[2], 3), (ends[1], 1), (ends[4], 5)]
         {
@@ -250,12 +266,12 @@ mod tests {
         part.write(&[line(3, 1, true)]).unwrap();
         part.write(&[line(1, 1, false), line(1, 2, true)]).unwrap();
         assert!(part.finish().unwrap());
-        assert_eq!(places(&out), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)]);
+        assert_eq!(rows(&out), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)]);
         assert_eq!(fs::read_dir(out.parent().unwrap()).unwrap().count(), 1, "nothing else is left");
     }
 
     #[test]
-    fn what_is_there_is_replaced_only_by_force() {
+    fn existing_output_is_replaced_only_by_force() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("answers.jsonl");
         let (mut part, _) = open(&out, &json!({"seed": 1, "limit": null}), false).unwrap();
@@ -264,17 +280,17 @@ mod tests {
         assert!(busy.contains("another process"), "{busy}");
         drop(part);
         let other = open(&out, &json!({"seed": 2, "limit": null}), false).err().unwrap().to_string();
-        assert!(other.contains("another seed (1 then, 2 now)") && other.contains("--force"), "{other}");
+        assert!(other.contains("another seed (1 before, 2 now)") && other.contains("--force"), "{other}");
         let (part, found) = open(&out, &json!({"seed": 2, "limit": null}), true).unwrap();
         assert_eq!(found, []);
         assert!(!part.finish().unwrap());
         assert!(!out.exists());
         fs::write(&out, "precious").unwrap();
-        assert!(matches!(open(&out, &json!({}), false), Err(PartError::Exists(_))));
+        assert!(matches!(open(&out, &json!({}), false), Err(PartialOutputError::Exists(_))));
         let (mut part, _) = open(&out, &json!({}), true).unwrap();
-        assert_eq!(fs::read_to_string(&out).unwrap(), "precious", "as long as it is not complete");
+        assert_eq!(fs::read_to_string(&out).unwrap(), "precious", "until the new one is complete");
         part.write(&[line(0, 1, true)]).unwrap();
         assert!(part.finish().unwrap());
-        assert_eq!(places(&out), [(0, 1)]);
+        assert_eq!(rows(&out), [(0, 1)]);
     }
 }

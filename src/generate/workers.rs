@@ -1,46 +1,47 @@
-//! The workers: threads with a batch each, over one copy of the weights.
+//! Worker pool of `generate`: threads with a batch each, over one copy of the weights.
 //!
-//! On CPU cores each worker computes on one core by itself. Two threads that share every operation wait for each other some
-//! hundred times in a forward, which costs a lot as soon as anything else wants a core.
+//! On CPU each worker computes on one core. Two threads that share every operation synchronise some hundred times in a
+//! forward, which is slow as soon as another process needs a core.
 
 use crate::{
     inference::{Answer, Batch, Settings},
     model::{ModelError, libtorch::set_threads, target::Target},
 };
+use draftmill_actors::runtime::fault::panic_text;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
     thread::Scope,
 };
 
-/// A prompt for one of the workers, as [`Batch::push`] takes it.
-struct Ask {
+/// A prompt for a worker: the arguments of [`Batch::push`].
+struct Prompt {
     ids: Vec<u32>,
-    most: usize,
+    limit: usize,
     stream: u64,
 }
 
-/// What one forward brought.
-struct Stepped {
+/// Answers of one forward, and its number of rows.
+struct ForwardOutput {
     worker: usize,
     answers: Vec<Answer>,
     rows: usize,
 }
 
-/// Who answers. Dropped, it sends the workers home after the forward in hand.
-pub struct Crew {
+/// Worker pool. On drop, workers exit after their current forward.
+pub struct WorkerPool {
     workers: Vec<Worker>,
-    steps: Receiver<Result<Stepped, String>>,
+    outputs: Receiver<Result<ForwardOutput, String>>,
 }
 
 struct Worker {
-    asks: SyncSender<Ask>,
-    places: usize,
-    busy: usize,
+    prompts: SyncSender<Prompt>,
+    slots: usize,
+    in_flight: usize,
 }
 
-impl Crew {
-    /// Starts `workers` threads with `rows` places in all, each with so many threads in an operation.
+impl WorkerPool {
+    /// Starts `workers` threads with `rows` slots in total; each computes with `threads` threads.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         target: &Target,
@@ -48,83 +49,89 @@ impl Crew {
         rows: usize,
         workers: usize,
         threads: usize,
-    ) -> Crew {
+    ) -> WorkerPool {
         let count = workers.clamp(1, rows.max(1));
-        // A forward's end for each worker. Whoever asks never waits: no worker is asked for more than it has places.
-        let (sender, steps) = sync_channel(count);
+        // One output per worker. `submit` never blocks: a worker gets at most as many prompts as it has slots.
+        let (sender, outputs) = sync_channel(count);
         let workers = (0..count).map(|worker| {
-            let places = (rows / count + usize::from(worker < rows % count)).max(1);
-            let (asks, asked) = sync_channel(places);
-            let (target, sender) = (target.share(), sender.clone());
+            let slots = (rows / count + usize::from(worker < rows % count)).max(1);
+            let (prompts, inbox) = sync_channel(slots);
+            let (target, sender) = (target.shallow_clone(), sender.clone());
             scope.spawn(move || {
                 set_threads(threads);
-                let work = || serve(&target, settings, places, worker, &asked, &sender);
+                let work = || run_worker(&target, settings, slots, worker, &inbox, &sender);
                 let ended = catch_unwind(AssertUnwindSafe(work));
                 let why = match ended {
                     Ok(Ok(())) => return,
                     Ok(Err(error)) => error.to_string(),
-                    Err(_) => "a worker panicked".into(),
+                    Err(panic) => format!("a worker panicked: {}", panic_text(&*panic)),
                 };
-                // Nobody listens any more where the work was broken off.
+                // The pool may be dropped already.
                 let _ = sender.send(Err(why));
             });
-            Worker { asks, places, busy: 0 }
+            Worker { prompts, slots, in_flight: 0 }
         });
-        Crew { workers: workers.collect(), steps }
+        WorkerPool { workers: workers.collect(), outputs }
     }
 
-    /// Whether somebody has a free place.
-    pub fn free(&self) -> bool {
-        self.workers.iter().any(|worker| worker.busy < worker.places)
+    /// True if a worker has a free slot.
+    pub fn has_free_slot(&self) -> bool {
+        self.workers.iter().any(|worker| worker.in_flight < worker.slots)
     }
 
-    /// Prompts that are not answered yet.
-    pub fn busy(&self) -> usize {
-        self.workers.iter().map(|worker| worker.busy).sum()
+    /// Number of prompts without an answer.
+    pub fn in_flight(&self) -> usize {
+        self.workers.iter().map(|worker| worker.in_flight).sum()
     }
 
-    /// Gives a prompt to the worker with the most free places.
-    pub fn ask(&mut self, ids: &[u32], most: usize, stream: u64) -> Result<(), String> {
-        let idlest = self.workers.iter_mut().max_by_key(|worker| worker.places - worker.busy.min(worker.places));
+    /// Sends a prompt to the worker with the most free slots. `limit` bounds the tokens of the answer.
+    ///
+    /// # Errors
+    /// The failure of a worker that ended.
+    pub fn submit(&mut self, ids: &[u32], limit: usize, stream: u64) -> Result<(), String> {
+        let idlest = self.workers.iter_mut().max_by_key(|worker| worker.slots - worker.in_flight.min(worker.slots));
         let Some(worker) = idlest else { return Err("there is no worker".into()) };
-        worker.busy += 1;
-        let sent = worker.asks.send(Ask { ids: ids.to_vec(), most, stream });
-        let why = |_| self.steps.try_iter().find_map(Result::err).unwrap_or_else(|| "a worker is gone".into());
+        worker.in_flight += 1;
+        let sent = worker.prompts.send(Prompt { ids: ids.to_vec(), limit, stream });
+        let why = |_| self.outputs.try_iter().find_map(Result::err).unwrap_or_else(|| "a worker ended".into());
         sent.map_err(why)
     }
 
-    /// Waits for a forward to end: its answers, and the rows that had a part in it.
+    /// Waits for the end of a forward. Returns its finished answers and its number of rows.
+    ///
+    /// # Errors
+    /// The failure of a worker.
     pub fn step(&mut self) -> Result<(Vec<Answer>, usize), String> {
-        let Stepped { worker, answers, rows } = self.steps.recv().map_err(|_| "every worker is gone")??;
-        self.workers[worker].busy -= answers.len();
+        let ForwardOutput { worker, answers, rows } = self.outputs.recv().map_err(|_| "every worker ended")??;
+        self.workers[worker].in_flight -= answers.len();
         Ok((answers, rows))
     }
 }
 
-/// Answers what is asked until nobody asks any more.
-fn serve(
+/// Answers prompts until the pool is dropped.
+fn run_worker(
     target: &Target,
     settings: &Settings,
-    places: usize,
+    slots: usize,
     worker: usize,
-    asked: &Receiver<Ask>,
-    steps: &SyncSender<Result<Stepped, String>>,
+    inbox: &Receiver<Prompt>,
+    outputs: &SyncSender<Result<ForwardOutput, String>>,
 ) -> Result<(), ModelError> {
-    let mut batch = Batch::new(target, settings, places);
+    let mut batch = Batch::new(target, settings, slots);
     loop {
         if batch.is_empty() {
-            let Ok(Ask { ids, most, stream }) = asked.recv() else { return Ok(()) };
-            batch.push(&ids, most, stream)?;
+            let Ok(Prompt { ids, limit, stream }) = inbox.recv() else { return Ok(()) };
+            batch.push(&ids, limit, stream)?;
         }
         loop {
-            match asked.try_recv() {
-                Ok(Ask { ids, most, stream }) => batch.push(&ids, most, stream)?,
+            match inbox.try_recv() {
+                Ok(Prompt { ids, limit, stream }) => batch.push(&ids, limit, stream)?,
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => return Ok(()),
             }
         }
         let (answers, rows) = batch.step()?;
-        if steps.send(Ok(Stepped { worker, answers, rows })).is_err() {
+        if outputs.send(Ok(ForwardOutput { worker, answers, rows })).is_err() {
             return Ok(());
         }
     }

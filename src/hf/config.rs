@@ -1,4 +1,4 @@
-//! The target's configuration: Qwen3, Qwen2 and Llama folders as transformers 4 and 5 write them.
+//! Configuration of a target: Qwen3, Qwen2 and Llama folders in the forms of transformers 4 and 5.
 
 use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
 use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The families that differ in biases, query/key norms and defaults.
+/// Model family. Families differ in biases, query/key norms and defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     Llama,
@@ -14,11 +14,33 @@ pub enum Family {
     Qwen3,
 }
 
-/// How the rotary frequencies are stretched for long contexts.
+impl Family {
+    pub const ALL: [Family; 3] = [Family::Llama, Family::Qwen2, Family::Qwen3];
+
+    /// Value of `model_type` in config.json, which is also the architecture's name in GGUF.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Llama => "llama",
+            Family::Qwen2 => "qwen2",
+            Family::Qwen3 => "qwen3",
+        }
+    }
+
+    /// Family of a `model_type`; `None` if it is unsupported.
+    pub fn from_name(name: &str) -> Option<Family> {
+        Family::ALL.into_iter().find(|family| family.name() == name)
+    }
+}
+
+/// Scaling of the rotary frequencies for long contexts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
     None,
-    /// Llama 3.1's rule: long wavelengths are divided by `factor`, short ones kept, those between interpolated.
+    /// All frequencies are divided by `factor`.
+    Linear {
+        factor: f64,
+    },
+    /// Llama 3.1's rule: low frequencies are divided by `factor`, high ones kept, those between interpolated.
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
@@ -27,7 +49,7 @@ pub enum RopeScaling {
     },
 }
 
-/// Shape and settings of a frozen target.
+/// Shape and settings of a target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TargetConfig {
     pub family: Family,
@@ -40,10 +62,10 @@ pub struct TargetConfig {
     pub rms_norm_eps: f64,
     pub rope_theta: f64,
     pub rope_scaling: RopeScaling,
-    /// Rows of the embedding, padding rows included.
+    /// Rows of the embedding, including padding rows.
     pub vocab_size: usize,
     pub max_position_embeddings: usize,
-    /// The head is the embedding; the file holds no `lm_head.weight`.
+    /// True if the head is the embedding; the files have no `lm_head.weight` then.
     pub tie_word_embeddings: bool,
     /// Biases on the query, key and value projections.
     pub qkv_bias: bool,
@@ -55,22 +77,32 @@ pub struct TargetConfig {
     pub bos_token_id: Option<u32>,
     pub eos_token_ids: Vec<u32>,
     pub pad_token_id: Option<u32>,
-    /// What the weights were trained in; float32 where the config is silent.
+    /// Dtype of the weights; float32 if the config has none.
     pub dtype: Dtype,
 }
 
 impl TargetConfig {
     /// Reads `config.json` of a model folder.
+    ///
+    /// # Errors
+    /// As [`TargetConfig::from_named_json`], or an unreadable file.
     pub fn load(folder: &Path) -> Result<TargetConfig, HfError> {
         let path = folder.join("config.json");
         TargetConfig::from_named_json(&path.display().to_string(), &read_json(&path)?)
     }
 
+    /// Parses a config.
+    ///
+    /// # Errors
+    /// As [`TargetConfig::from_named_json`].
     pub fn from_json(value: &Value) -> Result<TargetConfig, HfError> {
         TargetConfig::from_named_json("config.json", value)
     }
 
-    /// Errors name `file`. Whatever would change the numbers and is not implemented is refused by key and value.
+    /// Parses a config; errors name `file`.
+    ///
+    /// # Errors
+    /// A missing or invalid key, or an unsupported setting that changes the model's output.
     pub fn from_named_json(file: &str, value: &Value) -> Result<TargetConfig, HfError> {
         let top = Fields::new(file, value)?;
         let family = family(&top)?;
@@ -88,7 +120,7 @@ impl TargetConfig {
         }
         let head_dim = match (top.count_to("head_dim", MAX_HEAD_DIM)?, family) {
             (Some(dim), _) => dim,
-            // transformers' default, which does not look at the hidden size.
+            // Default of transformers, independent of the hidden size.
             (None, Family::Qwen3) => 128,
             (None, _) if hidden_size.is_multiple_of(heads) => hidden_size / heads,
             (None, _) => return Err(top.bad("hidden_size", &format!("a multiple of num_attention_heads ({heads})"))),
@@ -123,7 +155,7 @@ impl TargetConfig {
         })
     }
 
-    /// Every tensor that the model reads, by name. What a forward up to some tap does not need is included.
+    /// Shapes of all tensors of the model by name, including those that a forward up to a tap does not need.
     pub fn tensor_shapes(&self) -> BTreeMap<String, Vec<usize>> {
         let (hidden, inner) = (self.hidden_size, self.intermediate_size);
         let query = self.num_attention_heads * self.head_dim;
@@ -163,15 +195,15 @@ impl TargetConfig {
         shapes
     }
 
-    /// Everything that is wrong with a model's weights: missing, mis-shaped, of another number type, or unknown.
+    /// All defects of a model's weights: missing, of another shape or dtype, or unknown.
     pub fn check_weights(&self, files: &TensorFiles) -> Vec<HfError> {
         let mut errors = files.check(&self.tensor_shapes());
         errors.extend(self.unexpected(files));
         errors
     }
 
-    /// The first weight inside a layer that this configuration does not use, such as a bias: leaving it out would
-    /// silently compute another model. Tables of rotary frequencies, which old files carry, are derived anyway.
+    /// First weight of a layer that this configuration does not use, such as a bias: ignoring it would silently compute another
+    /// model. Tables of rotary frequencies in old files are allowed, since they are derived.
     pub fn unexpected(&self, files: &TensorFiles) -> Option<HfError> {
         let shapes = self.tensor_shapes();
         let inside = |name: &&str| name.starts_with("model.layers.") && !name.ends_with("rotary_emb.inv_freq");
@@ -181,25 +213,28 @@ impl TargetConfig {
 }
 
 impl DraftConfig {
-    /// Whether this drafter belongs to `target`, as far as their configurations tell; else a sentence with the key.
-    pub fn fits(&self, target: &TargetConfig) -> Result<(), String> {
+    /// Checks by configuration that this drafter is for `target`.
+    ///
+    /// # Errors
+    /// A sentence with the key that differs.
+    pub fn check_target(&self, target: &TargetConfig) -> Result<(), String> {
         for (name, of_target, draft, target) in [
             ("hidden_size", "hidden_size", self.hidden_size, target.hidden_size),
-            // A head that is padded to another size cannot be shared, and acceptance is 0 (vllm#46435).
+            // A head padded to another size cannot be shared; acceptance is 0 (vllm#46435).
             ("vocab_size", "vocab_size", self.vocab_size, target.vocab_size),
             ("num_target_layers", "num_hidden_layers", self.num_target_layers, target.num_hidden_layers),
         ] {
             if draft != target {
                 return Err(format!(
-                    "its `{name}` is {draft}, but the target's `{of_target}` is {target}; give the folders that belong together"
+                    "its `{name}` is {draft}, but the target's `{of_target}` is {target}; give the drafter's own target"
                 ));
             }
         }
         Ok(())
     }
 
-    /// A drafter for `target`: its widths, heads, rotary base and vocabulary are the target's, every layer is full,
-    /// and the rotary embedding is unscaled.
+    /// Creates a drafter for `target` with its widths, heads, rotary base and vocabulary. All layers have full attention, and the
+    /// rotary embedding is unscaled.
     pub fn for_target(
         target: &TargetConfig,
         num_hidden_layers: usize,
@@ -233,13 +268,8 @@ impl DraftConfig {
 }
 
 fn family(top: &Fields<'_>) -> Result<Family, HfError> {
-    match top.text("model_type")? {
-        Some("llama") => Ok(Family::Llama),
-        Some("qwen2") => Ok(Family::Qwen2),
-        Some("qwen3") => Ok(Family::Qwen3),
-        Some(_) => Err(top.unsupported("model_type", "llama, qwen2 and qwen3 are")),
-        None => Err(top.missing("model_type", "llama, qwen2 or qwen3")),
-    }
+    let name = top.text("model_type")?.ok_or_else(|| top.missing("model_type", "llama, qwen2 or qwen3"))?;
+    Family::from_name(name).ok_or_else(|| top.unsupported("model_type", "llama, qwen2 and qwen3 are"))
 }
 
 fn refuse_unsupported(top: &Fields<'_>, family: Family) -> Result<(), HfError> {
@@ -254,7 +284,7 @@ fn refuse_unsupported(top: &Fields<'_>, family: Family) -> Result<(), HfError> {
     if top.get("partial_rotary_factor").is_some_and(|value| value.as_f64() != Some(1.0)) {
         return Err(top.unsupported("partial_rotary_factor", "only 1 is"));
     }
-    // `sliding_window` alone is inert in the Qwen families: the flag switches it on. Llama has none at all.
+    // In the Qwen families `sliding_window` has no effect without this flag. Llama has no window.
     if family != Family::Llama && top.flag("use_sliding_window")?.unwrap_or(false) {
         return Err(top.unsupported("use_sliding_window", "only full attention is"));
     }
@@ -265,7 +295,7 @@ fn refuse_unsupported(top: &Fields<'_>, family: Family) -> Result<(), HfError> {
     Ok(())
 }
 
-/// `rope_theta` with `rope_scaling` at the top (transformers 4), or all of it in `rope_parameters` (transformers 5).
+/// Reads `rope_theta` and `rope_scaling` at the top level (transformers 4), or both in `rope_parameters` (transformers 5).
 fn rope(top: &Fields<'_>) -> Result<(f64, RopeScaling), HfError> {
     let mut theta = top.positive("rope_theta")?;
     let mut scaling = RopeScaling::None;
@@ -287,7 +317,7 @@ fn rope(top: &Fields<'_>) -> Result<(f64, RopeScaling), HfError> {
             _ => return Err(rope.unsupported(kind, "default and llama3 are")),
         }
     }
-    // 10000 is what transformers assumes for all three families.
+    // 10000 is the default of transformers for all three families.
     Ok((theta.unwrap_or(10_000.0), scaling))
 }
 
@@ -319,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_sizes_are_refused_by_name_before_anything_is_multiplied() {
+    fn absurd_sizes_are_refused_by_name() {
         for key in [
             "hidden_size",
             "intermediate_size",
@@ -366,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn both_rope_spellings_are_one_model() {
+    fn both_rope_spellings_give_one_config() {
         let scaling = json!({
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
@@ -383,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_implemented_is_refused_with_key_and_value() {
+    fn unsupported_settings_are_refused_with_key_and_value() {
         for (key, value, shown) in [
             ("model_type", json!("gpt_oss"), "gpt_oss"),
             ("hidden_act", json!("gelu"), "gelu"),
@@ -407,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inert_sliding_window_is_no_obstacle() {
+    fn a_sliding_window_without_its_flag_is_accepted() {
         let mut value = qwen3();
         value["sliding_window"] = json!(4096);
         value["use_sliding_window"] = json!(false);

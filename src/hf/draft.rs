@@ -1,4 +1,4 @@
-//! The drafter's configuration in the z-lab layout: `config.json` in and out, and the exact tensors that belong to it.
+//! Drafter configuration in z-lab's layout: reads and writes `config.json`, and lists the tensors.
 
 use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
 use super::{Dtype, HfError, dtype_name, read_json};
@@ -6,16 +6,16 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What a layer of the drafter may see of the context (`reference/dflash.md` section 1.6).
+/// Attention of a drafter layer to the context (docs/dflash.md#sliding-layers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerType {
-    /// All context before the anchor and the whole block.
+    /// Full attention to the context before the anchor and to the whole block.
     Full,
-    /// Context within `sliding_window` and, inside the block, only slots up to its own.
+    /// Attention to the context within `sliding_window`, causal inside the block.
     Sliding,
 }
 
-/// Shape and settings of a DFlash drafter (`reference/dflash.md` section 2.1).
+/// Shape and settings of a DFlash drafter (docs/dflash.md#z-lab-layout).
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftConfig {
     /// Width of the residual stream; equal to the target's.
@@ -29,40 +29,45 @@ pub struct DraftConfig {
     pub rope_theta: f64,
     /// Rows of the target's embedding.
     pub vocab_size: usize,
-    /// Slots of a block, the anchor included.
+    /// Slots of a block, including the anchor.
     pub block_size: usize,
-    /// The token that fills every slot but the first.
+    /// Token that fills every slot except the first.
     pub mask_token_id: u32,
     /// Tapped target layers, 0-based: id `i` is the residual stream after layer `i`.
     pub target_layer_ids: Vec<usize>,
-    /// Layers of the target, tapped or not.
+    /// Number of layers of the target.
     pub num_target_layers: usize,
     pub max_position_embeddings: usize,
     /// One entry for each drafter layer.
     pub layer_types: Vec<LayerType>,
-    /// Positions that a sliding layer sees, its own included; `None` when every layer is full.
+    /// Positions visible to a sliding layer, including its own; `None` if every layer is full.
     pub sliding_window: Option<usize>,
     pub bos_token_id: Option<u32>,
     pub eos_token_ids: Vec<u32>,
     pub pad_token_id: Option<u32>,
-    /// Number type of the weights beside the config.
+    /// Dtype of the weights.
     pub dtype: Dtype,
 }
 
 impl DraftConfig {
-    /// Whether some layer sees only a window of the context.
+    /// True if a layer has sliding attention.
     pub fn slides(&self) -> bool {
         self.layer_types.contains(&LayerType::Sliding)
     }
 
     /// Reads `config.json` of a drafter folder.
+    ///
+    /// # Errors
+    /// As [`DraftConfig::from_json`], or an unreadable file.
     pub fn load(folder: &Path) -> Result<DraftConfig, HfError> {
         let path = folder.join("config.json");
         DraftConfig::from_named_json(&path.display().to_string(), &read_json(&path)?)
     }
 
-    /// Takes `block_size` and the rope settings in either place where writers put them. Refuses by name what the
-    /// architecture here does not do.
+    /// Parses a config. `block_size` and the rope settings may be in either of their two locations.
+    ///
+    /// # Errors
+    /// A missing or invalid key, or an unsupported setting.
     pub fn from_json(value: &Value) -> Result<DraftConfig, HfError> {
         DraftConfig::from_named_json("config.json", value)
     }
@@ -105,14 +110,17 @@ impl DraftConfig {
         Ok(config)
     }
 
-    /// Refuses values that contradict one another, by name. For a config that was put together in code.
+    /// Checks a config that was built in code.
+    ///
+    /// # Errors
+    /// The first value that contradicts another one.
     pub fn validate(&self) -> Result<(), HfError> {
         self.check("the drafter's configuration")
     }
 
-    /// `config.json` as z-lab, SGLang, vLLM and both generations of transformers read it: `block_size` and the rope
-    /// settings stand in both of their places, the layer types are explicit, and nothing hints at a partial rotary.
-    /// `auto_map` is left out: it would promise a `dflash.py` beside the weights, which we do not ship.
+    /// Writes `config.json` for z-lab, SGLang, vLLM and both generations of transformers. `block_size` and the rope settings are
+    /// in both of their locations, and the layer types are explicit. `auto_map` is omitted, since the export has no
+    /// `dflash.py`.
     pub fn to_json(&self) -> Value {
         let kinds: Vec<&str> = self.layer_types.iter().map(|&kind| layer_type_name(kind)).collect();
         let eos = match self.eos_token_ids.as_slice() {
@@ -159,7 +167,7 @@ impl DraftConfig {
         })
     }
 
-    /// The `11 n + 3` tensors of a drafter with `n` layers, by name.
+    /// Shapes of the `11 n + 3` tensors of a drafter with `n` layers, by name.
     pub fn tensor_shapes(&self) -> BTreeMap<String, Vec<usize>> {
         let (hidden, inner) = (self.hidden_size, self.intermediate_size);
         let query = self.num_attention_heads * self.head_dim;
@@ -210,7 +218,7 @@ impl DraftConfig {
         let ids = &self.target_layer_ids;
         let distinct = ids.iter().collect::<std::collections::BTreeSet<_>>().len() == ids.len();
         if ids.is_empty() || !distinct || ids.iter().any(|&id| id + 1 >= self.num_target_layers) {
-            // The last layer has no agreed tap: engines capture it before or after the final norm, or not at all.
+            // Engines differ in the tap of the last layer: before the final norm, after it, or none.
             let expected = format!(
                 "a list of different layers below {}, the last of the target's layers excluded",
                 self.num_target_layers.saturating_sub(1)
@@ -226,20 +234,18 @@ impl DraftConfig {
             Some(window) if window > 0 && slides => Ok(()),
             None if !slides => Ok(()),
             Some(window) if slides => bad("sliding_window", window.to_string(), "at least 1".into()),
-            Some(window) => {
-                bad("sliding_window", window.to_string(), "left out, since no layer type is sliding".into())
-            }
+            Some(window) => bad("sliding_window", window.to_string(), "absent, since no layer type is sliding".into()),
             None => {
-                let expected = "true, beside a sliding_window, since a layer type is sliding";
-                bad("use_sliding_window", "false or nothing".into(), expected.into())
+                let expected = "true, with a sliding_window, since a layer type is sliding";
+                bad("use_sliding_window", "false or absent".into(), expected.into())
             }
         }
     }
 }
 
-/// z-lab's choice of `n` taps in a target of `num_target_layers` layers: from layer 1 to the last but two, evenly,
-/// rounded half to even as Python does (`reference/dflash.md` section 1.4). It means little for targets of fewer than
-/// five layers, where ids repeat; [`DraftConfig::validate`] refuses those.
+/// z-lab's choice of `n` taps in a target of `num_target_layers` layers: evenly spaced from layer 1 to the third last, rounded
+/// half to even as in Python (docs/dflash.md#tapped-layers). Ids repeat for targets of fewer than five layers;
+/// [`DraftConfig::validate`] refuses those.
 pub fn default_target_layer_ids(num_target_layers: usize, n: usize) -> Vec<usize> {
     if n == 1 {
         return vec![num_target_layers / 2];
@@ -268,15 +274,15 @@ fn refuse_other_architectures(top: &Fields<'_>) -> Result<(), HfError> {
     if top.flag("attention_bias")?.unwrap_or(false) {
         return Err(top.unsupported("attention_bias", "drafters have no biases"));
     }
-    // These would change the numbers of a drafter that was trained with a full rotary and plain logits.
+    // These settings change the output of a drafter trained with full rotary embedding and plain logits.
     for key in ["partial_rotary_factor", "mrope_section", "input_embedding_scale", "output_multiplier"] {
         if top.get(key).is_some_and(|value| value.as_f64() != Some(1.0)) {
-            return Err(top.unsupported(key, "leave the key out"));
+            return Err(top.unsupported(key, "remove the key"));
         }
     }
     for key in ["final_logit_softcapping", "is_causal", "quantization_config"] {
         if top.get(key).is_some() {
-            return Err(top.unsupported(key, "leave the key out"));
+            return Err(top.unsupported(key, "remove the key"));
         }
     }
     Ok(())
@@ -288,11 +294,11 @@ fn block_size(top: &Fields<'_>, nested: &Fields<'_>) -> Result<usize, HfError> {
             Err(top.bad("block_size", &format!("{inner}, as in `dflash_config.block_size`")))
         }
         (Some(size), _) | (None, Some(size)) => Ok(size),
-        (None, None) => Err(top.missing("block_size", "a whole number of at least 2, here or in `dflash_config`")),
+        (None, None) => Err(top.missing("block_size", "an integer of at least 2, here or in `dflash_config`")),
     }
 }
 
-/// `rope_theta` at the top (transformers 4) or in `rope_parameters` (transformers 5); only unscaled rotary is known.
+/// Reads `rope_theta` at the top level (transformers 4) or in `rope_parameters` (transformers 5). Scaling is refused.
 fn rope_theta(top: &Fields<'_>) -> Result<f64, HfError> {
     let mut theta = top.positive("rope_theta")?;
     for key in ["rope_scaling", "rope_parameters"] {
@@ -304,7 +310,7 @@ fn rope_theta(top: &Fields<'_>) -> Result<f64, HfError> {
         }
         for name in ["partial_rotary_factor", "mrope_section"] {
             if rope.get(name).is_some_and(|value| value.as_f64() != Some(1.0)) {
-                return Err(rope.unsupported(name, "leave the key out"));
+                return Err(rope.unsupported(name, "remove the key"));
             }
         }
         match (rope.positive("rope_theta")?, theta) {
@@ -320,7 +326,7 @@ fn rope_theta(top: &Fields<'_>) -> Result<f64, HfError> {
 
 fn layer_types(top: &Fields<'_>, layers: usize, window: Option<usize>) -> Result<Vec<LayerType>, HfError> {
     let Some(value) = top.get("layer_types") else {
-        // transformers' rule for configs that leave them out.
+        // Default of transformers.
         let first = top.count("max_window_layers")?.unwrap_or(layers);
         let sliding = |layer: usize| window.is_some() && layer >= first;
         return Ok((0..layers).map(|l| if sliding(l) { LayerType::Sliding } else { LayerType::Full }).collect());
@@ -344,7 +350,7 @@ fn one_id(fields: &Fields<'_>, key: &str) -> Result<Option<u32>, HfError> {
     }
 }
 
-/// Name of a layer's weight, such as `layers.0.mlp.up_proj.weight`.
+/// Name of a layer's weight, for example `layers.0.mlp.up_proj.weight`.
 pub fn layer_weight(layer: usize, name: &str) -> String {
     format!("layers.{layer}.{name}.weight")
 }
@@ -379,12 +385,12 @@ mod tests {
     }
 
     #[test]
-    fn a_config_survives_the_way_through_json() {
+    fn a_config_round_trips_through_json() {
         let config = sample();
         assert_eq!(DraftConfig::from_json(&config.to_json()).unwrap(), config);
     }
 
-    /// SpecForge#742 and speculators#662: readers look in one of two places, so both must be written and read.
+    /// SpecForge#742 and speculators#662: readers use one of two locations, so both must be written and read.
     #[test]
     fn specforge_742_both_spellings_are_written_and_either_is_read() {
         let config = sample();
@@ -443,7 +449,7 @@ mod tests {
         assert_eq!(shapes["layers.2.self_attn.o_proj.weight"], [48, 60]);
     }
 
-    /// The table of `reference/dflash.md` section 1.4; 38, 62 and 94 tell half-to-even from half-up.
+    /// Table of docs/dflash.md#tapped-layers; 38, 62 and 94 distinguish half-to-even from half-up.
     #[test]
     fn taps_follow_the_published_table() {
         for (layers, ids) in [

@@ -1,16 +1,16 @@
-//! Typed look-ups in a config.json, whose errors name the file, the key and the value.
+//! Typed access to the keys of a config.json. Errors name the file, the key and the value.
 
 use super::{Dtype, HfError, dtype_from_name};
 use serde_json::Value;
 
-/// Far above every model, and low enough that products of them are no more than a 64-bit number holds.
+/// Limits above every model, and low enough that their products fit into 64 bits.
 const MAX_COUNT: usize = 1 << 28;
 pub(super) const MAX_WIDTH: usize = 1 << 22;
 pub(super) const MAX_LAYERS: usize = 1 << 10;
 pub(super) const MAX_HEADS: usize = 1 << 12;
 pub(super) const MAX_HEAD_DIM: usize = 1 << 12;
 
-/// One JSON object with the name of the file that it came from and the path of keys that led to it.
+/// JSON object with its file name and key path, for errors.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
     file: &'a str,
@@ -27,7 +27,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The nested object under `key`; `None` when it is absent or null.
+    /// Nested object under `key`; `None` if it is absent or null.
     pub fn nested(&self, key: &'a str) -> Result<Option<Fields<'a>>, HfError> {
         match self.get(key) {
             None => Ok(None),
@@ -36,7 +36,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value under `key`; an explicit null counts as absent.
+    /// Value under `key`; null counts as absent.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
         self.object.get(key).filter(|value| !value.is_null())
     }
@@ -45,24 +45,25 @@ impl<'a> Fields<'a> {
         self.count_to(key, MAX_COUNT)
     }
 
-    /// A whole number of at least 1 that must be there.
+    /// Required integer of at least 1.
     pub fn size(&self, key: &str) -> Result<usize, HfError> {
         self.size_to(key, MAX_COUNT)
     }
 
-    /// A whole number that a model can have: products of sizes must not overflow, nor loops over layers take for ever.
-    pub fn count_to(&self, key: &str, most: usize) -> Result<Option<usize>, HfError> {
-        let number = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n <= most);
+    /// Integer of at most `limit`. The limit keeps products of sizes from overflowing and bounds loops over layers.
+    pub fn count_to(&self, key: &str, limit: usize) -> Result<Option<usize>, HfError> {
+        let number = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n <= limit);
         self.get(key)
-            .map(|value| number(value).ok_or_else(|| self.bad(key, &format!("a whole number of at most {most}"))))
+            .map(|value| number(value).ok_or_else(|| self.bad(key, &format!("an integer of at most {limit}"))))
             .transpose()
     }
 
-    pub fn size_to(&self, key: &str, most: usize) -> Result<usize, HfError> {
-        match self.count_to(key, most)? {
+    /// Required integer in 1..=`limit`.
+    pub fn size_to(&self, key: &str, limit: usize) -> Result<usize, HfError> {
+        match self.count_to(key, limit)? {
             Some(0) => Err(self.bad(key, "at least 1")),
             Some(n) => Ok(n),
-            None => Err(self.missing(key, "a whole number of at least 1")),
+            None => Err(self.missing(key, "an integer of at least 1")),
         }
     }
 
@@ -78,10 +79,10 @@ impl<'a> Fields<'a> {
     }
 
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, HfError> {
-        self.get(key).map(|value| value.as_str().ok_or_else(|| self.bad(key, "a text"))).transpose()
+        self.get(key).map(|value| value.as_str().ok_or_else(|| self.bad(key, "a string"))).transpose()
     }
 
-    /// Token ids given as one number or as a list.
+    /// Token ids, given as a number or as a list.
     pub fn ids(&self, key: &str) -> Result<Vec<u32>, HfError> {
         let expected = "a token id or a list of token ids";
         let id =

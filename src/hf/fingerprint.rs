@@ -1,5 +1,6 @@
-//! Fingerprint of a model folder, without reading gigabytes.
+//! Fingerprint of a model folder that samples the weight files.
 
+use crate::common::hash::hex;
 use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File},
@@ -7,11 +8,15 @@ use std::{
     path::Path,
 };
 
-/// Chunks of a weight file that enter its fingerprint, and their size: a whole file of many gigabytes would take minutes.
+/// Number and size of the chunks of a weight file in its fingerprint; a complete file of many gigabytes would take minutes.
 const CHUNKS: u64 = 64;
 const CHUNK: usize = 64 << 10;
 
-/// A fingerprint of a model folder: config.json whole, and of each weight file its length and evenly spaced parts.
+/// Fingerprint of a model folder: SHA-256 of config.json and of each weight file's length and evenly spaced chunks, shortened
+/// to 16 hexadecimal digits.
+///
+/// # Errors
+/// An I/O error.
 pub fn fingerprint(dir: &Path) -> io::Result<String> {
     let mut files: Vec<_> = fs::read_dir(dir)?.collect::<Result<_, _>>()?;
     files.retain(|f| f.path().extension().is_some_and(|e| e == "safetensors"));
@@ -30,5 +35,5 @@ pub fn fingerprint(dir: &Path) -> io::Result<String> {
             hash.update(&buffer[..n]);
         }
     }
-    Ok(hash.finalize().iter().take(8).map(|b| format!("{b:02x}")).collect())
+    Ok(hex(&hash.finalize()[..8]))
 }

@@ -1,11 +1,11 @@
-//! The two layouts in which DFlash drafters lie on disk: z-lab's, which engines load, and that of the vLLM project's
-//! speculators, which brings the target's embedding and head along and counts taps from one.
+//! The two layouts of DFlash drafters on disk: z-lab's, which engines load, and that of the vLLM project's speculators, which
+//! may contain the target's embedding and head and numbers taps from 1.
 
 use super::{HfError, config::TargetConfig, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
 use serde_json::{Map, Value, json};
 use std::{collections::BTreeMap, path::Path};
 
-/// How a drafter's folder is written.
+/// Layout of a drafter's folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
     #[default]
@@ -13,26 +13,26 @@ pub enum Layout {
     Speculators,
 }
 
-/// The target as a speculators config names it.
+/// Target in a speculators config.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verifier {
-    /// A folder, or a name on a hub.
+    /// Folder, or name on a hub.
     pub name_or_path: String,
     pub architectures: Vec<String>,
 }
 
-/// Version of speculators whose files these are.
+/// Version of speculators whose format is written.
 const SPECULATORS_VERSION: &str = "0.9.0";
 /// Files of a drafter's folder.
 pub const CONFIG: &str = "config.json";
 pub const MODEL: &str = "model.safetensors";
-/// The target's own tensors, which a file of the speculators layout may hold, each `[vocab, hidden]`.
+/// Tensors of the target in the speculators layout, each `[vocab, hidden]`.
 pub const EMBEDDING: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";
-/// Keys of z-lab's config that are no setting of its layers.
+/// Keys of z-lab's config that are not settings of the layers.
 const NOT_OF_LAYERS: [&str; 5] = ["architectures", "dflash_config", "block_size", "num_target_layers", "dtype"];
 
-/// A drafter's folder in either layout, held to exactly the tensors of its configuration.
+/// Drafter's folder in either layout, with exactly the tensors of its configuration.
 pub struct DraftFolder {
     pub layout: Layout,
     pub config: DraftConfig,
@@ -40,16 +40,22 @@ pub struct DraftFolder {
 }
 
 impl DraftFolder {
-    /// Opens a drafter's folder that was made for `target`, the model in the folder `of`; the error is a sentence.
+    /// Opens a drafter's folder for `target`, the model in the folder `of`.
+    ///
+    /// # Errors
+    /// A sentence: an unusable folder, or a drafter of another target.
     pub fn open_for(folder: &Path, of: &Path, target: &TargetConfig) -> Result<DraftFolder, String> {
         let opened = DraftFolder::open(folder, Some(target.num_hidden_layers)).map_err(|error| error.to_string())?;
-        opened.config.fits(target).map_err(|why| {
+        opened.config.check_target(target).map_err(|why| {
             format!("the drafter of {} was not made for the target of {}: {why}", folder.display(), of.display())
         })?;
         Ok(opened)
     }
 
-    /// The first tensor that holds a NaN or an infinite value. Reads all of them.
+    /// First tensor with a NaN or an infinite value. Reads all tensors.
+    ///
+    /// # Errors
+    /// A tensor that cannot be read.
     pub fn not_finite(&self) -> Result<Option<&str>, HfError> {
         for name in self.files.names() {
             if !self.files.get(name)?.all_finite() {
@@ -59,8 +65,11 @@ impl DraftFolder {
         Ok(None)
     }
 
-    /// Opens a folder and compares every name and shape. `target_layers` is for files of the speculators layout that do not say
-    /// how many layers the target has.
+    /// Opens a folder and checks every name and shape. `target_layers` is the number of target layers for speculators configs
+    /// without that key.
+    ///
+    /// # Errors
+    /// An [`HfError`] with the file, the key or tensor, and the remedy.
     pub fn open(folder: &Path, target_layers: Option<usize>) -> Result<DraftFolder, HfError> {
         let path = folder.join("config.json");
         let (layout, config) = config_of(&path.display().to_string(), &read_json(&path)?, target_layers)?;
@@ -77,6 +86,9 @@ impl DraftFolder {
 }
 
 /// Reads a config of either layout.
+///
+/// # Errors
+/// A missing, invalid or unsupported key.
 pub fn config_of(file: &str, json: &Value, target_layers: Option<usize>) -> Result<(Layout, DraftConfig), HfError> {
     if json.get("speculators_model_type").is_some() || json.get("speculators_config").is_some() {
         let zlab = zlab_json(file, json, target_layers)?;
@@ -86,8 +98,8 @@ pub fn config_of(file: &str, json: &Value, target_layers: Option<usize>) -> Resu
     }
 }
 
-/// What a folder must hold: the drafter's own tensors, and in the speculators layout, where one of them is there, the
-/// target's embedding and head. speculators 0.9.0 itself writes neither for a whole vocabulary, and reads both.
+/// Required tensors of a folder: the drafter's own, and in the speculators layout the target's embedding and head if one of
+/// them is present. speculators 0.9.0 reads both and writes neither for a full vocabulary.
 pub fn tensor_shapes(layout: Layout, config: &DraftConfig, files: &TensorFiles) -> BTreeMap<String, Vec<usize>> {
     let mut shapes = config.tensor_shapes();
     if layout == Layout::Speculators && files.names().any(|name| name == EMBEDDING || name == HEAD) {
@@ -98,17 +110,19 @@ pub fn tensor_shapes(layout: Layout, config: &DraftConfig, files: &TensorFiles) 
     shapes
 }
 
-/// `config.json` as speculators writes it (`reference/dflash.md` section 2.3). A tap's id is one higher there: 0 is the
-/// embedding's output. One token fewer is proposed than the block has slots, since the first one is given
-/// (speculators#456).
+/// `config.json` in speculators' layout (docs/dflash.md#speculators-layout). Tap ids are one higher: 0 is the embedding's output.
+/// It proposes `block_size - 1` tokens, since the first slot is given (speculators#456).
+///
+/// # Errors
+/// A sliding layer, whose window has another meaning in this layout.
 pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Value, HfError> {
     if config.layer_types.contains(&LayerType::Sliding) {
-        // There the window is counted from the anchor, here from each slot.
+        // speculators counts the window from the anchor, Draftmill from each slot.
         return Err(HfError::Unsupported {
             file: "the drafter's configuration".into(),
             key: "layer_types".into(),
             value: "sliding_attention".into(),
-            supported: "in the speculators layout a window means something else; write z-lab's".into(),
+            supported: "the speculators layout counts a window from the anchor; use z-lab's layout".into(),
         });
     }
     let mut layers = config.to_json();
@@ -116,7 +130,7 @@ pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Val
         NOT_OF_LAYERS.iter().for_each(|key| drop(keys.remove(*key)));
     }
     Ok(json!({
-        // What speculators 0.9.0 writes itself; vLLM goes by the next key.
+        // As speculators 0.9.0 writes it; vLLM uses the next key.
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": "dflash",
         "speculators_version": SPECULATORS_VERSION,
@@ -145,7 +159,7 @@ pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Val
     }))
 }
 
-/// The same drafter's config in z-lab's layout.
+/// Converts a speculators config to z-lab's layout.
 fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<Value, HfError> {
     let bad = |key: &str, expected: &str| HfError::BadValue {
         file: file.into(),
@@ -157,7 +171,7 @@ fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<V
         return Err(bad("speculators_model_type", "\"dflash\": other algorithms are other drafters"));
     }
     if json.get("sample_from_anchor").is_some_and(|value| *value != false) {
-        return Err(bad("sample_from_anchor", "false: the first slot holds a token that is known"));
+        return Err(bad("sample_from_anchor", "false: the first slot holds a known token"));
     }
     let layers = json["transformer_layer_config"].as_object();
     let layers = layers.ok_or_else(|| bad("transformer_layer_config", "an object with the settings of the layers"))?;
@@ -175,15 +189,15 @@ fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<V
             file: file.into(),
             key: "transformer_layer_config.layer_types".into(),
             value: layers["layer_types"].to_string(),
-            supported: "a window is counted from the anchor there, and from each slot here".into(),
+            supported: "speculators counts a window from the anchor, Draftmill from each slot".into(),
         });
     }
     let ids = json["aux_hidden_state_layer_ids"].as_array();
     let ids = ids.ok_or_else(|| bad("aux_hidden_state_layer_ids", "a list of tapped layers"))?;
-    let expected = "a list of numbers from 1 on: id 0 is the embedding's output, which no drafter here takes";
+    let expected = "a list of numbers from 1: id 0 is the embedding's output, which is not supported";
     let ids = ids.iter().map(|id| id.as_u64().and_then(|id| id.checked_sub(1)));
     let ids: Vec<u64> = ids.collect::<Option<_>>().ok_or_else(|| bad("aux_hidden_state_layer_ids", expected))?;
-    // Files leave out what transformers' Qwen3 has as its default.
+    // Files omit the defaults of transformers' Qwen3.
     let mut zlab: Map<String, Value> = Map::new();
     for (key, value) in qwen3_defaults() {
         zlab.insert(key.into(), value);
@@ -201,7 +215,7 @@ fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<V
         (Some(stated), _) => json!(stated),
         (None, Some(known)) => json!(known),
         (None, None) => {
-            return Err(bad("num_target_layers", "there, or known from the target's folder: give --target"));
+            return Err(bad("num_target_layers", "present, or known from the target's folder: give --target"));
         }
     };
     let dtype = [&json["dtype"], &json["torch_dtype"], &zlab["dtype"]].into_iter().find(|value| !value.is_null());
@@ -219,7 +233,7 @@ fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<V
     Ok(Value::Object(zlab))
 }
 
-/// What transformers takes for keys that a Qwen3 config leaves out.
+/// Defaults of transformers for absent keys of a Qwen3 config.
 fn qwen3_defaults() -> [(&'static str, Value); 11] {
     [
         ("vocab_size", json!(151_936)),
@@ -256,12 +270,12 @@ mod tests {
     }
 
     #[test]
-    fn a_config_survives_the_way_through_speculators() {
+    fn a_config_round_trips_through_speculators() {
         assert_eq!(config_of("x", &json(), None).unwrap(), (Layout::Speculators, config()));
         assert_eq!(config_of("x", &config().to_json(), None).unwrap(), (Layout::Zlab, config()));
     }
 
-    /// vllm#40727, vllm#42704: the same tap has another number there, and who mixes them up taps the wrong layer.
+    /// vllm#40727, vllm#42704: the layouts number taps differently, and mixing them taps the wrong layer.
     #[test]
     fn vllm_42704_taps_are_one_higher() {
         let mut json = json();
@@ -273,13 +287,13 @@ mod tests {
 
     /// speculators#456: the anchor's slot proposes nothing.
     #[test]
-    fn speculators_456_one_token_fewer_is_proposed_than_the_block_has_slots() {
+    fn speculators_456_proposes_block_size_minus_one_tokens() {
         assert_eq!(json()["speculators_config"]["proposal_methods"][0]["speculative_tokens"], 3);
     }
 
-    /// speculators writes only what differs from transformers' defaults, and knows no number of target layers.
+    /// speculators writes only values that differ from transformers' defaults, and no number of target layers.
     #[test]
-    fn what_a_file_leaves_out_is_transformers_default_and_the_targets_depth_must_be_known() {
+    fn absent_keys_are_defaults_and_target_depth_is_required() {
         let mut json = json();
         json["transformer_layer_config"] = json!({ "num_hidden_layers": 2, "hidden_size": 64 });
         json["draft_vocab_size"] = json!(151_936);
@@ -291,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_compute_something_else_is_refused_by_name() {
+    fn settings_that_change_the_output_are_refused_by_name() {
         type Change = fn(&mut Value);
         let cases: [(&str, Change); 7] = [
             ("sample_from_anchor", |c| c["sample_from_anchor"] = json!(true)),

@@ -1,4 +1,4 @@
-//! Hugging Face model folders: configurations and weights on disk. Nothing here needs libtorch.
+//! Hugging Face model folders: configurations and weights on disk, without libtorch.
 
 pub mod config;
 pub mod draft;
@@ -13,32 +13,34 @@ pub use draftmill_actors::messages::engine::FeatureDtype as Dtype;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// What is wrong with a model folder. Each text is a sentence with the file, the key or tensor, the value and the remedy.
+/// Defect of a model folder. Each text has the file, the key or tensor, the value and the remedy.
 #[derive(Debug, Error)]
 pub enum HfError {
-    #[error("{} cannot be read ({source}); give a folder that holds a Hugging Face model", path.display())]
+    #[error("{} cannot be read ({source}); give the folder of a Hugging Face model", path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("{file} is not valid JSON ({reason}); fetch or write it again")]
+    #[error("{file} is not valid JSON ({reason}); download or write it again")]
     Json { file: String, reason: String },
     #[error("{file} lacks the key `{key}`; add it ({expected})")]
     MissingKey { file: String, key: String, expected: String },
-    #[error("{file} has `{key}` = {value}, but it must be {expected}; correct the value")]
+    #[error("{file} has `{key}` = {value}, expected {expected}; correct the value")]
     BadValue { file: String, key: String, value: String, expected: String },
     #[error("{file} has `{key}` = {value}, which is not supported ({supported}); choose another model")]
     Unsupported { file: String, key: String, value: String, supported: String },
-    #[error("{file} is not a whole safetensors file ({reason}); fetch or write it again")]
+    #[error("{file} is not a complete safetensors file ({reason}); download or write it again")]
     Safetensors { file: String, reason: String },
-    #[error("{file} holds no tensor `{name}`; the folder is incomplete or belongs to another architecture")]
+    #[error("{file} has no tensor `{name}`; the folder is incomplete or of another architecture")]
     MissingTensor { file: String, name: String },
-    #[error("{file} holds tensor `{name}`, which its config.json says nothing of; the two do not belong together")]
+    #[error(
+        "{file} has a tensor `{name}` that its config.json does not define; config and weights are of different models"
+    )]
     UnknownTensor { file: String, name: String },
-    #[error("{file} holds tensor `{name}` with shape {found:?}, but its config.json asks for {expected:?}")]
+    #[error("{file} has tensor `{name}` with shape {found:?}, but its config.json requires {expected:?}")]
     BadShape { file: String, name: String, found: Vec<usize>, expected: Vec<usize> },
-    #[error("{file} holds tensor `{name}` as {found}; only F32, F16 and BF16 weights can be loaded")]
+    #[error("{file} has tensor `{name}` as {found}; only F32, F16 and BF16 weights can be loaded")]
     BadDtype { file: String, name: String, found: String },
 }
 
-/// The name that config files give a number type.
+/// Name of a dtype in config files.
 pub fn dtype_name(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F32 => "float32",
@@ -47,12 +49,15 @@ pub fn dtype_name(dtype: Dtype) -> &'static str {
     }
 }
 
-/// The inverse of [`dtype_name`]; `None` for any other name.
+/// Dtype of a name in config files; `None` for an unknown name.
 pub fn dtype_from_name(name: &str) -> Option<Dtype> {
     [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().find(|&dtype| dtype_name(dtype) == name)
 }
 
-/// Reads one JSON file.
+/// Reads a JSON file.
+///
+/// # Errors
+/// [`HfError::Read`] or [`HfError::Json`].
 pub fn read_json(path: &Path) -> Result<serde_json::Value, HfError> {
     let bytes = std::fs::read(path).map_err(|source| HfError::Read { path: path.into(), source })?;
     serde_json::from_slice(&bytes)

@@ -1,4 +1,4 @@
-//! Weights on disk: safetensors files, mapped and looked up by name, sharded or not.
+//! Memory-mapped safetensors files of a folder, sharded or not, with access by tensor name.
 
 use super::{HfError, read_json};
 use memmap2::Mmap;
@@ -14,16 +14,16 @@ const INDEX: &str = "model.safetensors.index.json";
 /// Bytes before a file's header: its length.
 const LENGTH_BYTES: usize = 8;
 
-/// The tensors of one folder or file. The files stay mapped as long as this lives; nothing is read until it is used.
+/// Tensors of one folder or file. The files stay mapped for the lifetime of this value; pages are read on access.
 pub struct TensorFiles {
-    /// What errors call it: the folder, or the file.
+    /// Folder or file name for errors.
     label: String,
     files: Vec<MappedFile>,
-    /// Tensor name to its file's place in `files`.
+    /// Index in `files` by tensor name.
     names: BTreeMap<String, usize>,
 }
 
-/// One tensor as it lies on disk: little endian, row-major.
+/// Tensor on disk: little endian, row-major.
 #[derive(Clone, Copy, Debug)]
 pub struct RawTensor<'a> {
     pub dtype: RawDtype,
@@ -32,7 +32,7 @@ pub struct RawTensor<'a> {
 }
 
 impl RawTensor<'_> {
-    /// False where a value is NaN or infinite; true of types that have no such values.
+    /// False if a value is NaN or infinite; true for dtypes without such values.
     pub fn all_finite(&self) -> bool {
         let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
         match self.dtype {
@@ -45,7 +45,7 @@ impl RawTensor<'_> {
         }
     }
 
-    /// The values of an F32, F16 or BF16 tensor, all of which f32 holds exactly.
+    /// Values of an F32, F16 or BF16 tensor as f32, without rounding.
     pub fn to_f32(&self) -> Vec<f32> {
         let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
         match self.dtype {
@@ -65,7 +65,10 @@ struct MappedFile {
 }
 
 impl TensorFiles {
-    /// Opens `model.safetensors`, or every shard that `model.safetensors.index.json` names.
+    /// Opens `model.safetensors`, or every shard of `model.safetensors.index.json`.
+    ///
+    /// # Errors
+    /// A missing, unreadable or damaged file, or an invalid index.
     pub fn open(folder: &Path) -> Result<TensorFiles, HfError> {
         let index = folder.join(INDEX);
         if !index.exists() {
@@ -78,51 +81,58 @@ impl TensorFiles {
         let value = read_json(&index)?;
         let map = value["weight_map"].as_object().ok_or_else(|| bad("`weight_map` is not an object".into()))?;
         let mut files: Vec<MappedFile> = Vec::new();
-        let mut places: HashMap<&str, usize> = HashMap::new();
+        let mut indices: HashMap<&str, usize> = HashMap::new();
         let mut names = BTreeMap::new();
         for (name, shard) in map {
-            let shard = shard.as_str().ok_or_else(|| bad(format!("the shard of `{name}` is not a text")))?;
-            let place = match places.get(shard) {
-                Some(&place) => place,
+            let shard = shard.as_str().ok_or_else(|| bad(format!("the shard of `{name}` is not a string")))?;
+            let index = match indices.get(shard) {
+                Some(&index) => index,
                 None => {
                     if Path::new(shard).file_name() != Some(shard.as_ref()) {
                         return Err(bad(format!("the shard `{shard}` is not a plain file name")));
                     }
                     files.push(MappedFile::open(&folder.join(shard))?);
-                    places.insert(shard, files.len() - 1);
+                    indices.insert(shard, files.len() - 1);
                     files.len() - 1
                 }
             };
-            if files[place].metadata.info(name).is_none() {
-                return Err(HfError::MissingTensor { file: files[place].label(), name: name.clone() });
+            if files[index].metadata.info(name).is_none() {
+                return Err(HfError::MissingTensor { file: files[index].label(), name: name.clone() });
             }
-            names.insert(name.clone(), place);
+            names.insert(name.clone(), index);
         }
         Ok(TensorFiles { label: folder.display().to_string(), files, names })
     }
 
     /// Opens one safetensors file.
+    ///
+    /// # Errors
+    /// An unreadable or damaged file.
     pub fn open_file(path: &Path) -> Result<TensorFiles, HfError> {
         let file = MappedFile::open(path)?;
         let names = file.metadata.tensors().into_keys().map(|name| (name, 0)).collect();
         Ok(TensorFiles { label: path.display().to_string(), files: vec![file], names })
     }
 
-    /// What errors call this folder or file.
+    /// Folder or file name for errors.
     pub fn label(&self) -> &str {
         &self.label
     }
 
-    /// In alphabetical order.
+    /// Tensor names in alphabetical order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.names.keys().map(String::as_str)
     }
 
-    /// The free-form metadata of the first file, such as `format`.
+    /// Free-form metadata of the first file, for example `format`.
     pub fn metadata(&self) -> Option<&HashMap<String, String>> {
         self.files.first().and_then(|file| file.metadata.metadata().as_ref())
     }
 
+    /// Tensor of any dtype by name.
+    ///
+    /// # Errors
+    /// A missing tensor.
     pub fn get(&self, name: &str) -> Result<RawTensor<'_>, HfError> {
         let missing = || HfError::MissingTensor { file: self.label.clone(), name: name.into() };
         let file = &self.files[*self.names.get(name).ok_or_else(missing)?];
@@ -133,7 +143,10 @@ impl TensorFiles {
         Ok(RawTensor { dtype: info.dtype, shape: &info.shape, bytes })
     }
 
-    /// A weight: of this shape, and F32, F16 or BF16.
+    /// Weight of the given shape, as F32, F16 or BF16.
+    ///
+    /// # Errors
+    /// A missing tensor, or another shape or dtype.
     pub fn weight(&self, name: &str, shape: &[usize]) -> Result<RawTensor<'_>, HfError> {
         let raw = self.get(name)?;
         if raw.shape != shape {
@@ -149,7 +162,7 @@ impl TensorFiles {
         }
     }
 
-    /// Checks every tensor of a model at once; tensors that are not in `shapes` are no error.
+    /// Checks the tensors of `shapes` and returns all errors. Other tensors are ignored.
     pub fn check(&self, shapes: &BTreeMap<String, Vec<usize>>) -> Vec<HfError> {
         shapes.iter().filter_map(|(name, shape)| self.weight(name, shape).err()).collect()
     }
@@ -159,8 +172,8 @@ impl MappedFile {
     fn open(path: &Path) -> Result<MappedFile, HfError> {
         let read = |source| HfError::Read { path: path.into(), source };
         let file = File::open(path).map_err(read)?;
-        // SAFETY: the map is only read. Weight files are written once and renamed into place; a file that another
-        // process truncates while we read it would end this process with SIGBUS, as it would any reader of maps.
+        // SAFETY: the map is only read. Weight files are written once and renamed. A file that another process truncates ends
+        // this process with SIGBUS, as it would any reader of maps.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|error| HfError::Safetensors { file: path.display().to_string(), reason: error.to_string() })?;
@@ -222,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_truncated_file_and_a_false_index_are_refused_at_once() {
+    fn a_truncated_file_and_a_false_index_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(SINGLE);
         write(&path, &[("a", &[8], 0.0)]);

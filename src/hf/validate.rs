@@ -1,5 +1,5 @@
-//! The strict checker of a drafter folder: every name, shape, number type and key, because SGLang ignores what it does not
-//! know and leaves random weights where a name is misspelt (`reference/dflash.md` section 2.2).
+//! Strict validation of a drafter folder: every name, shape, dtype and key. SGLang ignores unknown names and leaves random
+//! weights for misspelt ones (docs/dflash.md#loaders).
 
 use super::layout::{CONFIG, MODEL};
 use crate::hf::{
@@ -14,22 +14,22 @@ use serde::Serialize;
 use serde_json::Value;
 use std::{fmt, path::Path};
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
-    /// Some engine will not load it, or will load something else.
+    /// An engine refuses the folder, or loads another model.
     Error,
-    /// Some reader may trip over it.
+    /// A reader may fail.
     Warning,
 }
 
-/// One thing that is wrong with a drafter folder.
+/// Defect of a drafter folder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub severity: Severity,
     pub file: String,
-    /// The tensor or config key.
+    /// Tensor or config key.
     pub key: String,
     pub value: String,
     pub remedy: String,
@@ -42,8 +42,8 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Keys that must not stand in a drafter's config: readers act on them (speculators#613, DeepSpec#72, Automodel#3605), or take
-/// them for another order of the rotary halves (vllm#53063).
+/// Keys that must be absent from a drafter's config: readers act on them (speculators#613, DeepSpec#72, Automodel#3605), or
+/// reorder the rotary halves (vllm#53063).
 const FORBIDDEN: [&str; 9] = [
     "partial_rotary_factor",
     "mrope_section",
@@ -56,12 +56,12 @@ const FORBIDDEN: [&str; 9] = [
     "mtp_num_hidden_layers",
 ];
 
-/// Keys that some loader needs, beside what `DraftConfig` reads.
+/// Keys that a loader needs in addition to those of `DraftConfig`.
 const REQUIRED: [(&str, &str); 9] = [
     ("architectures", "write [\"DFlashDraftModel\"]"),
     ("model_type", "write \"qwen3\""),
     ("num_target_layers", "write the number of the target's layers; z-lab's loader fails without it"),
-    ("layer_types", "write one entry for each layer; transformers derives others from max_window_layers"),
+    ("layer_types", "write one entry for each layer; transformers derives other types from max_window_layers"),
     ("rope_theta", "write the rope base; older transformers reads it here"),
     ("hidden_act", "write \"silu\""),
     ("rms_norm_eps", "write the epsilon of the norms"),
@@ -80,7 +80,7 @@ const REQUIRED_BY_SPECULATORS: [(&str, &str); 7] = [
     ("draft_vocab_size", "write the rows of the target's embedding"),
 ];
 
-/// Checks a folder. No finding at all means that every engine we know loads it as it was trained.
+/// Checks a folder. An empty result means that every known engine loads the drafter as trained.
 pub fn check(dir: &Path) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some((layout, config)) = check_config(dir, &mut findings) {
@@ -107,7 +107,7 @@ fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<(Layout, Draf
     let json = match read_json(&dir.join(CONFIG)) {
         Ok(Value::Object(map)) => Value::Object(map),
         Ok(_) => {
-            findings.push(error(CONFIG, "(file)", "is no JSON object", "export the drafter again"));
+            findings.push(error(CONFIG, "(file)", "is not a JSON object", "export the drafter again"));
             return None;
         }
         Err(e) => {
@@ -124,102 +124,103 @@ fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<(Layout, Draf
         }
     }
     let of_layers = layers.unwrap_or(&json);
-    let mut places = vec![&json, &json["dflash_config"], &of_layers["rope_parameters"], &of_layers["rope_scaling"]];
-    places.extend(layers);
-    for at in places {
+    let mut objects = vec![&json, &json["dflash_config"], &of_layers["rope_parameters"], &of_layers["rope_scaling"]];
+    objects.extend(layers);
+    for at in objects {
         for key in FORBIDDEN {
             if let Some(value) = at.get(key) {
                 findings.push(error(CONFIG, key, format!("= {value} changes what engines compute"), "delete the key"));
             }
         }
     }
-    rope_places_agree(of_layers, findings);
+    check_rope(of_layers, findings);
     match speculators {
-        true => proposals_fit(&json, findings),
-        false => places_agree(&json, findings),
+        true => check_proposals(&json, findings),
+        false => check_duplicates(&json, findings),
     }
     if let Some(map) = json.get("auto_map").and_then(Value::as_object) {
         for (class, target) in map {
             let module = target.as_str().and_then(|t| t.split('.').next()).unwrap_or_default();
             if !dir.join(format!("{module}.py")).exists() {
-                let remedy = "delete auto_map, or put the file beside it; SGLang trips over it";
+                let remedy = "delete auto_map, or add the file; SGLang fails on it";
                 findings.push(warning(
                     CONFIG,
                     "auto_map",
-                    format!("points {class} to {module}.py, which is not there"),
+                    format!("maps {class} to {module}.py, which is missing"),
                     remedy,
                 ));
             }
         }
     }
-    // A file of the speculators layout need not say how deep the target is.
+    // A speculators config may lack the number of target layers.
     let ids = json["aux_hidden_state_layer_ids"].as_array().into_iter().flatten();
     let deepest = ids.filter_map(Value::as_u64).max().map_or(2, |id| id as usize + 2);
     let (layout, config) = match config_of(CONFIG, &json, Some(deepest)) {
         Ok(read) => read,
         Err(e) => {
-            findings.push(error(CONFIG, "(value)", e, "or export it anew"));
+            findings.push(error(CONFIG, "(value)", e, "or export it again"));
             return None;
         }
     };
-    values_make_sense(&config, &json, findings);
+    check_values(&config, &json, findings);
     Some((layout, config))
 }
 
-/// speculators#456: an engine that proposes as many tokens as the block has slots drafts one too many.
-fn proposals_fit(json: &Value, findings: &mut Vec<Finding>) {
+/// speculators#456: an engine that proposes `block_size` tokens drafts one too many.
+fn check_proposals(json: &Value, findings: &mut Vec<Finding>) {
     let proposed = json["speculators_config"]["proposal_methods"][0]["speculative_tokens"].as_u64();
     let size = json["block_size"].as_u64();
     if proposed.is_none() || size.is_some_and(|size| proposed != size.checked_sub(1)) {
         let value = format!(
-            "= {} with a block of {} slots",
+            "= {} with block_size = {}",
             json["speculators_config"]["proposal_methods"][0]["speculative_tokens"], json["block_size"]
         );
         findings.push(error(CONFIG, "speculative_tokens", value, "write block_size - 1: the first slot is given"));
     }
 }
 
-fn places_agree(json: &Value, findings: &mut Vec<Finding>) {
+/// Checks keys that have two locations.
+fn check_duplicates(json: &Value, findings: &mut Vec<Finding>) {
     let (top, nested) = (json.get("block_size"), json["dflash_config"].get("block_size"));
     match (top, nested) {
         (Some(a), Some(b)) if a != b => {
-            let value = format!("is {a} at the top and {b} in dflash_config");
-            findings.push(error(CONFIG, "block_size", value, "write the same number in both places"));
+            let value = format!("is {a} at the top level and {b} in dflash_config");
+            findings.push(error(CONFIG, "block_size", value, "write the same number in both locations"));
         }
         (Some(_), None) | (None, Some(_)) => {
-            let value = "stands in one of its two places only";
+            let value = "is in one of its two locations only";
             findings.push(warning(
                 CONFIG,
                 "block_size",
                 value,
-                "write it at the top and in dflash_config: readers differ",
+                "write it at the top level and in dflash_config: readers differ",
             ));
         }
         _ => {}
     }
-    // The same taps by the other convention: engines that find both must find the same layers (vllm#42704).
+    // The same taps in the other numbering: engines that read both keys must get the same layers (vllm#42704).
     let ids = |value: &Value| value.as_array().map(|ids| ids.iter().filter_map(Value::as_u64).collect::<Vec<_>>());
     if let (Some(own), Some(aux)) =
         (ids(&json["dflash_config"]["target_layer_ids"]), ids(&json["aux_hidden_state_layer_ids"]))
         && !own.iter().map(|id| id + 1).eq(aux.iter().copied())
     {
-        let value = format!("= {aux:?} beside target_layer_ids = {own:?}");
+        let value = format!("= {aux:?} with target_layer_ids = {own:?}");
         findings.push(error(
             CONFIG,
             "aux_hidden_state_layer_ids",
             value,
-            "write each id one higher, or leave the key out",
+            "write each id one higher, or remove the key",
         ));
     }
 }
 
-/// Old readers look for the rope base at the top, new ones in `rope_parameters`.
-fn rope_places_agree(json: &Value, findings: &mut Vec<Finding>) {
+/// Checks the rope base: old readers use the top level, new ones `rope_parameters`.
+fn check_rope(json: &Value, findings: &mut Vec<Finding>) {
     let theta = |at: &Value| at.get("rope_theta").and_then(Value::as_f64);
     match (theta(json), theta(&json["rope_parameters"])) {
         (Some(a), Some(b)) if a != b => {
-            let value = format!("is {a} at the top and {b} in rope_parameters");
-            findings.push(error(CONFIG, "rope_theta", value, "write the same number in both places"));
+            let value = format!("is {a} at the top level and {b} in rope_parameters");
+            findings.push(error(CONFIG, "rope_theta", value, "write the same number in both locations"));
         }
         (Some(_), None) => {
             let remedy = "write {rope_theta, rope_type} as well: newer transformers reads it there (SpecForge#742)";
@@ -229,28 +230,28 @@ fn rope_places_agree(json: &Value, findings: &mut Vec<Finding>) {
     }
 }
 
-fn values_make_sense(config: &DraftConfig, json: &Value, findings: &mut Vec<Finding>) {
+fn check_values(config: &DraftConfig, json: &Value, findings: &mut Vec<Finding>) {
     let layers = config.num_target_layers;
     let ids = &config.target_layer_ids;
     if ids.iter().any(|&id| id + 1 >= layers) {
         let remedy = format!(
-            "tap layers from 0 to {}; engines hand over the last one normalised, or not at all",
+            "tap layers from 0 to {}; engines return the last one normalised, or not at all",
             layers.saturating_sub(2)
         );
         findings.push(error(CONFIG, "target_layer_ids", format!("= {ids:?} with {layers} target layers"), remedy));
     }
     if ids.windows(2).any(|pair| pair[0] >= pair[1]) {
-        let remedy = "list them in ascending order, each once: that is the order in which features are concatenated";
+        let remedy = "list them in ascending order without repetition, the order in which features are concatenated";
         findings.push(error(CONFIG, "target_layer_ids", format!("= {ids:?}"), remedy));
     }
     if config.mask_token_id as usize >= config.vocab_size {
         let value = format!("= {} with {} embedding rows", config.mask_token_id, config.vocab_size);
         findings.push(error(CONFIG, "mask_token_id", value, "use a row that exists in the target's embedding"));
     }
-    // Automodel#2461: a mask token that text uses is drafted as if it were known, and nobody says so.
+    // Automodel#2461: a mask token that occurs in text is drafted as a known token, without a warning.
     if config.eos_token_ids.contains(&config.mask_token_id) {
         let value = format!("= {} ends a response", config.mask_token_id);
-        findings.push(error(CONFIG, "mask_token_id", value, "use a token that text never holds, as in training"));
+        findings.push(error(CONFIG, "mask_token_id", value, "use a token that never occurs in text, as in training"));
     }
     if json.get("architectures").is_some_and(|a| *a != serde_json::json!(["DFlashDraftModel"])) {
         let value = format!("= {}", json["architectures"]);
@@ -269,7 +270,7 @@ fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mu
     }
     let shapes = tensor_shapes(layout, config, &files);
     for name in files.names().filter(|name| !shapes.contains_key(*name)) {
-        let remedy = "remove or rename it; SGLang ignores unknown names without a word";
+        let remedy = "remove or rename it; SGLang ignores unknown names silently";
         findings.push(error(MODEL, name, "is not a tensor of this drafter", remedy));
     }
     let stated = json_dtype(dir);
@@ -279,8 +280,8 @@ fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mu
             continue;
         };
         if raw.shape != expected.as_slice() {
-            let value = format!("has shape {:?}, expected is {expected:?}", raw.shape);
-            findings.push(error(MODEL, name, value, "export it with the config that it was trained with"));
+            let value = format!("has shape {:?}, expected {expected:?}", raw.shape);
+            findings.push(error(MODEL, name, value, "export it with the config of its training"));
             continue;
         }
         let dtype = match raw.dtype {
@@ -293,12 +294,12 @@ fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mu
             }
         };
         if stated.is_some_and(|stated| stated != dtype) {
-            let value = format!("is stored as {:?}, but config.json says {:?}", dtype, stated);
-            findings.push(error(MODEL, name, value, "make the config's dtype that of the tensors"));
+            let value = format!("is stored as {:?}, but config.json has {:?}", dtype, stated);
+            findings.push(error(MODEL, name, value, "set the config's dtype to that of the tensors"));
         }
         if !raw.all_finite() {
-            let remedy = "go back to an earlier checkpoint, from before the training diverged";
-            findings.push(error(MODEL, name, "holds a NaN or an infinite value", remedy));
+            let remedy = "export a checkpoint from before the training diverged";
+            findings.push(error(MODEL, name, "has a NaN or an infinite value", remedy));
         }
     }
 }

@@ -3,35 +3,18 @@
 use super::ImportError;
 use super::gguf::{Gguf, first_line};
 use super::special_tokens::SpecialTokens;
-use crate::hf::{Dtype, dtype_name};
+use crate::hf::{
+    Dtype,
+    config::{Family, RopeScaling},
+    dtype_name,
+};
 use serde_json::{Value, json};
 
-/// The model families that import knows. Other families keep other norms, other activations or other tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Family {
-    Llama,
-    Qwen2,
-    Qwen3,
-}
-
-/// How rotary positions are stretched.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum RopeScaling {
-    None,
-    Linear {
-        factor: f64,
-    },
-    /// Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated.
-    Llama3 {
-        factor: f64,
-    },
-}
-
-/// Llama 3.1's constants, the same in every published model: a frequency that makes fewer
-/// than `LOW` turns within `ORIGINAL` positions is slow, one that makes more than `HIGH` is fast.
+/// Constants of Llama 3.1's scaling, equal in every published model: a frequency with fewer than `LOW` rotations within
+/// `ORIGINAL` positions is divided by the factor, and one with more than `HIGH` is kept.
 const LLAMA3_LOW: f64 = 1.0;
 const LLAMA3_HIGH: f64 = 4.0;
-const LLAMA3_ORIGINAL: f64 = 8192.0;
+const LLAMA3_ORIGINAL: usize = 8192;
 
 /// The shape of the model.
 #[derive(Clone, Debug)]
@@ -54,38 +37,18 @@ pub(super) struct Architecture {
     pub attention_bias: bool,
 }
 
-impl Family {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-        }
-    }
-
-    fn class(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaForCausalLM",
-            Self::Qwen2 => "Qwen2ForCausalLM",
-            Self::Qwen3 => "Qwen3ForCausalLM",
-        }
-    }
-}
-
 impl Architecture {
     pub(super) fn read(gguf: &mut Gguf) -> Result<Self, ImportError> {
         let mut model = Self::read_metadata(gguf)?;
-        model.rope_scaling = RopeScaling::read(gguf, &model)?;
+        model.rope_scaling = read_rope_scaling(gguf, &model)?;
         Ok(model)
     }
 
     fn read_metadata(gguf: &Gguf) -> Result<Self, ImportError> {
-        let family = match gguf.text("general.architecture")? {
-            Some("llama") => Family::Llama,
-            Some("qwen2") => Family::Qwen2,
-            Some("qwen3") => Family::Qwen3,
-            Some(other) => return Err(gguf.unsupported("the architecture", other, "llama, qwen2 and qwen3")),
-            None => return Err(gguf.inconsistent("the key general.architecture is missing")),
+        let name = gguf.text("general.architecture")?;
+        let name = name.ok_or_else(|| gguf.inconsistent("the key general.architecture is missing"))?;
+        let Some(family) = Family::from_name(name) else {
+            return Err(gguf.unsupported("the architecture", name, "llama, qwen2 and qwen3"));
         };
         if let Some(parts @ 2..) = gguf.count("split.count")? {
             let found = format!("1 of {parts} parts of a split model");
@@ -139,7 +102,7 @@ impl Architecture {
     /// readers `rope_theta`, `rope_scaling` and `torch_dtype`.
     pub(super) fn config(&self, special: &SpecialTokens, dtype: Dtype) -> Value {
         let mut config = json!({
-            "architectures": [self.family.class()],
+            "architectures": [class(self.family)],
             "model_type": self.family.name(),
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -152,8 +115,8 @@ impl Architecture {
             "hidden_act": "silu",
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling.old_spelling(),
-            "rope_parameters": self.rope_scaling.new_spelling(self.rope_theta),
+            "rope_scaling": rope_scaling_json(self.rope_scaling),
+            "rope_parameters": rope_parameters_json(self.rope_scaling, self.rope_theta),
             "tie_word_embeddings": self.tied,
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
@@ -177,66 +140,86 @@ impl Architecture {
     }
 }
 
-impl RopeScaling {
-    fn read(gguf: &mut Gguf, model: &Architecture) -> Result<Self, ImportError> {
-        let key = |name: &str| format!("{}.rope.{name}", model.family.name());
-        let factor = match gguf.real(&key("scaling.factor"))? {
-            None => gguf.real(&key("scale_linear"))?,
-            some => some,
-        };
-        let kind = gguf.text(&key("scaling.type"))?;
-        let scaling = match (kind, factor) {
-            (Some("none"), _) | (None, None | Some(1.0)) => Self::None,
-            (Some("linear") | None, Some(factor)) => Self::Linear { factor },
-            (Some("linear"), None) => {
-                return Err(gguf.inconsistent(format!("the key {} is missing", key("scaling.factor"))));
-            }
-            (Some(kind), _) => {
-                return Err(gguf.unsupported("the rope scaling", kind, "none, linear and that of Llama 3.1"));
-            }
-        };
-        let Some(shape) = gguf.shape("rope_freqs.weight") else { return Ok(scaling) };
-        if shape != [model.head_dim / 2] || scaling != Self::None {
-            return Err(gguf.unsupported(
-                "the rope scaling",
-                "by rope_freqs.weight",
-                "one factor for each rotated pair, and no other scaling",
-            ));
+/// Class of the family in transformers.
+fn class(family: Family) -> &'static str {
+    match family {
+        Family::Llama => "LlamaForCausalLM",
+        Family::Qwen2 => "Qwen2ForCausalLM",
+        Family::Qwen3 => "Qwen3ForCausalLM",
+    }
+}
+
+fn read_rope_scaling(gguf: &mut Gguf, model: &Architecture) -> Result<RopeScaling, ImportError> {
+    let key = |name: &str| format!("{}.rope.{name}", model.family.name());
+    let factor = match gguf.real(&key("scaling.factor"))? {
+        None => gguf.real(&key("scale_linear"))?,
+        some => some,
+    };
+    let kind = gguf.text(&key("scaling.type"))?;
+    let scaling = match (kind, factor) {
+        (Some("none"), _) | (None, None | Some(1.0)) => RopeScaling::None,
+        (Some("linear") | None, Some(factor)) => RopeScaling::Linear { factor },
+        (Some("linear"), None) => {
+            return Err(gguf.inconsistent(format!("the key {} is missing", key("scaling.factor"))));
         }
-        let freqs = gguf.dequantize("rope_freqs.weight")?.to_vec1::<f32>();
-        let freqs = freqs.map_err(|e| gguf.damaged(format!("tensor rope_freqs.weight: {}", first_line(&e))))?;
-        Self::recognise(&freqs, model.rope_theta)
-            .ok_or_else(|| gguf.unsupported("the rope scaling", format!("{freqs:?}"), "that of Llama 3.1"))
-    }
-
-    /// GGUF keeps Llama 3.1's scaling as the divisor of each frequency; Hugging Face wants the factor that made them.
-    fn recognise(divisors: &[f32], theta: f64) -> Option<Self> {
-        let factor = divisors.iter().copied().map(f64::from).fold(1.0, f64::max);
-        let expected = llama3_divisors(factor, theta, divisors.len());
-        let same = divisors.iter().zip(expected).all(|(&d, e)| (f64::from(d) - e).abs() <= 1e-3 * e);
-        same.then_some(if factor == 1.0 { Self::None } else { Self::Llama3 { factor } })
-    }
-
-    fn new_spelling(&self, theta: f64) -> Value {
-        let mut rope = json!({"rope_theta": theta, "rope_type": "default"});
-        if let Value::Object(scaling) = self.old_spelling() {
-            merge(&mut rope, Value::Object(scaling));
+        (Some(kind), _) => {
+            return Err(gguf.unsupported("the rope scaling", kind, "none, linear and that of Llama 3.1"));
         }
-        rope
+    };
+    let Some(shape) = gguf.shape("rope_freqs.weight") else { return Ok(scaling) };
+    if shape != [model.head_dim / 2] || scaling != RopeScaling::None {
+        return Err(gguf.unsupported(
+            "the rope scaling",
+            "by rope_freqs.weight",
+            "one factor for each rotated pair, and no other scaling",
+        ));
     }
+    let freqs = gguf.dequantize("rope_freqs.weight")?.to_vec1::<f32>();
+    let freqs = freqs.map_err(|e| gguf.damaged(format!("tensor rope_freqs.weight: {}", first_line(&e))))?;
+    recognise_llama3(&freqs, model.rope_theta)
+        .ok_or_else(|| gguf.unsupported("the rope scaling", format!("{freqs:?}"), "that of Llama 3.1"))
+}
 
-    fn old_spelling(&self) -> Value {
-        match self {
-            Self::None => Value::Null,
-            Self::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-            Self::Llama3 { factor } => json!({
+/// Finds the factor of Llama 3.1's scaling: GGUF stores the divisor of each frequency, Hugging Face the factor.
+fn recognise_llama3(divisors: &[f32], theta: f64) -> Option<RopeScaling> {
+    let factor = divisors.iter().copied().map(f64::from).fold(1.0, f64::max);
+    let expected = llama3_divisors(factor, theta, divisors.len());
+    let same = divisors.iter().zip(expected).all(|(&d, e)| (f64::from(d) - e).abs() <= 1e-3 * e);
+    same.then_some(if factor == 1.0 { RopeScaling::None } else { llama3(factor) })
+}
+
+/// `rope_parameters`, the form of transformers 5.
+fn rope_parameters_json(scaling: RopeScaling, theta: f64) -> Value {
+    let mut rope = json!({"rope_theta": theta, "rope_type": "default"});
+    if let Value::Object(scaling) = rope_scaling_json(scaling) {
+        merge(&mut rope, Value::Object(scaling));
+    }
+    rope
+}
+
+/// `rope_scaling`, the form of transformers 4.
+fn rope_scaling_json(scaling: RopeScaling) -> Value {
+    match scaling {
+        RopeScaling::None => Value::Null,
+        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+            json!({
                 "rope_type": "llama3",
                 "factor": factor,
-                "low_freq_factor": LLAMA3_LOW,
-                "high_freq_factor": LLAMA3_HIGH,
-                "original_max_position_embeddings": LLAMA3_ORIGINAL as u64,
-            }),
+                "low_freq_factor": low_freq_factor,
+                "high_freq_factor": high_freq_factor,
+                "original_max_position_embeddings": original_max_position_embeddings,
+            })
         }
+    }
+}
+/// Llama 3.1's scaling by `factor`.
+fn llama3(factor: f64) -> RopeScaling {
+    RopeScaling::Llama3 {
+        factor,
+        low_freq_factor: LLAMA3_LOW,
+        high_freq_factor: LLAMA3_HIGH,
+        original_max_position_embeddings: LLAMA3_ORIGINAL,
     }
 }
 
@@ -244,7 +227,7 @@ impl RopeScaling {
 fn llama3_divisors(factor: f64, theta: f64, pairs: usize) -> impl Iterator<Item = f64> {
     (0..pairs).map(move |i| {
         let frequency = theta.powf(-(i as f64) / pairs as f64);
-        let turns = LLAMA3_ORIGINAL * frequency / std::f64::consts::TAU;
+        let turns = LLAMA3_ORIGINAL as f64 * frequency / std::f64::consts::TAU;
         let kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0);
         1.0 / ((1.0 - kept) / factor + kept)
     })
@@ -290,10 +273,10 @@ mod tests {
             assert_eq!(divisors[0], 1.0, "the fastest frequency is kept");
             assert_eq!(f64::from(divisors[pairs - 1]), factor, "the slowest is divided by the whole factor");
             assert!(divisors.iter().any(|&d| d > 1.0 && f64::from(d) < factor), "some lie between");
-            assert_eq!(RopeScaling::recognise(&divisors, 500_000.0), Some(RopeScaling::Llama3 { factor }));
-            assert_eq!(RopeScaling::recognise(&divisors, 10_000.0), None, "another base gives other divisors");
+            assert_eq!(recognise_llama3(&divisors, 500_000.0), Some(llama3(factor)));
+            assert_eq!(recognise_llama3(&divisors, 10_000.0), None, "another base gives other divisors");
         }
-        assert_eq!(RopeScaling::recognise(&[1.0; 8], 1e4), Some(RopeScaling::None));
-        assert_eq!(RopeScaling::recognise(&[f32::NAN; 8], 1e4), None);
+        assert_eq!(recognise_llama3(&[1.0; 8], 1e4), Some(RopeScaling::None));
+        assert_eq!(recognise_llama3(&[f32::NAN; 8], 1e4), None);
     }
 }

@@ -1,10 +1,10 @@
 //! Names, checks and writes the weights: one tensor at a time from the GGUF file into `model.safetensors`.
 
 use super::ImportError;
-use super::config::{Architecture, Family};
+use super::config::Architecture;
 use super::folder::NewFolder;
 use super::gguf::{Gguf, first_line};
-use crate::hf::{Dtype as WeightType, dtype_name};
+use crate::hf::{Dtype as WeightType, config::Family, dtype_name};
 use candle_core::{DType, Tensor};
 use half::slice::HalfFloatSliceExt;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};

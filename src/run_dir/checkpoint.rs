@@ -1,11 +1,11 @@
-//! Checkpoint folders: written whole or not at all, and read back only when every byte is as it was written.
+//! Checkpoint folders: written atomically, and read only if every file matches its hash.
 //!
 //! `checkpoints/step-N/` holds the fp32 weights, the two AdamW moments, `state.json` and `manifest.json` with the SHA-256 of
-//! each file. It is an [`AtomicDir`]; the row in state.db that names it is what makes it exist.
+//! each file. It is an [`AtomicDir`]. A checkpoint exists once a row in state.db names it.
 
 use super::{
     eval_log,
-    retention::{Action, Found, retention},
+    retention::{Decision, StoredCheckpoint, retention},
 };
 use crate::common::{
     fs::{AtomicDir, remove_partial_dirs, sync, write_json},
@@ -13,7 +13,7 @@ use crate::common::{
 };
 use crate::{
     common::failpoint,
-    config::Keep,
+    config::RetentionPolicy,
     hf::{draft::DraftConfig, tensors::TensorFiles},
 };
 use serde::{Deserialize, Serialize};
@@ -34,22 +34,20 @@ const STATE: &str = "state.json";
 const MANIFEST: &str = "manifest.json";
 const VERSION: u32 = 1;
 
-/// Why a checkpoint cannot be written or read.
+/// Failure to write or read a checkpoint.
 #[derive(Debug, Error)]
 pub enum CheckpointError {
-    #[error("{}: {source}; free space or mend its permissions", path.display())]
+    #[error("{}: {source}; free disk space or correct its permissions", path.display())]
     Io { path: PathBuf, source: io::Error },
-    #[error("{} is not as it was written ({reason}); restore it from a copy, or delete the folder {} and run the same command: it then goes on from the checkpoint before", file.display(), dir.display())]
+    #[error("{} is damaged ({reason}); restore it from a copy, or delete the folder {} and run the same command, which then resumes from the previous checkpoint", file.display(), dir.display())]
     Damaged { dir: PathBuf, file: PathBuf, reason: String },
     #[error("{} was written by a newer version of draftmill (format {found}, this one reads up to {VERSION}); use that version", dir.display())]
     Newer { dir: PathBuf, found: u32 },
-    #[error(
-        "{tensor} holds a NaN or an infinite value in {file}: the training diverged; lower optimizer.learning_rate"
-    )]
+    #[error("{tensor} has a NaN or an infinite value in {file}: the training diverged; lower optimizer.learning_rate")]
     NotFinite { file: String, tensor: String },
 }
 
-/// The counters of a checkpoint.
+/// Content of `state.json`. The field names are its keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
     pub version: u32,
@@ -57,7 +55,7 @@ pub struct State {
     /// Optimizer steps in the weights.
     pub step: u64,
     pub seed: u64,
-    /// The resolved configuration, as in run.toml.
+    /// Resolved configuration, as in run.toml.
     pub config: String,
 }
 
@@ -67,7 +65,7 @@ impl State {
     }
 }
 
-/// A named fp32 tensor as it goes to disk: little endian, row-major.
+/// Named fp32 tensor, row-major.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedTensor {
     pub name: String,
@@ -86,12 +84,15 @@ struct Entry {
     sha256: String,
 }
 
-/// The name of the checkpoint of a step.
+/// Folder name of the checkpoint of a step.
 pub fn name_of(step: u64) -> String {
     format!("step-{step}")
 }
 
-/// Writes `checkpoints/step-N` whole. `tensors` gives each file's name and content. Returns the folder's name.
+/// Writes `checkpoints/step-N` atomically. `tensors` has the name and content of each file. Returns the folder's name.
+///
+/// # Errors
+/// A value that is not finite, or an I/O error.
 pub fn write(
     checkpoints: &Path,
     state: &State,
@@ -99,7 +100,7 @@ pub fn write(
     tensors: &[(&str, Vec<NamedTensor>)],
 ) -> Result<String, CheckpointError> {
     for (file, tensors) in tensors {
-        // Nothing goes on from such values, and one that is kept would push out a checkpoint that is good.
+        // No run can resume from such values, and retention would delete a good checkpoint for them.
         if let Some(bad) = tensors.iter().find(|one| !one.data.iter().all(|value| value.is_finite())) {
             return Err(CheckpointError::NotFinite { file: (*file).into(), tensor: bad.name.clone() });
         }
@@ -111,7 +112,7 @@ pub fn write(
         move |source| CheckpointError::Io { path, source }
     };
     create_parent(checkpoints).map_err(at(checkpoints))?;
-    // A folder of the same step may stand there that was renamed, but never came to exist in state.db.
+    // A folder of the same step may exist that was renamed but never recorded in state.db.
     let dir = AtomicDir::create(&whole, "checkpoint").map_err(at(&whole))?;
     let file = |name: &str| dir.path().join(name);
     for (name, tensors) in tensors {
@@ -125,7 +126,7 @@ pub fn write(
     Ok(name)
 }
 
-/// A checkpoint whose every file was found to be as it was written.
+/// Checkpoint with verified hashes.
 #[derive(Debug)]
 pub struct Verified {
     dir: PathBuf,
@@ -134,7 +135,10 @@ pub struct Verified {
 }
 
 impl Verified {
-    /// Reads a checkpoint folder and compares every file with the manifest.
+    /// Opens a checkpoint folder and compares every file with the manifest.
+    ///
+    /// # Errors
+    /// A damaged or missing file, or a newer format.
     pub fn open(dir: &Path) -> Result<Verified, CheckpointError> {
         let damaged =
             |file: &str, reason: String| CheckpointError::Damaged { dir: dir.to_owned(), file: dir.join(file), reason };
@@ -147,7 +151,7 @@ impl Verified {
                 return Err(damaged(
                     file,
                     format!(
-                        "{} bytes, SHA-256 {}; written were {} bytes, {}",
+                        "{} bytes, SHA-256 {}; expected {} bytes, {}",
                         found.bytes, found.sha256, entry.bytes, entry.sha256
                     ),
                 ));
@@ -161,13 +165,16 @@ impl Verified {
         let draft = DraftConfig::from_json(&draft).map_err(|e| damaged(DRAFT_CONFIG, e.to_string()))?;
         for file in [WEIGHTS, FIRST_MOMENTS, SECOND_MOMENTS, STATE, DRAFT_CONFIG] {
             if !manifest.files.contains_key(file) {
-                return Err(damaged(file, "the manifest does not list it".into()));
+                return Err(damaged(file, "it is not in the manifest".into()));
             }
         }
         Ok(Verified { dir: dir.to_owned(), state, draft })
     }
 
-    /// The tensors of one file of the checkpoint, mapped. Their shapes are those of the drafter.
+    /// Maps the tensors of one file and checks their shapes.
+    ///
+    /// # Errors
+    /// A damaged file.
     pub fn tensors(&self, file: &str) -> Result<TensorFiles, CheckpointError> {
         let damaged =
             |reason: String| CheckpointError::Damaged { dir: self.dir.clone(), file: self.dir.join(file), reason };
@@ -179,8 +186,11 @@ impl Verified {
     }
 }
 
-/// Removes what a killed process left: halves, and checkpoints after `newest`, which never came to exist in state.db or
-/// belong to a history that was given up. Returns how many folders.
+/// Removes unfinished checkpoint folders, and those after step `newest`, which state.db does not list. Returns the number of
+/// folders.
+///
+/// # Errors
+/// An I/O error.
 pub fn clean(checkpoints: &Path, newest: u64) -> io::Result<usize> {
     let mut removed = 0;
     if checkpoints.exists() {
@@ -193,26 +203,32 @@ pub fn clean(checkpoints: &Path, newest: u64) -> io::Result<usize> {
     Ok(removed)
 }
 
-/// The steps that have a checkpoint folder, ascending.
+/// Steps that have a checkpoint folder, ascending.
+///
+/// # Errors
+/// An I/O error.
 pub fn steps(checkpoints: &Path) -> io::Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(checkpoints)? {
         let entry = entry?;
         let step = entry.file_name().to_str().and_then(|n| n.strip_prefix("step-")).and_then(|n| n.parse::<u64>().ok());
-        // Another spelling of the number, or a file, is none of ours.
+        // Another spelling of the number, or a file, is not a checkpoint.
         steps.extend(step.filter(|&step| entry.file_name().to_str() == Some(&name_of(step)) && entry.path().is_dir()));
     }
     steps.sort_unstable();
     Ok(steps)
 }
 
-/// Deletes the checkpoints that are not to be kept. Their scores are the acceptances that the run measured.
-pub fn retain(checkpoints: &Path, keep: Keep) -> io::Result<()> {
+/// Deletes the checkpoints that retention does not keep. Their scores are the acceptances in the evaluation log.
+///
+/// # Errors
+/// An I/O error.
+pub fn retain(checkpoints: &Path, keep: RetentionPolicy) -> io::Result<()> {
     let scores = checkpoints.parent().map(eval_log::scores).unwrap_or_default();
-    let found = steps(checkpoints)?.into_iter().map(|step| Found { step, score: scores.get(&step).copied() });
-    let found: Vec<Found> = found.collect();
-    for (step, action) in retention(&found, keep) {
-        if action == Action::Delete {
+    let stored = steps(checkpoints)?.into_iter();
+    let stored: Vec<_> = stored.map(|step| StoredCheckpoint { step, score: scores.get(&step).copied() }).collect();
+    for (step, decision) in retention(&stored, keep) {
+        if decision == Decision::Delete {
             failpoint::point("delete", "checkpoint")?;
             fs::remove_dir_all(checkpoints.join(name_of(step)))?;
         }
@@ -220,7 +236,10 @@ pub fn retain(checkpoints: &Path, keep: Keep) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes tensors as one synced safetensors file that transformers accepts, each value through `bytes`.
+/// Writes tensors as one synced safetensors file that transformers accepts. `bytes` encodes each value as `dtype`.
+///
+/// # Errors
+/// An I/O error.
 pub fn write_tensors<const N: usize>(
     path: &Path,
     tensors: &[NamedTensor],
@@ -235,7 +254,7 @@ pub fn write_tensors<const N: usize>(
     });
     let views = views.collect::<io::Result<Vec<_>>>()?;
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
-    // The library makes files that only their owner may read; others may want to serve these.
+    // safetensors creates files that only the owner can read; other users may serve these.
     let permissions = File::create(path)?.metadata()?.permissions();
     safetensors::serialize_to_file(views, Some(metadata), path).map_err(other)?;
     fs::set_permissions(path, permissions)?;
@@ -267,8 +286,8 @@ fn digest(path: &Path) -> io::Result<Entry> {
     }
 }
 
-/// Creates the folder of all checkpoints if it was deleted, but never the run folder: if that is gone, its disk was taken
-/// away, and the path below the mount point belongs to another disk.
+/// Creates the folder of all checkpoints, but never the run folder: if that is missing, its disk was unmounted, and the path
+/// below the mount point belongs to another disk.
 fn create_parent(checkpoints: &Path) -> io::Result<()> {
     match fs::create_dir(checkpoints) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),

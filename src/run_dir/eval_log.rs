@@ -1,4 +1,4 @@
-//! What was measured while a run trained: a line of `evals.jsonl` for each measure, and what follows from them.
+//! Evaluation log of a run: one line of `evals.jsonl` per evaluation, and the history read from it.
 
 use crate::common::jsonl::{self, JsonlLog};
 use serde::{Deserialize, Serialize};
@@ -8,19 +8,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// One measure of the weights after `step` steps.
+/// One evaluation of the weights after `step` steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Measured {
+pub struct Evaluation {
     pub step: u64,
     /// Seconds since 1970.
     pub at: f64,
-    /// Time that it took.
+    /// Duration of the evaluation in seconds.
     pub seconds: f64,
     pub held_out: Option<HeldOut>,
     pub decoded: Option<Decoded>,
 }
 
-impl fmt::Display for Measured {
+impl fmt::Display for Evaluation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "after step {}, in {:.1} s", self.step, self.seconds)?;
         if let Some(decoded) = &self.decoded {
@@ -38,67 +38,67 @@ impl fmt::Display for Measured {
     }
 }
 
-/// On samples that are never trained, every token before a block being given.
+/// Evaluation on held-out samples, with the true context before each block.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HeldOut {
     pub samples: usize,
-    /// Mean loss in nats, as training has it.
+    /// Mean loss in nats, as in training.
     pub loss: f64,
-    /// Share of supervised positions that were right, in 0..=1.
+    /// Fraction of supervised positions predicted correctly, in 0..=1.
     pub accuracy: f64,
-    /// The same by slot; the first predicted one comes first.
+    /// Accuracy by slot, from the first slot after the anchor.
     pub accuracy_by_position: Vec<Option<f64>>,
-    /// 1 + the sum of the cumulative products of these.
+    /// 1 + the sum of the cumulative products of `accuracy_by_position`.
     pub predicted_acceptance: Option<f64>,
 }
 
-/// In real decoding, greedily.
+/// Evaluation by greedy speculative decoding.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Decoded {
     pub responses: usize,
-    /// Verifications of all responses, and the tokens that they brought.
+    /// Verifications of all responses, and the tokens that they produced.
     pub steps: usize,
     pub tokens: u64,
-    /// All tokens over all steps.
+    /// All tokens divided by all steps.
     pub acceptance: f64,
-    /// Mean over the responses of the tokens per step of each.
+    /// Mean over responses of their tokens per step.
     pub acceptance_mean: f64,
 }
 
-/// Everything that was measured of a run, in the order of its steps.
+/// Evaluations of a run, by ascending step.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct History(pub Vec<Measured>);
+pub struct EvalHistory(pub Vec<Evaluation>);
 
-impl History {
-    /// Adds a measure. One of the same weights as the last one completes that.
-    pub fn push(&mut self, measured: Measured) {
-        match self.0.last_mut().filter(|last| last.step == measured.step) {
+impl EvalHistory {
+    /// Adds an evaluation, or merges it into the last one if both are of the same step.
+    pub fn push(&mut self, evaluation: Evaluation) {
+        match self.0.last_mut().filter(|last| last.step == evaluation.step) {
             Some(last) => {
                 let former = std::mem::take(last);
-                *last = Measured {
-                    seconds: former.seconds + measured.seconds,
-                    held_out: measured.held_out.or(former.held_out),
-                    decoded: measured.decoded.or(former.decoded),
-                    ..measured
+                *last = Evaluation {
+                    seconds: former.seconds + evaluation.seconds,
+                    held_out: evaluation.held_out.or(former.held_out),
+                    decoded: evaluation.decoded.or(former.decoded),
+                    ..evaluation
                 };
             }
-            None => self.0.push(measured),
+            None => self.0.push(evaluation),
         }
     }
 
-    /// Acceptance by step, of those that were decoded with.
+    /// Acceptance by step, of the evaluations with decoding.
     pub fn curve(&self) -> impl Iterator<Item = (u64, f64)> + '_ {
-        self.0.iter().filter_map(|measured| Some((measured.step, measured.decoded.as_ref()?.acceptance)))
+        self.0.iter().filter_map(|eval| Some((eval.step, eval.decoded.as_ref()?.acceptance)))
     }
 
-    /// The best acceptance and its step; of two that are as good the later one.
+    /// Best acceptance and its step; the later step on a tie.
     pub fn best(&self) -> Option<(u64, f64)> {
         best(self.curve())
     }
 
-    /// The newest measure on held-out samples.
+    /// Newest evaluation on held-out samples.
     pub fn held_out(&self) -> Option<(u64, &HeldOut)> {
-        self.0.iter().rev().find_map(|measured| Some((measured.step, measured.held_out.as_ref()?)))
+        self.0.iter().rev().find_map(|eval| Some((eval.step, eval.held_out.as_ref()?)))
     }
 }
 
@@ -108,21 +108,21 @@ pub struct EvalLog(JsonlLog);
 impl EvalLog {
     /// Path of the log of the run in folder `run`.
     pub fn file(run: &Path) -> PathBuf {
-        run.join("evals.jsonl")
+        run.join(super::files::EVALS)
     }
 
-    /// Opens the log of a run whose weights hold `start_step` steps, and reads it. Later lines are of weights that are gone
-    /// and are removed, as is a last line that was cut short. Damaged lines are reported and stay.
+    /// Opens and reads the log of a run that resumes at `start_step`. Removes the lines of later steps, whose weights are lost,
+    /// and a torn last line. Damaged lines are logged and stay.
     ///
     /// # Errors
     /// An I/O error.
-    pub fn open(run: &Path, start_step: u64) -> io::Result<(EvalLog, History)> {
+    pub fn open(run: &Path, start_step: u64) -> io::Result<(EvalLog, EvalHistory)> {
         let path = EvalLog::file(run);
-        let mut history = History::default();
-        let (log, damaged) = JsonlLog::open(&path, |measured: Measured| {
-            let keep = measured.step <= start_step;
+        let mut history = EvalHistory::default();
+        let (log, damaged) = JsonlLog::open(&path, |evaluation: Evaluation| {
+            let keep = evaluation.step <= start_step;
             if keep {
-                history.push(measured);
+                history.push(evaluation);
             }
             keep
         })?;
@@ -130,12 +130,12 @@ impl EvalLog {
         Ok((EvalLog(log), history))
     }
 
-    /// Appends a measurement.
+    /// Appends an evaluation.
     ///
     /// # Errors
     /// An I/O error.
-    pub fn push(&mut self, measured: &Measured) -> io::Result<()> {
-        self.0.push(measured)
+    pub fn push(&mut self, evaluation: &Evaluation) -> io::Result<()> {
+        self.0.push(evaluation)
     }
 
     pub fn path(&self) -> &Path {
@@ -143,16 +143,16 @@ impl EvalLog {
     }
 }
 
-/// Reads the evaluations of the run in folder `run`; none if there is no log.
+/// Reads the evaluations of the run in folder `run`; empty if there is no log.
 ///
 /// # Errors
 /// An I/O error.
-pub fn read(run: &Path) -> io::Result<History> {
+pub fn read(run: &Path) -> io::Result<EvalHistory> {
     let path = EvalLog::file(run);
     let lines = jsonl::read(&path)?;
     report_damage(&path, lines.damaged);
-    let mut history = History::default();
-    lines.values.into_iter().for_each(|measured| history.push(measured));
+    let mut history = EvalHistory::default();
+    lines.values.into_iter().for_each(|evaluation| history.push(evaluation));
     Ok(history)
 }
 
@@ -162,12 +162,12 @@ fn report_damage(path: &Path, damaged: usize) {
     }
 }
 
-/// The step of the best score and that score; of two that are as good the later one.
+/// Best score with its step; the later step on a tie.
 pub fn best(scores: impl Iterator<Item = (u64, f64)>) -> Option<(u64, f64)> {
     scores.max_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
 }
 
-/// Measured acceptance by step: how good a checkpoint is. A file that cannot be read scores nothing.
+/// Acceptance by step, the score of a checkpoint; empty if the log is unreadable.
 pub fn scores(run: &Path) -> BTreeMap<u64, f64> {
     read(run).unwrap_or_default().curve().collect()
 }
@@ -176,23 +176,23 @@ pub fn scores(run: &Path) -> BTreeMap<u64, f64> {
 mod tests {
     use super::*;
 
-    fn measured(step: u64, acceptance: Option<f64>) -> Measured {
+    fn evaluation(step: u64, acceptance: Option<f64>) -> Evaluation {
         let decoded = acceptance.map(|acceptance| Decoded { acceptance, ..Decoded::default() });
-        Measured {
+        Evaluation {
             step,
             decoded,
             held_out: Some(HeldOut { loss: step as f64, ..HeldOut::default() }),
-            ..Measured::default()
+            ..Evaluation::default()
         }
     }
 
     #[test]
-    fn a_log_is_read_back_without_what_a_crash_undid() {
+    fn a_log_is_read_back_without_undone_steps() {
         let folder = tempfile::tempdir().unwrap();
         let (mut log, history) = EvalLog::open(folder.path(), 0).unwrap();
-        assert_eq!(history, History::default());
+        assert_eq!(history, EvalHistory::default());
         for (step, acceptance) in [(0, Some(1.0)), (10, Some(1.5)), (20, None), (30, Some(1.5))] {
-            log.push(&measured(step, acceptance)).unwrap();
+            log.push(&evaluation(step, acceptance)).unwrap();
         }
         let mut bytes = std::fs::read(log.path()).unwrap();
         bytes.extend(b"{\"step\": 40, \"at\"");
@@ -202,11 +202,11 @@ mod tests {
         assert_eq!(history.0.iter().map(|m| m.step).collect::<Vec<_>>(), [0, 10, 20]);
         assert_eq!((history.best(), history.held_out().map(|(step, _)| step)), (Some((10, 1.5)), Some(20)));
         assert_eq!(read(folder.path()).unwrap(), history);
-        assert_eq!(History(vec![measured(3, Some(2.0)), measured(5, Some(2.0))]).best(), Some((5, 2.0)));
-        // What was measured of the same weights in two parts is one measure.
-        let mut history = History(vec![measured(3, None)]);
+        assert_eq!(EvalHistory(vec![evaluation(3, Some(2.0)), evaluation(5, Some(2.0))]).best(), Some((5, 2.0)));
+        // Two evaluations of the same step are merged.
+        let mut history = EvalHistory(vec![evaluation(3, None)]);
         let decoded = Some(Decoded { acceptance: 1.5, ..Decoded::default() });
-        history.push(Measured { step: 3, decoded, ..Measured::default() });
-        assert_eq!(history, History(vec![measured(3, Some(1.5))]));
+        history.push(Evaluation { step: 3, decoded, ..Evaluation::default() });
+        assert_eq!(history, EvalHistory(vec![evaluation(3, Some(1.5))]));
     }
 }

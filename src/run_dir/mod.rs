@@ -1,10 +1,11 @@
-//! The run folder as one thing on disk: checkpoints, retention, logs and the database.
+//! Run folder: its files, checkpoints, retention, logs and database.
 
 pub mod checkpoint;
 pub mod db;
 pub mod eval_log;
+pub mod files;
 mod open;
 pub mod retention;
 pub mod step_log;
 
-pub use open::{About, Opened, RunFolder, hash};
+pub use open::{OpenRun, RunDir, StartContext};

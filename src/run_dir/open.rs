@@ -1,8 +1,9 @@
-//! The run folder: who may use it, whether it belongs to these settings, and where a run in it goes on.
+//! Opening of a run folder: lock, identity check, resume point and settings.
 
 use super::{
     checkpoint::{self, CheckpointError, Verified},
-    db::{Begun, Checkpoint, ConfigChange, Identity, NewRun, RunEnd, RunLock, StateDb},
+    db::{Checkpoint, ConfigChange, Identity, NewRun, RunEnd, RunLock, StartedRun, StateDb},
+    files,
 };
 use crate::common::{
     fs::{remove_dir, remove_file, write_atomic},
@@ -20,40 +21,40 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The files and folders of a run.
+/// Paths of a run folder.
 #[derive(Clone, Debug)]
-pub struct RunFolder {
+pub struct RunDir {
     root: PathBuf,
 }
 
-/// A run folder that this process holds, and where its run stands.
+/// A run folder locked by this process, with the resume point of its run.
 #[derive(Debug)]
-pub struct Opened {
-    pub folder: RunFolder,
+pub struct OpenRun {
+    pub folder: RunDir,
     pub state: StateDb,
-    /// The checkpoint to go on from; `None` at the beginning.
+    /// Checkpoint to resume from; `None` at the start of a run.
     pub from: Option<Checkpoint>,
-    /// Its folder, every byte of it as it was written.
+    /// Its folder, with verified hashes.
     pub verified: Option<Verified>,
-    /// This start, and how many jobs that ended after that checkpoint are open again.
-    pub begun: Begun,
+    /// Record of this start, with the number of jobs reopened.
+    pub started: StartedRun,
 }
 
-/// What a start must know of its run.
+/// Inputs of a start that come from outside the run folder.
 #[derive(Clone, Debug)]
-pub struct About {
-    /// What must not change between starts, by name.
+pub struct StartContext {
+    /// Settings and data that must not change between starts, by name.
     pub identity: Identity,
     /// Samples of an epoch.
     pub samples: u64,
-    /// Throw an old run away, which needs `force`.
+    /// Delete an old run; needs `force`.
     pub fresh: bool,
     pub force: bool,
 }
 
-impl RunFolder {
-    pub fn new(root: &Path) -> RunFolder {
-        RunFolder { root: root.to_owned() }
+impl RunDir {
+    pub fn new(root: &Path) -> RunDir {
+        RunDir { root: root.to_owned() }
     }
 
     pub fn root(&self) -> &Path {
@@ -61,30 +62,33 @@ impl RunFolder {
     }
 
     pub fn checkpoints(&self) -> PathBuf {
-        self.root.join("checkpoints")
+        self.root.join(files::CHECKPOINTS)
     }
 
     pub fn export(&self) -> PathBuf {
-        self.root.join("export")
+        self.root.join(files::EXPORT)
     }
 
     pub fn summary(&self) -> PathBuf {
-        self.root.join("summary.json")
+        self.root.join(files::SUMMARY)
     }
 
     pub fn config(&self) -> PathBuf {
-        self.root.join("run.toml")
+        self.root.join(files::CONFIG)
     }
 
-    /// Takes the folder for this process and finds where its run stands.
-    pub fn open(&self, loaded: &Loaded, about: &About) -> Result<Opened, Failure> {
-        let About { identity, samples, fresh, force } = about;
+    /// Locks the folder, checks the identity, finds the resume point and records this start.
+    ///
+    /// # Errors
+    /// A [`Failure`]: the folder is in use, has another identity, lacks a usable checkpoint, or cannot be written.
+    pub fn open(&self, loaded: &Loaded, context: &StartContext) -> Result<OpenRun, Failure> {
+        let StartContext { identity, samples, fresh, force } = context;
         if *fresh && self.holds_a_run() {
             if !force {
                 return Err(Failure::new(
                     Exit::Config,
                     format!(
-                        "{} holds a run; --fresh would throw it away. Add --force to do so, or choose another run.dir",
+                        "{} holds a run, which --fresh would delete; add --force to delete it, or choose another run.dir",
                         self.root.display()
                     ),
                 ));
@@ -92,7 +96,7 @@ impl RunFolder {
             self.clear()?;
         }
         let mut state = StateDb::open_or_create(&self.root).map_err(Failure::of(Exit::Run))?;
-        // A folder whose run never began has no identity yet.
+        // A folder without a started run has no identity.
         let known = !state.identity().map_err(Failure::of(Exit::Run))?.is_empty();
         let differences = match known {
             true => state.compare_identity(identity).map_err(Failure::of(Exit::Run))?,
@@ -100,9 +104,9 @@ impl RunFolder {
                 return Err(Failure::new(
                     Exit::Run,
                     format!(
-                        "{} holds checkpoints, but its state.db is empty or gone, so nothing says which jobs are in their \
-                         weights. Restore state.db from a copy, choose another run.dir, or throw the old run away with \
-                         --fresh --force; draftmill export still exports them",
+                        "{} holds checkpoints, but its state.db is empty or missing, so the jobs in their weights are \
+                         unknown. Restore state.db from a copy, choose another run.dir, or delete the old run with \
+                         --fresh --force; draftmill export still exports the checkpoints",
                         self.root.display()
                     ),
                 ));
@@ -118,8 +122,8 @@ impl RunFolder {
             return Err(Failure::new(
                 Exit::Config,
                 format!(
-                    "{} holds a run that was started with other settings or data, and cannot go on with these:\n{}\n\
-                     Undo the change, choose another run.dir, or throw the old run away with --fresh --force",
+                    "{} holds a run that was started with other settings or data, and cannot resume with these:\n{}\n\
+                     Undo the change, choose another run.dir, or delete the old run with --fresh --force",
                     self.root.display(),
                     list.join("\n")
                 ),
@@ -132,53 +136,56 @@ impl RunFolder {
         let config = &loaded.config;
         let new = NewRun {
             from: step,
-            settings: hash(&text),
+            settings: sha256(&text),
             epochs: config.run.epochs,
             samples: *samples,
             micro_batches: config.micro_batches_per_step(),
         };
-        let begun = state.begin_run(&new).map_err(Failure::of(Exit::Run))?;
+        let started = state.begin_run(&new).map_err(Failure::of(Exit::Run))?;
         self.clean(step)?;
         let changes = self.changed_settings(loaded);
         if !changes.is_empty() {
             let list = changes.iter().map(|c| format!("{}: {} -> {}", c.key, c.old, c.new)).collect::<Vec<_>>();
-            tracing::info!("settings that changed since the last start: {}", list.join("; "));
+            tracing::info!(changes = %list.join("; "), "settings changed");
             state.config_changed(step, &changes).map_err(Failure::of(Exit::Run))?;
         }
-        self.keep_config(&text).map_err(|e| self.cannot_write(&self.config(), &e))?;
-        Ok(Opened { folder: self.clone(), state, from, verified, begun })
+        self.write_config(&text).map_err(|e| self.cannot_write(&self.config(), &e))?;
+        Ok(OpenRun { folder: self.clone(), state, from, verified, started })
     }
 
-    /// Writes down the settings that are in force.
-    pub fn keep_config(&self, text: &str) -> io::Result<()> {
+    /// Writes the settings in force to run.toml.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn write_config(&self, text: &str) -> io::Result<()> {
         write_atomic(&self.config(), text.as_bytes())
     }
 
-    /// Notes that a start failed, where its state was lost with what failed. Best effort: the failure itself is told anyway.
-    pub fn note_failure(&self, run: u64, failure: &Failure) {
+    /// Records a failed start if the open database was lost with the failure. Best effort: the caller reports the failure.
+    pub fn record_failure(&self, run: u64, failure: &Failure) {
         let end = match failure.exit {
             Exit::Interrupted => RunEnd::Stopped,
             _ => RunEnd::Failed(failure.message.clone()),
         };
-        if !self.root.join("state.db").exists() {
-            // The folder, or its disk, was taken away: another must not be begun in its place.
+        if !self.root.join(files::STATE_DB).exists() {
+            // The folder or its disk was removed; a new database must not be created there.
             return;
         }
-        let noted = StateDb::open_or_create(&self.root).and_then(|mut state| state.end_run(run, &end, None));
-        if let Err(error) = noted {
-            tracing::debug!(%error, "how the run ended could not be noted");
+        let recorded = StateDb::open_or_create(&self.root).and_then(|mut state| state.end_run(run, &end, None));
+        if let Err(error) = recorded {
+            tracing::debug!(%error, "end of run not recorded");
         }
     }
 
     fn holds_a_run(&self) -> bool {
-        self.root.join("state.db").exists() || self.has_checkpoints()
+        self.root.join(files::STATE_DB).exists() || self.has_checkpoints()
     }
 
     fn has_checkpoints(&self) -> bool {
         checkpoint::steps(&self.checkpoints()).is_ok_and(|steps| !steps.is_empty())
     }
 
-    /// The newest checkpoint that is as it was written. Damaged ones are told, and put aside for a person to look at.
+    /// Newest intact checkpoint. Damaged ones are logged and renamed for inspection.
     fn resume_point(&self, state: &mut StateDb) -> Result<Option<(Checkpoint, Verified)>, Failure> {
         let known = state.checkpoints().map_err(Failure::of(Exit::Run))?;
         let mut unusable = Vec::new();
@@ -186,7 +193,7 @@ impl RunFolder {
             let dir = self.checkpoints().join(&checkpoint.name);
             let why = match Verified::open(&dir) {
                 Ok(verified) => {
-                    self.give_up(state, &unusable, &checkpoint.name)?;
+                    self.set_aside(state, &unusable, &checkpoint.name)?;
                     return Ok(Some((checkpoint.clone(), verified)));
                 }
                 Err(error @ CheckpointError::Newer { .. }) => return Err(Failure::new(Exit::Model, error)),
@@ -194,7 +201,7 @@ impl RunFolder {
                     let file = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
                     format!("{} is damaged: {file}: {reason}", checkpoint.name)
                 }
-                Err(CheckpointError::Damaged { .. }) => format!("{} is gone", checkpoint.name),
+                Err(CheckpointError::Damaged { .. }) => format!("{} is missing", checkpoint.name),
                 Err(error @ (CheckpointError::Io { .. } | CheckpointError::NotFinite { .. })) => {
                     format!("{}: {error}", checkpoint.name)
                 }
@@ -204,55 +211,56 @@ impl RunFolder {
         if unusable.is_empty() {
             return Ok(None);
         }
-        // Older ones than are kept are gone by right; of those that are not there the newest one is told.
-        let mut told: Vec<_> = unusable.iter().filter(|(dir, _)| dir.exists()).map(|(_, why)| why.as_str()).collect();
-        if told.is_empty() {
-            told.push(&unusable[0].1);
+        // Retention deletes old checkpoints, so of the missing ones only the newest is reported.
+        let mut reported: Vec<_> =
+            unusable.iter().filter(|(dir, _)| dir.exists()).map(|(_, why)| why.as_str()).collect();
+        if reported.is_empty() {
+            reported.push(&unusable[0].1);
         }
         Err(Failure::new(
             Exit::Model,
             format!(
-                "no checkpoint in {} can be gone on from: {}; and there is no other. Restore one from a copy, choose another \
-                 run.dir, or begin anew with --fresh --force",
+                "no checkpoint in {} is usable: {}. Restore one from a copy, choose another run.dir, or start over with \
+                 --fresh --force",
                 self.checkpoints().display(),
-                told.join("; ")
+                reported.join("; ")
             ),
         ))
     }
 
-    /// Tells that checkpoints cannot be used and puts what is left of them aside, before the ledger forgets them.
-    fn give_up(&self, state: &mut StateDb, unusable: &[(PathBuf, String)], instead: &str) -> Result<(), Failure> {
+    /// Reports unusable checkpoints and renames their folders, before the ledger forgets them.
+    fn set_aside(&self, state: &mut StateDb, unusable: &[(PathBuf, String)], instead: &str) -> Result<(), Failure> {
         for (dir, why) in unusable {
             let aside = dir.with_extension("damaged");
             let kept = if dir.exists() {
-                let put = || {
+                let rename = || {
                     remove_dir(&aside)?;
                     failpoint::point("rename", "damaged checkpoint")?;
                     fs::rename(dir, &aside)
                 };
-                put().map_err(|e| self.cannot_write(&aside, &e))?;
+                rename().map_err(|e| self.cannot_write(&aside, &e))?;
                 format!(" (kept as {})", aside.display())
             } else {
                 String::new()
             };
-            let text = format!("checkpoint {why}{kept}; going on from {instead}, the newest that is whole");
-            tracing::warn!("{text}");
+            let text = format!("checkpoint {why}{kept}; resuming from {instead}, the newest intact one");
+            tracing::warn!(reason = %text, "checkpoint unusable");
             state.event("checkpoint-unusable", &text).map_err(Failure::of(Exit::Run))?;
         }
         Ok(())
     }
 
-    /// Removes what a killed process left beyond the checkpoint of `newest`.
+    /// Removes unfinished checkpoints, and those after step `newest`.
     fn clean(&self, newest: u64) -> Result<(), Failure> {
         let folder = self.checkpoints();
         let removed = checkpoint::clean(&folder, newest).map_err(|e| self.cannot_write(&folder, &e))?;
         if removed > 0 {
-            tracing::info!(removed, "checkpoints that a killed process left unfinished were removed");
+            tracing::info!(removed, "leftover checkpoints removed");
         }
         Ok(())
     }
 
-    /// The settings in which this start differs from what run.toml says of the one before.
+    /// Settings that differ from those of the previous start in run.toml.
     fn changed_settings(&self, loaded: &Loaded) -> Vec<ConfigChange> {
         let path = self.config();
         if !path.exists() {
@@ -261,52 +269,34 @@ impl RunFolder {
         let old = match config::load(Some(&path), &[]) {
             Ok(old) => old.written.wire,
             Err(problems) => {
-                let path = path.display();
-                tracing::warn!("{path} cannot be read, so nothing tells which settings changed: {problems}");
+                tracing::warn!(path = %path.display(), %problems, "previous settings unreadable; changes unknown");
                 return Vec::new();
             }
         };
         config::changes(&old, &loaded.written.wire)
     }
 
-    /// Deletes what a run wrote, and nothing else. The prepared store, where it lies in this folder, stays.
+    /// Deletes the files of a run, [`files::FILES`] and [`files::DIRS`]. A prepared store in the folder stays.
     fn clear(&self) -> Result<(), Failure> {
-        // Refused while another process has the folder. The database may be damaged, so nothing opens it.
+        // Fails if another process has the folder. The database may be damaged, so it is not opened.
         let _lock = RunLock::acquire(&self.root).map_err(Failure::of(Exit::Run))?;
-        let files = [
-            "state.db",
-            "state.db-wal",
-            "state.db-shm",
-            "state.db-journal",
-            "run.toml",
-            "steps.jsonl",
-            "evals.jsonl",
-            "summary.json",
-        ];
-        for name in files {
-            remove_file(&self.root.join(name)).map_err(|e| self.cannot_write(&self.root.join(name), &e))?;
+        for path in files::FILES.map(|name| self.root.join(name)) {
+            remove_file(&path).map_err(|e| self.cannot_write(&path, &e))?;
         }
-        for dir in [self.checkpoints(), self.export()] {
-            if dir.exists() {
-                fs::remove_dir_all(&dir).map_err(|e| self.cannot_write(&dir, &e))?;
-            }
+        for dir in files::DIRS.map(|name| self.root.join(name)) {
+            remove_dir(&dir).map_err(|e| self.cannot_write(&dir, &e))?;
         }
         Ok(())
     }
 
-    /// The sentence for a file of the run that cannot be written.
+    /// Failure for a file of the run that cannot be written.
     pub fn cannot_write(&self, path: &Path, error: &std::io::Error) -> Failure {
         Failure::new(
             Exit::Run,
             format!(
-                "{} cannot be written: {error}; free space, mend its permissions, or choose another run.dir",
+                "{} cannot be written: {error}; free disk space, correct its permissions, or choose another run.dir",
                 path.display()
             ),
         )
     }
-}
-
-/// SHA-256 of the text of a configuration, in hexadecimal.
-pub fn hash(text: &str) -> String {
-    sha256(text)
 }

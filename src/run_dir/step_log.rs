@@ -1,4 +1,4 @@
-//! The record of every optimizer step: one line of `steps.jsonl`, and the means over the first and the last of them.
+//! Step log of a run: one line of `steps.jsonl` per optimizer step, and means over the first and last steps.
 
 use crate::common::jsonl::JsonlLog;
 use draftmill_actors::trainer::StepRecord;
@@ -8,20 +8,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Means over some steps.
+/// Means over a window of steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Window {
     pub steps: u64,
     /// Mean loss in nats.
     pub loss: f64,
-    /// Mean share of supervised positions that were right.
+    /// Mean fraction of supervised positions predicted correctly.
     pub accuracy: f64,
 }
 
-/// Steps at each end of a run over which its means are taken, at most.
-const MOST: usize = 10;
+/// Limit on the steps of a window.
+const WINDOW_LIMIT: usize = 10;
 
-/// `steps.jsonl` of a run, open for appending. Memory does not grow with the number of steps.
+/// `steps.jsonl` of a run, open for appending. Its memory does not grow with the number of steps.
 pub struct StepLog {
     log: JsonlLog,
     steps: usize,
@@ -32,11 +32,11 @@ pub struct StepLog {
 impl StepLog {
     /// Path of the log of the run in folder `run`.
     pub fn file(run: &Path) -> PathBuf {
-        run.join("steps.jsonl")
+        run.join(super::files::STEPS)
     }
 
-    /// Opens the log of a run whose weights hold `start_step` steps. Later lines belong to steps that a crash undid and are
-    /// removed, as is a last line that was cut short. Damaged lines are reported and stay.
+    /// Opens the log of a run that resumes at `start_step`. Removes the lines of later steps, which a crash undid, and a torn
+    /// last line. Damaged lines are logged and stay.
     ///
     /// # Errors
     /// An I/O error.
@@ -73,19 +73,19 @@ impl StepLog {
         self.log.path()
     }
 
-    /// Means over the first and over the last twentieth of the steps, at least one and at most ten of each.
+    /// Means over the first and the last twentieth of the steps, in 1..=10 steps each.
     pub fn windows(&self) -> (Window, Window) {
-        let n = (self.steps / 20).clamp(1, MOST).min(self.steps);
+        let n = (self.steps / 20).clamp(1, WINDOW_LIMIT).min(self.steps);
         (mean(self.first.iter().take(n)), mean(self.last.iter().rev().take(n).rev()))
     }
 }
 
 fn remember((steps, first, last): &mut (usize, Vec<StepRecord>, VecDeque<StepRecord>), record: StepRecord) {
     *steps += 1;
-    if first.len() < MOST {
+    if first.len() < WINDOW_LIMIT {
         first.push(record.clone());
     }
-    if last.len() == MOST {
+    if last.len() == WINDOW_LIMIT {
         last.pop_front();
     }
     last.push_back(record);

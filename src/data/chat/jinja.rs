@@ -4,7 +4,10 @@ use super::python;
 use minijinja::{Environment, Error, ErrorKind, State, Value, syntax::SyntaxConfig};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-/// The environment, without a template.
+/// Creates an environment without templates.
+///
+/// # Errors
+/// An error of minijinja's syntax configuration.
 pub fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -21,20 +24,23 @@ pub fn environment() -> Result<Environment<'static>, Error> {
 }
 
 /// Adds a template to the environment.
+///
+/// # Errors
+/// A syntax error of the template.
 pub fn add(environment: &mut Environment<'static>, name: &'static str, text: &str) -> Result<(), Error> {
-    // Python reads every line end as one character.
+    // Python reads each line end as one character.
     let text = text.replace("\r\n", "\n").replace('\r', "\n");
     environment.add_template_owned(name, without_generation(&text))
 }
 
-/// What a template said, in one line.
+/// First line of a template's error.
 pub fn sentence(error: &Error) -> String {
     let text = error.detail().map_or_else(|| error.to_string(), String::from);
     text.lines().next().unwrap_or_default().to_owned()
 }
 
-/// `{% generation %}` marks what is supervised; that is found without it, so its block becomes one that is always
-/// shown. Signs of white-space control are kept.
+/// Replaces `{% generation %}` blocks, which mark supervised text, by `{% if true %}`: supervised ranges are found without
+/// them. White-space control characters are kept.
 fn without_generation(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -56,7 +62,7 @@ fn without_generation(text: &str) -> String {
     out + rest
 }
 
-/// Python's methods of texts, lists and maps.
+/// Implements Python's methods of strings, lists and dicts.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let ends = match name {
         "strip" => Some((true, true)),
@@ -71,8 +77,8 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
     unknown_method_callback(state, value, name, args)
 }
 
-/// Templates write the date of the day. A store must not depend on the day it was prepared, so the moment is fixed:
-/// Friday 26 July 2024, 00:00, the date that Llama 3's template falls back to.
+/// `strftime_now` with a fixed time, so that a store does not depend on the day of its preparation: Friday 26 July 2024,
+/// 00:00, the default date of Llama 3's template.
 fn strftime(format: &str) -> String {
     let mut out = String::new();
     let mut chars = format.chars();

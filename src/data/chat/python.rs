@@ -1,4 +1,4 @@
-//! How Python writes values and trims texts, as far as chat templates show it.
+//! Python's string conversions and `strip`, as far as chat templates use them.
 
 use minijinja::{
     Error, ErrorKind, Value,
@@ -6,7 +6,10 @@ use minijinja::{
 };
 use serde_json::Value as Json;
 
-/// `str(value)`; undefined is empty, as Jinja2 writes it.
+/// `str(value)`; an undefined value is empty, as in Jinja2.
+///
+/// # Errors
+/// A value that cannot be iterated or converted.
 pub fn text(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Undefined => Ok(String::new()),
@@ -15,7 +18,7 @@ pub fn text(value: &Value) -> Result<String, Error> {
     }
 }
 
-/// `str.isspace`: besides Unicode's white space, Python takes four separators for it.
+/// `str.isspace`: Unicode white space and four separators.
 pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
@@ -31,7 +34,10 @@ pub fn strip(text: &str, chars: Option<String>, left: bool, right: bool) -> Stri
     text.into()
 }
 
-/// The filter `tojson` as transformers gives it to templates: `json.dumps` with `ensure_ascii=False`.
+/// Filter `tojson` as in transformers: `json.dumps` with `ensure_ascii=False`.
+///
+/// # Errors
+/// An undefined value, positional arguments or unknown options.
 pub fn json(value: Value, positional: Rest<Value>, options: Kwargs) -> Result<String, Error> {
     let invalid = |text: String| Error::new(ErrorKind::InvalidOperation, text);
     if value.is_undefined() || !positional.is_empty() {
@@ -55,7 +61,7 @@ pub fn json(value: Value, positional: Rest<Value>, options: Kwargs) -> Result<St
     Ok(out)
 }
 
-/// `repr(value)` of what JSON can hold.
+/// `repr(value)` of a JSON value.
 fn repr(value: &Value) -> Result<String, Error> {
     Ok(match value.kind() {
         ValueKind::None => "None".into(),
@@ -93,7 +99,7 @@ fn quoted(text: &str) -> String {
     out
 }
 
-/// `repr(float)`: the shortest digits that read back, with an exponent below 1e-4 and from 1e16 on.
+/// `repr(float)`: shortest digits that round-trip, with an exponent below 1e-4 and from 1e16 on.
 fn float(value: f64) -> String {
     if value == 0.0 || (1e-4..1e16).contains(&value.abs()) {
         return format!("{value:?}");
@@ -108,7 +114,7 @@ fn float(value: f64) -> String {
     }
 }
 
-/// The options of `json.dumps`.
+/// Options of `json.dumps`.
 struct Dumps {
     indent: Option<usize>,
     item: String,
@@ -192,7 +198,7 @@ mod tests {
     use minijinja::context;
     use serde_json::json;
 
-    /// What a template makes of `v`.
+    /// Rendering of `template` with the variable `v`.
     fn shown(template: &str, v: serde_json::Value) -> String {
         let mut environment = super::super::jinja::environment().unwrap();
         super::super::jinja::add(&mut environment, "t", template).unwrap();

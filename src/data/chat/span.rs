@@ -1,14 +1,14 @@
-//! Where the assistant's turns stand in a rendered conversation.
+//! Byte ranges of the assistant's turns in a rendered conversation.
 //!
-//! A turn is found by rendering the conversation once more with a sentinel in its stead: what stands before and after the
-//! sentinel is the template's, and must stand before and after the turn as well. What does not match is an error, never a guess.
+//! A turn is found by rendering the conversation again with a sentinel instead of its content. The text before and after the
+//! sentinel is the template's, and must surround the turn as well. A mismatch is an error, never a guess.
 
 use super::{ChatError, ChatTemplate, Conversation, Turn, python::is_space};
 use minijinja::value::{Serde, Value as Jinja};
 use serde_json::{Map, Value};
 use std::ops::Range;
 
-/// A rendered conversation whose turns are looked for.
+/// Search for the turns of a rendered conversation.
 pub struct Spans<'a> {
     template: &'a ChatTemplate,
     turns: &'a [Turn],
@@ -33,29 +33,32 @@ impl<'a> Spans<'a> {
         self.text
     }
 
-    /// What the assistant says in the turn `at`, with the token that ends it.
+    /// Finds the range of the assistant's turn `at`, including its end token.
+    ///
+    /// # Errors
+    /// [`ChatError::Uncertain`], if the rendering does not determine the range.
     pub fn find(&self, at: usize) -> Result<Range<usize>, ChatError> {
         let uncertain = |why| ChatError::Uncertain { turn: at, why };
         let turn = &self.turns[at];
         let (before, after) = self.around(at, self.messages.len())?;
         let end = match self.text.strip_suffix(&after) {
             Some(kept) => kept.len(),
-            None => return Err(uncertain("what follows it depends on it")),
+            None => return Err(uncertain("the text after it depends on it")),
         };
         let start = if self.text.starts_with(&before) { before.len() } else { self.header(at)? };
         let Some(shown) = self.text.get(start..end) else {
-            return Err(uncertain("what stands around it depends on it"));
+            return Err(uncertain("the text around it depends on it"));
         };
-        // Other fields of the turn, such as tool calls, are laid out by the template, so only plain turns can be compared.
+        // The template formats other fields, such as tool calls, so only plain turns can be compared.
         if turn.extra.values().all(is_blank) && !is_end_of(shown, &turn.content) {
-            return Err(uncertain("it is shown changed or not at all"));
+            return Err(uncertain("it is rendered changed or not at all"));
         }
         Ok(start..end + self.end_token(at, &self.text[end..])?)
     }
 
-    /// What the template puts before and after a turn's content, in the first `until` turns. The turn is shown without its
-    /// other fields, so that what the template makes of them counts as what the assistant says. Blank ones say nothing and
-    /// stay: an empty think block is the template's, whatever it is made of.
+    /// Text of the template before and after a turn's content, in the first `until` turns. The turn is rendered without its
+    /// other fields, so that their text counts as the assistant's. Blank fields stay: an empty think block is the
+    /// template's.
     fn around(&self, at: usize, until: usize) -> Result<(String, String), ChatError> {
         let uncertain = |why| ChatError::Uncertain { turn: at, why };
         let mut messages = self.messages[..until].to_vec();
@@ -64,16 +67,16 @@ impl<'a> Spans<'a> {
             turn.extra.iter().filter(|(_, value)| is_blank(value)).map(|(key, value)| (key.clone(), value.clone()));
         messages[at] = message(turn, &self.sentinel, &blank.collect());
         let marked = self.template.call(&messages, &self.tools, false);
-        let marked = marked.map_err(|_| uncertain("the template refuses a plain text in its stead"))?;
+        let marked = marked.map_err(|_| uncertain("the template refuses plain text instead of it"))?;
         let mut parts = marked.split(&self.sentinel);
         match (parts.next(), parts.next(), parts.next()) {
             (Some(before), Some(after), None) => Ok((before.into(), after.into())),
-            _ => Err(uncertain("the template does not show its content exactly once")),
+            _ => Err(uncertain("the template does not render its content exactly once")),
         }
     }
 
-    /// Where the header of a turn ends that does not begin with its content, but with thinking which the template lays out:
-    /// there the model is prompted for it.
+    /// End of the header of a turn that starts with template-formatted thinking instead of its content. The generation prompt
+    /// ends there.
     fn header(&self, at: usize) -> Result<usize, ChatError> {
         let prompt = self.template.call(&self.messages[..at], &self.tools, true);
         let header = prompt.ok().filter(|prompt| self.text.starts_with(prompt.as_str()));
@@ -81,12 +84,12 @@ impl<'a> Spans<'a> {
         header.map(|header| header.len()).ok_or_else(uncertain)
     }
 
-    /// Bytes of `rest`, which follows the turn `at`, up to the end of the token that ends the turn; 0 if the template has none.
+    /// Bytes of `rest`, the text after turn `at`, up to the end of its end token; 0 if the template has none.
     fn end_token(&self, at: usize, rest: &str) -> Result<usize, ChatError> {
         match self.template.leading_special(rest) {
             None => Ok(0),
             Some((len, token)) if token == self.template.eos => Ok(len),
-            // It may belong to the next turn's header: then it is not there when this turn is the last one.
+            // A token of the next turn's header is absent if this turn is the last one.
             Some((len, _)) => {
                 let (_, last) = self.around(at, at + 1)?;
                 Ok(if last.starts_with(&rest[..len]) { len } else { 0 })
@@ -95,7 +98,7 @@ impl<'a> Spans<'a> {
     }
 }
 
-/// A turn as templates take it.
+/// Message of a turn as templates expect it.
 pub fn plain_message(turn: &Turn) -> Jinja {
     message(turn, &turn.content, &turn.extra)
 }
@@ -110,7 +113,7 @@ fn message(turn: &Turn, content: &str, extra: &Map<String, Value>) -> Jinja {
     Jinja::from(Serde(message))
 }
 
-/// Whether a field of a turn holds nothing that anyone could have said.
+/// True if a field of a turn has no content.
 fn is_blank(value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -121,15 +124,15 @@ fn is_blank(value: &Value) -> bool {
     }
 }
 
-/// A text that the conversation does not contain and that no template treats specially.
+/// Unique text that the conversation does not contain and no template treats specially.
 fn sentinel(turns: &[Turn], text: &str) -> String {
     let taken = |name: &str| text.contains(name) || turns.iter().any(|turn| turn.content.contains(name));
     let mut candidates = (0_u64..).map(|n| format!("\u{f8f0}draftmill{n}\u{f8f1}"));
     candidates.find(|name| !taken(name)).unwrap_or_default()
 }
 
-/// Whether `shown` is `content`, or the end of it, white space aside: a template may trim, and may drop earlier thinking, but
-/// not all that was said.
+/// True if `shown` is `content` or its end, apart from white space: a template may trim it and drop earlier thinking, but not
+/// the whole answer.
 fn is_end_of(shown: &str, content: &str) -> bool {
     if shown.chars().all(is_space) {
         return content.chars().all(is_space);

@@ -1,4 +1,4 @@
-//! What can go wrong with a run folder's state, each as a sentence that names the file and the remedy.
+//! Errors of a run folder's state. Each text names the file and the remedy.
 
 use super::{IdentityDifference, SCHEMA_VERSION};
 use draftmill_actors::messages::types::{JobId, Outcome};
@@ -10,18 +10,19 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[error("cannot {action} {}: {problem}", path.display())]
 pub struct StateError {
-    /// What was to be done, as a verb phrase that the path completes.
+    /// Failed action, as a verb phrase that the path completes.
     pub action: &'static str,
     pub path: PathBuf,
     pub problem: Problem,
 }
 
+/// Cause of a [`StateError`].
 #[derive(Debug, Error)]
 pub enum Problem {
-    #[error("{0}; check that the path is right and may be written")]
+    #[error("{0}; check the path and its permissions")]
     Io(io::Error),
     #[error(
-        "another draftmill process{holder} works in this run folder; wait until it ends, or give this run another folder",
+        "another draftmill process{holder} uses this run folder; wait until it ends, or give this run another folder",
         holder = holder.as_ref().map(|pid| format!(" (process {pid})")).unwrap_or_default()
     )]
     InUse { holder: Option<String> },
@@ -32,25 +33,25 @@ pub enum Problem {
     #[error("this is an SQLite database, but not Draftmill's; give the run another folder")]
     Foreign,
     #[error(
-        "the file has schema version {found}, and this draftmill knows versions up to {SCHEMA_VERSION}; use the newer \
+        "the file has schema version {found}, and this draftmill reads versions up to {SCHEMA_VERSION}; use the newer \
          draftmill that wrote it"
     )]
     Newer { found: u32 },
     #[error(
-        "the file has schema version {found}, of an older draftmill; start `draftmill train` in this folder once, which \
-         brings it to version {SCHEMA_VERSION}, or read it with the draftmill that wrote it"
+        "the file has schema version {found}, of an older draftmill; run `draftmill train` in this folder once to migrate it \
+         to version {SCHEMA_VERSION}, or read it with the draftmill that wrote it"
     )]
     Older { found: u32 },
     #[error(
-        "it was moved or deleted while the run goes on, and what is written now would be lost with it; put it back where it was, \
-         or begin anew with --fresh --force"
+        "it was moved or deleted during the run, so further writes would be lost; move it back, or start over with \
+         --fresh --force"
     )]
     Vanished,
-    #[error("no run began here; give the run.dir of a run")]
+    #[error("this folder has no run; give the run.dir of a run")]
     NoRun,
-    #[error("no start of a run was noted in it; this is a defect of draftmill")]
+    #[error("it has no recorded start of a run; this is a defect of draftmill")]
     NotBegun,
-    #[error("the disk is full; free some space and resume the run: nothing of this write was kept")]
+    #[error("the disk is full; free disk space and resume the run; this write was rolled back")]
     Full,
     #[error("the file or its folder is read-only; make both writable for this user")]
     ReadOnly,
@@ -62,11 +63,11 @@ pub enum Problem {
     NoWal,
     #[error(transparent)]
     Sqlite(rusqlite::Error),
-    #[error("job {job} stands at place {place} of the plan of epoch {epoch}; this is a defect of the planner")]
-    Misplaced { job: JobId, place: usize, epoch: u32 },
+    #[error("job {job} is at index {index} of the plan of epoch {epoch}; this is a defect of the planner")]
+    Misplaced { job: JobId, index: usize, epoch: u32 },
     #[error(
-        "epoch {epoch} was planned differently before: {difference}; resume with the data, seed and settings that the run \
-         began with, or start a new run folder"
+        "epoch {epoch} has another plan: {difference}; resume with the data, seed and settings of the run's \
+         first start, or start a new run folder"
     )]
     PlanDiffers { epoch: u32, difference: String },
     #[error(
@@ -76,19 +77,19 @@ pub enum Problem {
     #[error("job {job} is in no plan of this run; this is a defect of the pipeline")]
     Unplanned { job: JobId },
     #[error(
-        "job {job} is said to be trained at step {step}, but only steps after the newest checkpoint (step {newest}) may \
-         still be recorded; this is a defect of the pipeline (invariant R1)"
+        "job {job} is reported trained at step {step}, but only steps after the newest checkpoint (step {newest}) can \
+         be recorded; this is a defect of the pipeline (invariant R1)"
     )]
     TooLate { job: JobId, step: u64, newest: u64 },
     #[error(
-        "step {step} comes before the newest checkpoint, of step {newest}; resume from that one, or reopen the jobs after \
-         the step that the weights are of"
+        "step {step} is before the newest checkpoint, of step {newest}; resume from that one, or reopen the jobs after \
+         the step of the weights"
     )]
     OlderCheckpoint { step: u64, newest: u64 },
-    #[error("there is no checkpoint of step {step}; resume from one that exists, or from 0")]
+    #[error("there is no checkpoint of step {step}; resume from an existing one, or from 0")]
     NoCheckpoint { step: u64 },
     #[error(
-        "this run began with another identity: {}; resume with what it began with, or start a new run folder",
+        "this run has another identity: {}; resume with the identity of its first start, or start a new run folder",
         differences.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
     )]
     IdentityDiffers { differences: Vec<IdentityDifference> },

@@ -1,4 +1,4 @@
-//! The ledger on disk: the plan before its first job leaves, every job's one outcome, and the moment a checkpoint exists.
+//! Ledger in SQLite: plans before their first job is dispatched, one outcome per job, and checkpoints.
 
 use super::{Problem, StateDb, StateError, StateReader, Synced, now_ms, resume::newest_checkpoint, unsigned::Unsigned};
 use draftmill_actors::{
@@ -42,7 +42,10 @@ impl Ledger for StateDb {
 }
 
 impl StateReader {
-    /// The plan of an epoch as it was written, or `None` if that epoch has none yet.
+    /// Plan of an epoch; `None` if it is not planned yet.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn plan(&self, epoch: u32) -> Result<Option<Plan>, StateError> {
         self.read("read a plan from", |connection| {
             let Some((_, bounds)) = planned(connection, epoch)? else { return Ok(None) };
@@ -57,7 +60,10 @@ impl StateReader {
         })
     }
 
-    /// What became of a job; `None` while it is open.
+    /// Outcome of a job; `None` while it is open.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn outcome(&self, job: JobId) -> Result<Option<Outcome>, StateError> {
         self.read("read an outcome from", |connection| Ok(outcome(connection, job)?))
     }
@@ -65,9 +71,9 @@ impl StateReader {
 
 fn begin_epoch(tx: &Transaction<'_>, plan: &Plan) -> Result<Vec<bool>, Problem> {
     let epoch = plan.epoch;
-    let misplaced = |(place, job): &(usize, &JobSpec)| job.id.epoch != epoch || job.id.index as usize != *place;
-    if let Some((place, job)) = plan.jobs.iter().enumerate().find(misplaced) {
-        return Err(Problem::Misplaced { job: job.id, place, epoch });
+    let misplaced = |(index, job): &(usize, &JobSpec)| job.id.epoch != epoch || job.id.index as usize != *index;
+    if let Some((index, job)) = plan.jobs.iter().enumerate().find(misplaced) {
+        return Err(Problem::Misplaced { job: job.id, index, epoch });
     }
     if let Some((jobs, bounds)) = planned(tx, epoch)? {
         if let Some(difference) = difference(tx, plan, jobs, &bounds)? {
@@ -120,8 +126,7 @@ fn record(tx: &Transaction<'_>, outcomes: &[(JobId, Outcome)]) -> Result<(), Pro
     Ok(())
 }
 
-/// A second checkpoint of the newest step takes the place of the first: a run that was resumed and stopped at once
-/// writes one.
+/// Records a checkpoint. A second one of the newest step replaces the first; a run that stops right after resuming writes one.
 fn checkpoint(tx: &Transaction<'_>, step: u64, name: &str) -> Result<(), Problem> {
     let newest = newest_checkpoint(tx)?;
     if step < newest {
@@ -132,7 +137,7 @@ fn checkpoint(tx: &Transaction<'_>, step: u64, name: &str) -> Result<(), Problem
     Ok(())
 }
 
-/// Number of jobs and bounds (JSON) of a plan on disk.
+/// Number of jobs and bounds (JSON) of a stored plan.
 pub(super) fn planned(connection: &Connection, epoch: u32) -> Result<Option<(u64, String)>, rusqlite::Error> {
     connection
         .prepare_cached("SELECT jobs, bounds FROM plans WHERE epoch = ?1")?
@@ -140,7 +145,7 @@ pub(super) fn planned(connection: &Connection, epoch: u32) -> Result<Option<(u64
         .optional()
 }
 
-/// The first difference between a plan and the one on disk, as a clause.
+/// First difference between a plan and the stored one, as a clause.
 fn difference(connection: &Connection, plan: &Plan, jobs: u64, bounds: &str) -> Result<Option<String>, Problem> {
     let was_is = |what: &str, was: &str, is: &str| (was != is).then(|| format!("{what} was {was} and is now {is}"));
     let found = was_is("the list of bucket bounds", bounds, &json(&plan.bounds))
@@ -164,8 +169,9 @@ fn difference(connection: &Connection, plan: &Plan, jobs: u64, bounds: &str) -> 
                 .or_else(|| number("width", old.width, new.width))
                 .or_else(|| {
                     let is = json(&new.samples);
-                    (old.samples != is)
-                        .then(|| format!("job {job} held samples {} and now {}", abridged(&old.samples), abridged(&is)))
+                    (old.samples != is).then(|| {
+                        format!("job {job} had samples {} and now has {}", abridged(&old.samples), abridged(&is))
+                    })
                 });
         }
         Ok(())
@@ -176,7 +182,7 @@ fn difference(connection: &Connection, plan: &Plan, jobs: u64, bounds: &str) -> 
     Ok(found)
 }
 
-/// For each job of a plan, whether it has an outcome.
+/// For each job of a plan, true if it has an outcome.
 fn ended(connection: &Connection, plan: &Plan) -> Result<Vec<bool>, Problem> {
     let mut ended = vec![false; plan.jobs.len()];
     let mut statement = connection.prepare_cached("SELECT idx FROM outcomes WHERE epoch = ?1")?;
@@ -199,7 +205,7 @@ pub(super) fn outcome(connection: &Connection, job: JobId) -> Result<Option<Outc
         .optional()
 }
 
-/// A row of `jobs`, its samples still in JSON.
+/// Row of `jobs`, with the samples as JSON.
 pub(super) struct StoredJob {
     pub index: u32,
     pub bucket: u16,
@@ -208,7 +214,7 @@ pub(super) struct StoredJob {
     pub samples: String,
 }
 
-/// Calls `each` for every job of an epoch's plan on disk, in order.
+/// Calls `each` for every job of an epoch's stored plan, in order.
 pub(super) fn stored_jobs(
     connection: &Connection,
     epoch: u32,
@@ -222,7 +228,7 @@ pub(super) fn stored_jobs(
     Ok(())
 }
 
-/// One job of a plan on disk.
+/// One job of a stored plan.
 pub(super) fn stored_job(connection: &Connection, job: JobId) -> Result<Option<StoredJob>, rusqlite::Error> {
     connection
         .prepare_cached("SELECT idx, bucket, tokens, width, samples FROM jobs WHERE epoch = ?1 AND idx = ?2")?

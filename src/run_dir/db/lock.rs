@@ -1,4 +1,4 @@
-//! One process per run folder: a lock that the operating system gives back when its holder ends, however it ends.
+//! Lock of a run folder for one process. The operating system releases it when the process ends.
 
 use super::error::{Problem, StateError};
 use std::{
@@ -7,29 +7,31 @@ use std::{
     path::Path,
 };
 
-/// Holds `<run>/lock` locked. The file stays behind when the process ends; only the lock on it counts, so a stale file is
-/// no obstacle.
+/// Lock on the file `<run>/lock`. The file remains after the process; only the lock counts, so a stale file is harmless.
 #[derive(Debug)]
 pub struct RunLock {
     _file: File,
 }
 
 impl RunLock {
-    /// Locks the run folder, or names the process that has it.
+    /// Locks the run folder.
+    ///
+    /// # Errors
+    /// [`Problem::InUse`] with the process that holds the lock, or an I/O error.
     pub fn acquire(run: &Path) -> Result<RunLock, StateError> {
         let path = run.join("lock");
         lock(&path).map(|file| RunLock { _file: file }).map_err(|problem| StateError { action: "lock", path, problem })
     }
 }
 
-/// The process that works in a run folder, found without touching the lock; `None` where none does.
+/// Id of the process that uses a run folder, found without taking the lock; `None` if there is none.
 pub fn holder(run: &Path) -> Option<String> {
     let path = fs::canonicalize(run.join("lock")).ok()?;
     let pid = fs::read_to_string(&path).ok()?.trim().parse::<u32>().ok()?.to_string();
-    // The number in a stale file may by now be another process's, so the process must have the file open.
+    // The id in a stale file may belong to another process now, so the process must have the file open.
     match fs::read_dir(format!("/proc/{pid}/fd")) {
         Ok(open) => open.flatten().any(|fd| fs::read_link(fd.path()).is_ok_and(|file| file == path)).then_some(pid),
-        // Another user's process may not be looked into.
+        // The files of another user's process are not readable.
         Err(error) => (error.kind() == ErrorKind::PermissionDenied).then_some(pid),
     }
 }
@@ -40,7 +42,7 @@ fn lock(path: &Path) -> Result<File, Problem> {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
             let mut holder = String::new();
-            // Best effort: the number only helps a person to find the process.
+            // Best effort: the id only helps to find the process.
             let known = file.read_to_string(&mut holder).is_ok() && !holder.trim().is_empty();
             return Err(Problem::InUse { holder: known.then(|| holder.trim().to_owned()) });
         }

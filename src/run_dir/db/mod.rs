@@ -1,11 +1,10 @@
-//! The run's SQLite file `<run>/state.db`: plans, what became of every job, checkpoints, events, and the run's identity.
+//! State of a run in SQLite, `<run>/state.db`: plans, job outcomes, checkpoints, events and the run's identity.
 //!
-//! What is durable when. Every write is one transaction in SQLite's write-ahead log, so the death of the process at any
-//! moment loses nothing that was committed and leaves nothing half-written. Against loss of power, plans, checkpoints, the
-//! identity and the start of a run, which reopens jobs, are synced before they return (`synchronous = FULL`), and moved from
-//! the log to the file itself, so that they outlive the log. Outcomes and events are not synced one by one: the log is
-//! sequential, so the commit of a checkpoint also syncs every outcome before it, and those after it would be reopened
-//! at resume anyway.
+//! Durability: each write is one transaction in SQLite's write-ahead log, so a kill at any moment loses no committed data.
+//! Plans, checkpoints, the identity and the start of a run are synced before they return (`synchronous = FULL`) and moved
+//! from the log into the database file, so they survive loss of power and of the log. Outcomes and events are not synced one
+//! by one. The log is sequential, so the commit of a checkpoint syncs all outcomes before it; a resume reopens later ones
+//! anyway.
 
 mod error;
 mod ledger;
@@ -18,12 +17,13 @@ mod verify;
 
 pub use self::error::{Problem, StateError};
 pub use self::lock::{RunLock, holder};
-pub use self::queries::{BucketCounts, JobHistory, Skipped, Undone};
+pub use self::queries::{BucketCounts, JobHistory, Skipped, UndoneOutcome};
 pub use self::resume::{Checkpoint, EpochCounts, Identity, IdentityDifference};
-pub use self::runs::{Begun, NewRun, RunEnd, RunRow, STEP_SIZE};
+pub use self::runs::{NewRun, RunEnd, RunRow, STEP_SIZE, StartedRun};
 pub use self::verify::Violation;
 pub use draftmill_actors::planner::ledger::Change as ConfigChange;
 
+use super::files::STATE_DB;
 use crate::common::failpoint;
 use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior, params};
 use std::{
@@ -34,29 +34,30 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// What makes an empty file version 1, version 1 version 2, and so on. Files were made by these texts: none ever changes.
+/// Migrations: entry `n` migrates version `n` to `n + 1`, and an empty file is version 0. Existing files contain these texts,
+/// so they must never change.
 const SCHEMA: [&str; 2] = [include_str!("schema/1.sql"), include_str!("schema/2.sql")];
 
-/// Version of the schema. A file with a higher one is refused, one with a lower one is brought up to it.
+/// Version of the schema. A file with a higher version is refused, one with a lower version is migrated.
 pub const SCHEMA_VERSION: u32 = SCHEMA.len() as u32;
 
-/// Key of `meta` in a file that an older draftmill made: its version then.
+/// Key of `meta` with the original version of a migrated file.
 const MIGRATED_FROM: &str = "migrated_from";
 
-/// How long a write waits for another program, such as an sqlite3 shell, to finish its own.
+/// Timeout of a write while another program, such as an sqlite3 shell, writes.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The state of one run, open for the one process that may write it. It reads as a [`StateReader`] does.
+/// State of a run, open for writing by this process. Dereferences to a [`StateReader`].
 #[derive(Debug)]
 pub struct StateDb {
     reader: StateReader,
-    /// What the connection's `synchronous` was last set to; `None` before.
+    /// Current `synchronous` setting of the connection; `None` before the first write.
     level: Option<Synced>,
-    // After the connection, so that the folder is free only when the database is closed.
+    // Declared after the connection, so that the lock is released after the database is closed.
     _lock: RunLock,
 }
 
-/// The state of one run, open for reading.
+/// State of a run, open for reading.
 #[derive(Debug)]
 pub struct StateReader {
     connection: Connection,
@@ -72,12 +73,15 @@ impl Deref for StateDb {
 }
 
 impl StateReader {
-    /// Opens the state of the run folder `run` as it is now, also while a process works in the folder: it takes no lock on
-    /// the folder, changes nothing, and sees one moment of the run, however long the reading takes.
+    /// Opens a snapshot of the state of the run folder `run`, also while a process uses the folder. It takes no lock and
+    /// changes nothing; all queries see the same moment.
     ///
-    /// SQLite may leave its two (empty) files `state.db-wal` and `state.db-shm` behind; the next `train` removes them.
+    /// SQLite may leave its two (empty) files `state.db-wal` and `state.db-shm`; the next `train` removes them.
+    ///
+    /// # Errors
+    /// No run in the folder, another schema version, or a damaged file.
     pub fn open(run: &Path) -> Result<StateReader, StateError> {
-        let path = run.join("state.db");
+        let path = run.join(STATE_DB);
         match open_to_read(&path) {
             Ok(connection) => Ok(StateReader { connection, path }),
             Err(problem) => Err(StateError { action: "open", path, problem }),
@@ -94,8 +98,10 @@ impl StateReader {
 }
 
 impl StateDb {
-    /// Opens the state of the run folder `run`, creating folder and file where they do not exist. Refused when another
-    /// process has the folder, and when the file is damaged, not ours, or of a newer schema.
+    /// Opens the state of the run folder `run`, and creates folder and file if they are absent.
+    ///
+    /// # Errors
+    /// Another process uses the folder, or the file is damaged, foreign, or of a newer schema.
     pub fn open_or_create(run: &Path) -> Result<StateDb, StateError> {
         fs::create_dir_all(run).map_err(|error| StateError {
             action: "create the run folder",
@@ -103,14 +109,17 @@ impl StateDb {
             problem: error.into(),
         })?;
         let lock = RunLock::acquire(run)?;
-        let path = run.join("state.db");
+        let path = run.join(STATE_DB);
         match open(run, &path) {
             Ok(connection) => Ok(StateDb { reader: StateReader { connection, path }, level: None, _lock: lock }),
             Err(problem) => Err(StateError { action: "open", path, problem }),
         }
     }
 
-    /// Notes something that a person may want to know of later, with the time.
+    /// Records an event with the current time.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn event(&mut self, kind: &str, text: &str) -> Result<(), StateError> {
         self.write("note an event in", Synced::WithNextCheckpoint, |tx| {
             tx.prepare_cached("INSERT INTO events (time, kind, text) VALUES (?1, ?2, ?3)")?.execute(params![
@@ -122,7 +131,7 @@ impl StateDb {
         })
     }
 
-    /// Runs `work` as one transaction: all of it is kept, or, after an error, nothing.
+    /// Runs `work` as one transaction, which an error rolls back.
     fn write<T>(
         &mut self,
         action: &'static str,
@@ -143,7 +152,7 @@ impl StateDb {
             failpoint::point("committed", action)?;
             if let Synced::AtOnce = synced {
                 move_log(connection)?;
-                // SQLite goes on writing to a file that has no name any more.
+                // SQLite continues to write to an unlinked file.
                 if !path.exists() {
                     return Err(Problem::Vanished);
                 }
@@ -154,13 +163,13 @@ impl StateDb {
     }
 }
 
-/// Milliseconds since 1970, UTC: the one source of wall-clock time stamps.
+/// Milliseconds since 1970, UTC, for all time stamps in state.db.
 pub fn now_ms() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// When a transaction outlives a loss of power.
+/// Time at which a transaction survives loss of power.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Synced {
     AtOnce,
@@ -176,8 +185,8 @@ impl Synced {
     }
 }
 
-/// Moves the write-ahead log into the file itself, so that whoever loses or deletes the log loses nothing that was promised
-/// to be safe. Readers may keep a part of it back; it then moves the next time.
+/// Moves the write-ahead log into the database file, so that losing the log loses no synced data. Readers may delay a part of
+/// it until the next call.
 fn move_log(connection: &Connection) -> Result<(), Problem> {
     Ok(connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()))?)
 }
@@ -190,7 +199,7 @@ fn open_to_read(path: &Path) -> Result<Connection, Problem> {
     let normal = Connection::open_with_flags(path, flags)?;
     normal.busy_timeout(BUSY_TIMEOUT)?;
     let connection = match schema_version(&normal) {
-        // In a folder where nothing may be written SQLite cannot make the log's index. Without a log none is needed.
+        // In a read-only folder SQLite cannot create the log's index, which is not needed without a log.
         Err(Problem::CannotOpen | Problem::ReadOnly) if !has_log(path) => {
             let name: String = path.to_string_lossy().replace('%', "%25").replace('?', "%3f").replace('#', "%23");
             Connection::open_with_flags(format!("file:{name}?immutable=1"), flags)?
@@ -203,7 +212,7 @@ fn open_to_read(path: &Path) -> Result<Connection, Problem> {
         Some(found) if found > SCHEMA_VERSION => return Err(Problem::Newer { found }),
         Some(found) => return Err(Problem::Older { found }),
     }
-    // Held until the connection closes: every reading is of this moment.
+    // This transaction stays open until the connection closes, so all queries see the same snapshot.
     connection.execute_batch("BEGIN; SELECT count(*) FROM meta;")?;
     Ok(connection)
 }
@@ -216,7 +225,7 @@ fn open(run: &Path, path: &Path) -> Result<Connection, Problem> {
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let mut connection = Connection::open_with_flags(path, flags)?;
     connection.busy_timeout(BUSY_TIMEOUT)?;
-    // Nothing is written before the file is known to be ours, or empty.
+    // Nothing is written before the file is known to be Draftmill's, or empty.
     let version = match schema_version(&connection)? {
         Some(found) if found > SCHEMA_VERSION => return Err(Problem::Newer { found }),
         Some(0) => return Err(Problem::Foreign),
@@ -235,13 +244,13 @@ fn open(run: &Path, path: &Path) -> Result<Connection, Problem> {
         }
     }
     if version < SCHEMA_VERSION {
-        bring_up(&mut connection, version)?;
+        migrate(&mut connection, version)?;
         sync_folder(run)?;
     }
     Ok(connection)
 }
 
-/// The schema version of a database; `None` when it is empty, as after a kill before the tables were committed.
+/// Schema version of a database; `None` if it is empty, as after a kill before the tables were committed.
 fn schema_version(connection: &Connection) -> Result<Option<u32>, Problem> {
     let count = |sql: &str| connection.query_row(sql, [], |row| row.get::<_, u32>(0));
     if count("SELECT count(*) FROM sqlite_schema")? == 0 {
@@ -254,15 +263,15 @@ fn schema_version(connection: &Connection) -> Result<Option<u32>, Problem> {
         .query_row("SELECT value FROM meta WHERE key = 'schema_version'", [], |row| row.get(0))
         .optional()
         .map_err(|error| match Problem::from(error) {
-            // Another program's table of the same name.
+            // Table `meta` of another program.
             Problem::Sqlite(_) => Problem::Foreign,
             problem => problem,
         })?;
     value.and_then(|text| text.parse().ok()).map(Some).ok_or(Problem::Foreign)
 }
 
-/// Makes a file of schema `version` (0: an empty one) one of the newest: all of it, or nothing.
-fn bring_up(connection: &mut Connection, version: u32) -> Result<(), Problem> {
+/// Migrates a file of schema `version` (0 if empty) to the newest version in one transaction.
+fn migrate(connection: &mut Connection, version: u32) -> Result<(), Problem> {
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     for step in &SCHEMA[version as usize..] {
         tx.execute_batch(step)?;
@@ -278,7 +287,7 @@ fn bring_up(connection: &mut Connection, version: u32) -> Result<(), Problem> {
     move_log(connection)
 }
 
-/// SQLite syncs what is in the file; that the file has its name, and the folder its own, is for us to sync.
+/// Syncs the run folder and its parent. SQLite syncs the content of the file only, not the folder entries.
 fn sync_folder(run: &Path) -> io::Result<()> {
     let run = fs::canonicalize(run)?;
     failpoint::point("sync", "run folder")?;

@@ -1,4 +1,4 @@
-//! What people ask of a ledger: counts by bucket, the skipped jobs, and the history of one job.
+//! Queries of a ledger for people: counts by bucket, skipped jobs, and the history of one job.
 
 use super::{
     Checkpoint, Problem, RunRow, StateError, StateReader,
@@ -10,7 +10,7 @@ use draftmill_actors::messages::types::{JobId, JobSpec, Outcome};
 use rusqlite::{Connection, OptionalExtension, Row};
 use serde::Serialize;
 
-/// What became of the jobs of one length bucket, over all planned epochs.
+/// Job counts of one length bucket, over all planned epochs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct BucketCounts {
     pub bucket: u16,
@@ -20,11 +20,11 @@ pub struct BucketCounts {
     pub trained: u64,
     pub skipped: u64,
     pub open: u64,
-    /// Real tokens of all its jobs.
+    /// Tokens of all its jobs, without padding.
     pub tokens: u64,
 }
 
-/// A job that was given up.
+/// A skipped job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Skipped {
     /// `epoch/index`.
@@ -33,32 +33,35 @@ pub struct Skipped {
     pub reason: String,
 }
 
-/// Everything that is known of one job.
+/// History of one job. The field names are keys of the JSON output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct JobHistory {
     pub job: JobSpec,
-    /// Jobs of its epoch.
+    /// Number of jobs of its epoch.
     pub of: u64,
-    /// When the epoch was planned, in milliseconds since 1970.
+    /// Time at which the epoch was planned, in milliseconds since 1970.
     pub planned: i64,
-    /// Outcomes that did not last, oldest first.
-    pub undone: Vec<Undone>,
-    /// What it ended as; `None` while it is open.
+    /// Outcomes that a later start undid, oldest first.
+    pub undone: Vec<UndoneOutcome>,
+    /// Current outcome; `None` while the job is open.
     pub outcome: Option<Outcome>,
-    /// The first checkpoint that holds the outcome; `None` as long as a kill could undo it.
+    /// First checkpoint that holds the outcome; `None` while a kill could undo it.
     pub checkpoint: Option<Checkpoint>,
 }
 
-/// An outcome that a later start took back.
+/// An outcome that a later start undid.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Undone {
+pub struct UndoneOutcome {
     pub outcome: Outcome,
-    /// The start that took it back.
+    /// Start that undid the outcome.
     pub by: RunRow,
 }
 
 impl StateReader {
-    /// What became of the jobs, bucket by bucket, shortest first.
+    /// Job counts by bucket, shortest first.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn bucket_counts(&self) -> Result<Vec<BucketCounts>, StateError> {
         self.read("count outcomes in", |connection| {
             let bounds: Option<String> = connection
@@ -80,7 +83,10 @@ impl StateReader {
         })
     }
 
-    /// Every job that was given up, in plan order.
+    /// Skipped jobs in plan order.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn skipped(&self) -> Result<Vec<Skipped>, StateError> {
         self.read("read the skipped jobs from", |connection| {
             let mut statement = connection.prepare_cached(
@@ -94,7 +100,10 @@ impl StateReader {
         })
     }
 
-    /// The last step that trained a job and was recorded; later ones than the newest checkpoint may still be undone.
+    /// Last recorded step that trained a job. A kill may undo steps after the newest checkpoint.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn last_step(&self) -> Result<u64, StateError> {
         self.read("read the last step from", |connection| {
             let max = "SELECT max(coalesce((SELECT max(step) FROM outcomes), 0),
@@ -103,7 +112,10 @@ impl StateReader {
         })
     }
 
-    /// What happened to one job; `None` if no plan has it.
+    /// History of one job; `None` if no plan has it.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn history(&self, job: JobId) -> Result<Option<JobHistory>, StateError> {
         self.read("read the history of a job from", |connection| history(connection, job))
     }
@@ -120,7 +132,7 @@ fn history(connection: &Connection, id: JobId) -> Result<Option<JobHistory>, Pro
     let checkpoint = match &outcome {
         None => None,
         Some(Outcome::Trained { step }) => first_checkpoint(connection, *step)?,
-        // A skip is lasting as soon as a later checkpoint than the one before it exists.
+        // A skip is durable once a checkpoint after the one before it exists.
         Some(Outcome::Skipped { .. }) => {
             let before = connection.query_row(
                 "SELECT checkpoint FROM outcomes WHERE epoch = ?1 AND idx = ?2",
@@ -150,7 +162,7 @@ fn first_checkpoint(connection: &Connection, step: u64) -> Result<Option<Checkpo
         .optional()
 }
 
-fn undone(connection: &Connection, id: JobId) -> Result<Vec<Undone>, Problem> {
+fn undone(connection: &Connection, id: JobId) -> Result<Vec<UndoneOutcome>, Problem> {
     let mut statement = connection.prepare_cached(
         "SELECT run, step, reason, attempts FROM reopened WHERE epoch = ?1 AND idx = ?2 ORDER BY run",
     )?;
@@ -166,8 +178,8 @@ fn undone(connection: &Connection, id: JobId) -> Result<Vec<Undone>, Problem> {
     let by = |run| runs.iter().find(|row| row.run == run).cloned();
     rows.into_iter()
         .map(|(run, outcome)| {
-            let by = by(run).ok_or_else(|| Problem::Damaged(format!("start {run} of the run is not in it")))?;
-            Ok(Undone { outcome, by })
+            let by = by(run).ok_or_else(|| Problem::Damaged(format!("start {run} of the run is missing")))?;
+            Ok(UndoneOutcome { outcome, by })
         })
         .collect()
 }

@@ -1,4 +1,4 @@
-//! What a resumed run asks of its state: is this the same run, where are its weights, and which jobs are open again.
+//! Queries for resuming: the run's identity, its checkpoints and the job counts of its epochs.
 
 use super::{MIGRATED_FROM, Problem, StateDb, StateError, StateReader, Synced, unsigned::Unsigned};
 use rusqlite::{Connection, OptionalExtension};
@@ -8,14 +8,14 @@ use std::{
     fmt,
 };
 
-/// What must be the same for a run to go on, by name: data, tokenizer, template, seed, buckets, target, taps.
+/// Values that must not change for a run to resume, by name: data, tokenizer, template, seed, buckets, target, taps.
 pub type Identity = BTreeMap<String, String>;
 
-/// A part of the identity that changed.
+/// Changed part of the identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdentityDifference {
     pub name: String,
-    /// What the run began with; `None` if it did not have this part.
+    /// Value at the first start; `None` if the part was absent.
     pub old: Option<String>,
     pub new: Option<String>,
 }
@@ -27,14 +27,14 @@ impl fmt::Display for IdentityDifference {
     }
 }
 
-/// A checkpoint that exists: its folder was complete and synced before it was named here.
+/// Recorded checkpoint. Its folder was complete and synced before it was recorded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Checkpoint {
     pub step: u64,
     pub name: String,
 }
 
-/// What became of an epoch's jobs so far.
+/// Job counts of an epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct EpochCounts {
     pub epoch: u32,
@@ -44,15 +44,17 @@ pub struct EpochCounts {
 }
 
 impl EpochCounts {
-    /// Jobs that have no outcome yet.
+    /// Number of jobs without outcome.
     pub fn open(&self) -> u64 {
         self.jobs - self.trained - self.skipped
     }
 }
 
 impl StateDb {
-    /// Writes the identity at the run's first start. Later it only compares: the same identity is fine, another one is
-    /// an error that names every difference.
+    /// Writes the identity at the first start of a run, and compares it at later starts.
+    ///
+    /// # Errors
+    /// [`Problem::IdentityDiffers`] with every difference, or another [`StateError`].
     pub fn set_identity(&mut self, new: &Identity) -> Result<(), StateError> {
         self.write("write the identity to", Synced::AtOnce, |tx| {
             let differences = changed(tx, new)?;
@@ -70,27 +72,42 @@ impl StateDb {
 }
 
 impl StateReader {
-    /// The identity that the run began with; empty before it was set.
+    /// Identity of the run; empty before its first start.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn identity(&self) -> Result<Identity, StateError> {
         self.read("read the identity from", identity)
     }
 
-    /// How `new` differs from the identity that the run began with, by name.
+    /// Differences between `new` and the identity of the run, by name.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn compare_identity(&self, new: &Identity) -> Result<Vec<IdentityDifference>, StateError> {
         self.read("compare the identity with", |connection| changed(connection, new))
     }
 
-    /// When the newest checkpoint came to exist, in seconds since 1970; `None` before the first.
+    /// Time of the newest checkpoint, in seconds since 1970; `None` before the first.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn checkpoint_time(&self) -> Result<Option<f64>, StateError> {
         self.read("read checkpoints from", |connection| Ok(checkpoint_time(connection)?.map(|ms| ms as f64 / 1e3)))
     }
 
-    /// The newest checkpoint that exists; `None` before the first.
+    /// Newest checkpoint; `None` before the first.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn latest_checkpoint(&self) -> Result<Option<Checkpoint>, StateError> {
         Ok(self.checkpoints()?.into_iter().next())
     }
 
-    /// Every checkpoint that was made to exist, newest first. The folders of old ones were deleted since.
+    /// All recorded checkpoints, newest first. Retention may have deleted their folders.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn checkpoints(&self) -> Result<Vec<Checkpoint>, StateError> {
         self.read("read the checkpoints from", |connection| {
             let mut statement = connection.prepare_cached("SELECT step, name FROM checkpoints ORDER BY step DESC")?;
@@ -100,12 +117,18 @@ impl StateReader {
         })
     }
 
-    /// The epochs that have a plan, ascending.
+    /// Planned epochs, ascending.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn planned_epochs(&self) -> Result<Vec<u32>, StateError> {
         Ok(self.counts()?.iter().map(|counts| counts.epoch).collect())
     }
 
-    /// For each planned epoch, ascending, what became of its jobs.
+    /// Job counts of each planned epoch, ascending.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn counts(&self) -> Result<Vec<EpochCounts>, StateError> {
         self.read("count outcomes in", |connection| {
             let mut statement = connection.prepare_cached(
@@ -121,13 +144,13 @@ impl StateReader {
     }
 }
 
-/// When the newest checkpoint came to exist, in milliseconds since 1970.
+/// Time of the newest checkpoint, in milliseconds since 1970.
 fn checkpoint_time(connection: &Connection) -> Result<Option<i64>, rusqlite::Error> {
     let newest = "SELECT time FROM checkpoints ORDER BY step DESC LIMIT 1";
     connection.prepare_cached(newest)?.query_row([], |row| row.get(0)).optional()
 }
 
-/// The step of the newest checkpoint, 0 before the first.
+/// Step of the newest checkpoint; 0 before the first.
 pub(super) fn newest_checkpoint(connection: &Connection) -> Result<u64, rusqlite::Error> {
     connection
         .prepare_cached("SELECT coalesce(max(step), 0) FROM checkpoints")?
@@ -142,8 +165,8 @@ fn identity(connection: &Connection) -> Result<Identity, Problem> {
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
-/// The differences that count. A run that has no identity yet differs in nothing, and one that an older draftmill began does
-/// not know the parts that were added to the identity since.
+/// Relevant differences. A run without identity has none, and a run of an older draftmill may lack parts that were added to
+/// the identity later.
 fn changed(connection: &Connection, new: &Identity) -> Result<Vec<IdentityDifference>, Problem> {
     let old = identity(connection)?;
     if old.is_empty() {

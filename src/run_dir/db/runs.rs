@@ -1,13 +1,13 @@
-//! The starts of the process on one run folder: where each went on, what it reopened, what changed, and how it ended.
+//! Starts of `train` on a run folder: resume point, reopened jobs, changed settings and end of each.
 
 use super::{ConfigChange, Problem, StateDb, StateError, StateReader, Synced, now_ms, unsigned::Unsigned};
 use rusqlite::{Connection, Row, Transaction, params};
 use serde::Serialize;
 
-/// What is known when a run is begun or gone on with.
+/// Inputs of a start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewRun {
-    /// Step of the checkpoint that the weights are of; 0 at the beginning.
+    /// Step of the checkpoint to resume from; 0 for a new run.
     pub from: u64,
     /// SHA-256 of the resolved settings, in hexadecimal.
     pub settings: String,
@@ -18,24 +18,24 @@ pub struct NewRun {
     pub micro_batches: u64,
 }
 
-/// A start that is noted.
+/// A recorded start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Begun {
+pub struct StartedRun {
     pub run: u64,
-    /// Jobs that are open again.
+    /// Number of jobs that are open again.
     pub reopened: usize,
 }
 
-/// How a start of a run ended, when it came to an end of its own.
+/// End of a start. A killed start has none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunEnd {
     /// Every job of every epoch is trained or skipped.
     Finished,
-    /// `run.max_steps` was reached.
+    /// The run reached `run.max_steps`.
     StepLimit,
-    /// A signal.
+    /// A signal stopped the run.
     Stopped,
-    /// A fault, as a sentence.
+    /// The run failed with this message.
     Failed(String),
 }
 
@@ -50,10 +50,10 @@ impl RunEnd {
     }
 }
 
-/// The key under which a change of the micro-batches of a step is noted, whichever settings made it.
+/// Key of a recorded change of the micro-batches per step, independent of the setting that changed.
 pub const STEP_SIZE: &str = "micro-batches of a step";
 
-/// A row of `runs`. Times are milliseconds since 1970.
+/// Row of `runs`. Times are milliseconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RunRow {
     pub run: u64,
@@ -65,7 +65,7 @@ pub struct RunRow {
     pub epochs: u32,
     pub samples: u64,
     pub micro_batches: u64,
-    /// `None` while it goes on, and for good after a kill.
+    /// Time of the end; `None` while the start runs, and permanently after a kill.
     pub ended: Option<i64>,
     pub outcome: Option<String>,
     pub step: Option<u64>,
@@ -73,14 +73,16 @@ pub struct RunRow {
 }
 
 impl StateDb {
-    /// Notes a start, and takes the ledger back to the checkpoint of `new.from` (0: to the start of the run): jobs trained at
-    /// a later step, whose gradients the surviving weights do not hold, are open again, and so are those skipped since.
-    /// What they had ended as is kept in `reopened`.
+    /// Records a start and rolls the ledger back to the checkpoint of `new.from` (0 for the start of the run). Jobs trained at a
+    /// later step, whose gradients are not in the weights, are open again, and so are jobs skipped later. Their outcomes move
+    /// to `reopened`. Later checkpoints are deleted from the ledger.
     ///
-    /// Why skipped jobs too: the history that survives ends at the checkpoint, where these jobs were still open. What
-    /// made them fail may have been the fault that ended the run, and an uninterrupted run would have tried them. Jobs
-    /// skipped before the checkpoint stay skipped. Later checkpoints are forgotten, as they belong to the lost history.
-    pub fn begin_run(&mut self, new: &NewRun) -> Result<Begun, StateError> {
+    /// Skipped jobs are reopened since they were open at the checkpoint: the fault that ended the run may have caused their
+    /// failure, and an uninterrupted run would have tried them. Jobs skipped before the checkpoint stay skipped.
+    ///
+    /// # Errors
+    /// [`Problem::NoCheckpoint`], or another [`StateError`].
+    pub fn begin_run(&mut self, new: &NewRun) -> Result<StartedRun, StateError> {
         self.write("note the start of a run in", Synced::AtOnce, |tx| {
             let (step, at) = (new.from, Unsigned(new.from));
             let exists: bool =
@@ -104,11 +106,14 @@ impl StateDb {
             let run = tx.last_insert_rowid();
             let reopened = reopen(tx, run, at)?;
             tx.execute("UPDATE runs SET reopened = ?1 WHERE run = ?2", params![Unsigned(reopened as u64), run])?;
-            Ok(Begun { run: run.unsigned_abs(), reopened })
+            Ok(StartedRun { run: run.unsigned_abs(), reopened })
         })
     }
 
-    /// Notes how the newest start ended, once, with the steps that are in the weights.
+    /// Records the end of a start, once, with the number of steps in the weights.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn end_run(&mut self, run: u64, end: &RunEnd, step: Option<u64>) -> Result<(), StateError> {
         let problem = match end {
             RunEnd::Failed(problem) => Some(problem),
@@ -123,7 +128,10 @@ impl StateDb {
         })
     }
 
-    /// Notes settings that changed before this start, or while it goes on, when `step` steps are in the weights.
+    /// Records settings that changed before or during this start, with the number of steps in the weights.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn config_changed(&mut self, step: u64, changes: &[ConfigChange]) -> Result<(), StateError> {
         self.write("note changed settings in", Synced::WithNextCheckpoint, |tx| {
             let run: Option<i64> = tx.query_row("SELECT max(run) FROM runs", [], |row| row.get(0))?;
@@ -140,7 +148,10 @@ impl StateDb {
 }
 
 impl StateReader {
-    /// Every start that was noted, oldest first.
+    /// All recorded starts, oldest first.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn runs(&self) -> Result<Vec<RunRow>, StateError> {
         self.read("read the starts from", |connection| Ok(runs(connection)?))
     }

@@ -1,11 +1,11 @@
-//! Steps and counts in SQLite, whose integers are signed.
+//! Unsigned numbers in SQLite, whose integers are signed.
 
 use rusqlite::{
     ToSql,
     types::{FromSql, FromSqlError, FromSqlResult, ToSqlOutput, ValueRef},
 };
 
-/// A number that must lie in 0..2^63 to be stored; others are an error, never another number.
+/// A number in 0..2^63. Storing or reading a number outside the range fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Unsigned(pub u64);
 

@@ -1,4 +1,4 @@
-//! Holds a whole ledger to the invariants that it is there to keep: P1, D1, T1 and R1, and SQLite's own checks.
+//! Verification of a ledger against the invariants P1, D1, T1 and R1, with SQLite's own checks.
 
 use super::{
     Problem, RunRow, STEP_SIZE, StateError, StateReader,
@@ -11,27 +11,31 @@ use rusqlite::{Connection, Row};
 use serde::Serialize;
 use std::collections::{BTreeSet, VecDeque};
 
-/// Violations of one kind that are told one by one.
-const TOLD: usize = 20;
+/// Limit on the listed violations of one kind.
+const LISTED: usize = 20;
 
-/// What is not as it must be, as a sentence that names the job or step.
+/// Violation of an invariant. The text names the job or step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Violation {
-    /// The invariant of ARCHITECTURE.md, or "file" where SQLite itself finds damage.
+    /// Invariant of ARCHITECTURE.md, or "file" if SQLite reports damage.
     pub invariant: &'static str,
     pub text: String,
 }
 
 impl StateReader {
-    /// Everything that is wrong with the ledger; nothing where it is sound.
+    /// Returns all violations of the ledger; empty if it is sound.
     ///
-    /// P1: every plan covers each sample once, in jobs of one bucket within the token budget. D1: every outcome is of a
-    /// planned job. T1: a step has as many micro-batches as its start says, or is the last of it (unknown for steps from
-    /// before schema version 2). R1: the trained steps have no gap and reach the newest checkpoint, outcomes come after the
-    /// checkpoint that they name, and what a start reopened is what the checkpoint that it went on from does not hold.
+    /// - P1: each plan covers each sample once, in jobs of one bucket within the token budget.
+    /// - D1: each outcome is of a planned job.
+    /// - T1: each step has the micro-batches of its start, except the last step (unchecked before schema version 2).
+    /// - R1: the trained steps have no gap and reach the newest checkpoint, outcomes are later than the checkpoint that they
+    ///   name, and a start reopened exactly the outcomes that its checkpoint lacks.
+    ///
+    /// # Errors
+    /// A [`StateError`].
     pub fn verify(&self) -> Result<Vec<Violation>, StateError> {
         self.read("verify", |connection| {
-            let mut found = Found::default();
+            let mut found = Violations::default();
             sqlite(connection, &mut found)?;
             let runs = runs(connection)?;
             plans(connection, &runs, &mut found)?;
@@ -45,39 +49,39 @@ impl StateReader {
 }
 
 #[derive(Default)]
-struct Found {
-    violations: Vec<Violation>,
-    /// Of the running check.
-    told: usize,
-    untold: usize,
+struct Violations {
+    list: Vec<Violation>,
+    /// Listed and omitted violations of the current check.
+    listed: usize,
+    omitted: usize,
 }
 
-impl Found {
+impl Violations {
     fn add(&mut self, invariant: &'static str, text: String) {
-        if self.told < TOLD {
-            self.told += 1;
-            self.violations.push(Violation { invariant, text });
+        if self.listed < LISTED {
+            self.listed += 1;
+            self.list.push(Violation { invariant, text });
         } else {
-            self.untold += 1;
+            self.omitted += 1;
         }
     }
 
-    /// Begins another check, whose violations are counted anew.
-    fn next(&mut self) {
-        if let Some(last) = self.violations.last().filter(|_| self.untold > 0) {
-            let text = format!("and {} more of this kind", self.untold);
-            self.violations.push(Violation { invariant: last.invariant, text });
+    /// Starts another check and resets the counts.
+    fn next_check(&mut self) {
+        if let Some(last) = self.list.last().filter(|_| self.omitted > 0) {
+            let text = format!("and {} more of this kind", self.omitted);
+            self.list.push(Violation { invariant: last.invariant, text });
         }
-        (self.told, self.untold) = (0, 0);
+        (self.listed, self.omitted) = (0, 0);
     }
 
     fn finish(mut self) -> Vec<Violation> {
-        self.next();
-        self.violations
+        self.next_check();
+        self.list
     }
 }
 
-fn sqlite(connection: &Connection, found: &mut Found) -> Result<(), Problem> {
+fn sqlite(connection: &Connection, found: &mut Violations) -> Result<(), Problem> {
     let mut statement = connection.prepare("PRAGMA integrity_check(20)")?;
     for verdict in statement.query_map([], |row| row.get::<_, String>(0))? {
         let verdict = verdict?;
@@ -85,11 +89,11 @@ fn sqlite(connection: &Connection, found: &mut Found) -> Result<(), Problem> {
             found.add("file", format!("SQLite finds the file damaged: {verdict}"));
         }
     }
-    found.next();
+    found.next_check();
     Ok(())
 }
 
-fn plans(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<(), Problem> {
+fn plans(connection: &Connection, runs: &[RunRow], found: &mut Violations) -> Result<(), Problem> {
     let mut statement = connection.prepare("SELECT epoch, jobs, bounds FROM plans ORDER BY epoch")?;
     let plans = statement.query_map([], |row| Ok((row.get(0)?, row.get::<_, Unsigned>(1)?.0, row.get(2)?)))?;
     let plans = plans.collect::<Result<Vec<(u32, u64, String)>, _>>()?;
@@ -107,16 +111,16 @@ fn plans(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<
         if plan.jobs != jobs {
             found.add("P1", format!("the plan of epoch {epoch} has {} jobs; {jobs} were written", plan.jobs));
         }
-        // Without a noted number of samples every epoch is held to the first.
+        // Without a recorded number of samples, the first epoch is the reference.
         let samples = *first.get_or_insert(known.unwrap_or(plan.seen.len() as u64));
         plan.end(samples, found);
-        found.next();
+        found.next_check();
     }
     let strays = "SELECT jobs.epoch, idx FROM jobs LEFT JOIN plans USING (epoch) WHERE plans.epoch IS NULL";
     for job in ids(connection, strays)? {
         found.add("P1", format!("job {job} belongs to an epoch that has no plan"));
     }
-    found.next();
+    found.next_check();
     Ok(())
 }
 
@@ -124,16 +128,16 @@ struct PlanCheck {
     epoch: u32,
     bounds: Vec<u32>,
     budget: Option<u64>,
-    /// By sample, whether a job holds it.
+    /// For each sample, true if a job holds it.
     seen: Vec<bool>,
     jobs: u64,
 }
 
 impl PlanCheck {
-    fn job(&mut self, job: StoredJob, found: &mut Found) -> Result<(), Problem> {
+    fn job(&mut self, job: StoredJob, found: &mut Violations) -> Result<(), Problem> {
         let id = JobId { epoch: self.epoch, index: job.index };
         if u64::from(job.index) != self.jobs {
-            found.add("P1", format!("job {id} stands at place {} of its epoch", self.jobs));
+            found.add("P1", format!("job {id} is at index {} of its epoch", self.jobs));
         }
         self.jobs += 1;
         let samples = parse(&job.samples)?;
@@ -149,25 +153,22 @@ impl PlanCheck {
         let above = bucket.checked_sub(1).and_then(|shorter| self.bounds.get(shorter));
         match self.bounds.get(bucket) {
             Some(&bound) if job.width <= bound && above.is_none_or(|&bound| job.width > bound) => {}
-            _ => found.add("P1", format!("job {id} is of width {width}, which does not belong to bucket {bucket}")),
+            _ => found.add("P1", format!("job {id} is of width {width}, outside bucket {bucket}")),
         }
         for sample in samples {
-            let place = sample as usize;
-            if place >= self.seen.len() {
-                self.seen.resize(place + 1, false);
+            let index = sample as usize;
+            if index >= self.seen.len() {
+                self.seen.resize(index + 1, false);
             }
-            if std::mem::replace(&mut self.seen[place], true) {
+            if std::mem::replace(&mut self.seen[index], true) {
                 let epoch = self.epoch;
-                found.add(
-                    "P1",
-                    format!("job {id} holds sample {sample}, which another place of epoch {epoch} holds too"),
-                );
+                found.add("P1", format!("job {id} holds sample {sample}, which epoch {epoch} holds twice"));
             }
         }
         Ok(())
     }
 
-    fn end(mut self, samples: u64, found: &mut Found) {
+    fn end(mut self, samples: u64, found: &mut Violations) {
         let epoch = self.epoch;
         if self.seen.len() as u64 > samples {
             let last = self.seen.len() - 1;
@@ -181,39 +182,36 @@ impl PlanCheck {
     }
 }
 
-fn outcomes(connection: &Connection, found: &mut Found) -> Result<(), Problem> {
+fn outcomes(connection: &Connection, found: &mut Violations) -> Result<(), Problem> {
     for table in ["outcomes", "reopened"] {
         let strays = format!(
             "SELECT {table}.epoch, {table}.idx FROM {table} LEFT JOIN jobs USING (epoch, idx) WHERE jobs.idx IS NULL"
         );
         for job in ids(connection, &strays)? {
-            found.add("D1", format!("job {job} ended (in the table {table}), but is in no plan"));
+            found.add("D1", format!("job {job} has an outcome (in the table {table}), but is in no plan"));
         }
-        found.next();
+        found.next_check();
     }
     let early = "SELECT epoch, idx, step, checkpoint FROM outcomes WHERE step IS NOT NULL AND step <= checkpoint";
     let mut statement = connection.prepare(early)?;
     for row in statement.query_map([], |row| Ok((id(row)?, row.get(2)?, row.get(3)?)))? {
         let (job, step, checkpoint): (_, i64, i64) = row?;
-        found.add(
-            "R1",
-            format!("job {job} was trained at step {step}, when the checkpoint of step {checkpoint} was there"),
-        );
+        found.add("R1", format!("job {job} was trained at step {step}, after the checkpoint of step {checkpoint}"));
     }
-    found.next();
+    found.next_check();
     let unknown = "SELECT epoch, idx, checkpoint FROM outcomes
                    WHERE checkpoint > 0 AND checkpoint NOT IN (SELECT step FROM checkpoints)";
     let mut statement = connection.prepare(unknown)?;
     for row in statement.query_map([], |row| Ok((id(row)?, row.get(2)?)))? {
         let (job, checkpoint): (_, i64) = row?;
-        found.add("R1", format!("job {job} ended after a checkpoint of step {checkpoint}, which does not exist"));
+        found.add("R1", format!("job {job} ended after a checkpoint of step {checkpoint}, which is missing"));
     }
-    found.next();
+    found.next_check();
     Ok(())
 }
 
-/// Checks the steps that trained something; returns the last one.
-fn steps(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<u64, Problem> {
+/// Checks the steps that trained a job; returns the last one.
+fn steps(connection: &Connection, runs: &[RunRow], found: &mut Violations) -> Result<u64, Problem> {
     let mut statement =
         connection.prepare("SELECT step, count(*) FROM outcomes WHERE step IS NOT NULL GROUP BY step ORDER BY step")?;
     let steps = statement.query_map([], |row| Ok((row.get::<_, i64>(0)?, row.get::<_, Unsigned>(1)?.0)))?;
@@ -231,35 +229,35 @@ fn steps(connection: &Connection, runs: &[RunRow], found: &mut Found) -> Result<
         }
         expected = step + 1;
     }
-    found.next();
+    found.next_check();
     let mut sizes: Vec<VecDeque<(u64, u64)>> = Vec::new();
     for run in runs {
         sizes.push(step_sizes(connection, run)?);
     }
     for (step, micro_batches) in steps.into_iter().map(|(step, n)| (step.unsigned_abs(), n)) {
-        // Later starts went on from this step or a later one, so this start is the one that made it.
+        // Later starts resumed from this step or a later one, so this start made the step.
         let Some(at) = runs.iter().rposition(|run| run.resumed_from < step) else { continue };
         let (run, sizes) = (runs[at].run, &mut sizes[at]);
-        // A change was noted when it was asked for, and came into force at a step border soon after.
+        // A change is recorded on request and takes effect at a later step boundary.
         while sizes.len() > 1 && sizes[0].1 != micro_batches && sizes[1].0 < step {
             sizes.pop_front();
         }
-        let wanted = sizes.front().map_or(0, |&(_, size)| size);
-        // The next start went on right behind this step.
+        let expected = sizes.front().map_or(0, |&(_, size)| size);
+        // The next start resumed right after this step.
         let next = runs.get(at + 1).is_some_and(|next| next.resumed_from == step && next.reopened == 0);
         let is_last = step == last || next;
-        if micro_batches > wanted || (micro_batches < wanted && !is_last) {
+        if micro_batches > expected || (micro_batches < expected && !is_last) {
             found.add(
                 "T1",
-                format!("step {step} has {micro_batches} micro-batches; start {run} makes steps of {wanted}"),
+                format!("step {step} has {micro_batches} micro-batches; start {run} makes steps of {expected}"),
             );
         }
     }
-    found.next();
+    found.next_check();
     Ok(last)
 }
 
-/// Micro-batches of the steps of a start: at first, and as its running service was told to change them, after which step.
+/// Micro-batches per step of a start: the initial value and later changes, each with the step of the request.
 fn step_sizes(connection: &Connection, run: &RunRow) -> Result<VecDeque<(u64, u64)>, Problem> {
     let mut statement =
         connection.prepare("SELECT step, new FROM config_changes WHERE run = ?1 AND key = ?2 ORDER BY id")?;
@@ -274,34 +272,34 @@ fn step_sizes(connection: &Connection, run: &RunRow) -> Result<VecDeque<(u64, u6
     Ok(sizes)
 }
 
-fn checkpoints(connection: &Connection, last: u64, found: &mut Found) -> Result<(), Problem> {
+fn checkpoints(connection: &Connection, last: u64, found: &mut Violations) -> Result<(), Problem> {
     let mut statement = connection.prepare("SELECT step, name FROM checkpoints WHERE step > ?1 ORDER BY step")?;
     for row in statement.query_map([Unsigned(last)], |row| Ok((row.get(0)?, row.get(1)?)))? {
         let (step, name): (i64, String) = row?;
         found.add("R1", format!("checkpoint {name} holds step {step}, but the last step that trained a job is {last}"));
     }
-    found.next();
+    found.next_check();
     Ok(())
 }
 
-fn starts(connection: &Connection, runs: &[RunRow], last: u64, found: &mut Found) -> Result<(), Problem> {
+fn starts(connection: &Connection, runs: &[RunRow], last: u64, found: &mut Violations) -> Result<(), Problem> {
     let mut statement = connection.prepare("SELECT step FROM checkpoints")?;
-    let there = statement.query_map([], |row| row.get::<_, Unsigned>(0).map(|Unsigned(step)| step))?;
-    let there = there.collect::<Result<BTreeSet<u64>, _>>()?;
+    let stored = statement.query_map([], |row| row.get::<_, Unsigned>(0).map(|Unsigned(step)| step))?;
+    let stored = stored.collect::<Result<BTreeSet<u64>, _>>()?;
     let counted = "SELECT count(*) FROM reopened WHERE run = ?1";
     for (at, run) in runs.iter().enumerate() {
         let (from, number) = (run.resumed_from, run.run);
-        let given_up = runs[at + 1..].iter().any(|later| later.resumed_from < from);
-        if from > 0 && !there.contains(&from) && !given_up {
-            found.add("R1", format!("start {number} went on from step {from}, which has no checkpoint"));
+        let superseded = runs[at + 1..].iter().any(|later| later.resumed_from < from);
+        if from > 0 && !stored.contains(&from) && !superseded {
+            found.add("R1", format!("start {number} resumed from step {from}, which has no checkpoint"));
         }
         let reopened: u64 =
             connection.prepare_cached(counted)?.query_row([Unsigned(number)], |row| row.get(0)).map(|Unsigned(n)| n)?;
         if reopened != run.reopened {
-            found.add("R1", format!("start {number} reopened {} jobs, but {reopened} are noted", run.reopened));
+            found.add("R1", format!("start {number} reopened {} jobs, but {reopened} are recorded", run.reopened));
         }
     }
-    found.next();
+    found.next_check();
     let kept = "SELECT epoch, idx, run, reopened.step, resumed_from FROM reopened JOIN runs USING (run)
                 WHERE reopened.step <= resumed_from";
     let mut statement = connection.prepare(kept)?;
@@ -312,12 +310,12 @@ fn starts(connection: &Connection, runs: &[RunRow], last: u64, found: &mut Found
             format!("start {run} reopened job {job} of step {step}, which its checkpoint of step {from} holds"),
         );
     }
-    found.next();
+    found.next_check();
     let Some(end) = runs.last() else { return Ok(()) };
     let number = end.run;
     let outcome = end.outcome.as_deref().unwrap_or_default();
     if ["finished", "step-limit", "stopped"].contains(&outcome) {
-        let newest = there.last().copied().unwrap_or(0);
+        let newest = stored.last().copied().unwrap_or(0);
         if newest != last {
             found.add(
                 "R1",
@@ -332,10 +330,10 @@ fn starts(connection: &Connection, runs: &[RunRow], last: u64, found: &mut Found
                     WHERE outcomes.checkpoint IS NULL AND epoch < (SELECT max(epochs) FROM runs WHERE run = ?1)";
         let mut statement = connection.prepare(open)?;
         for job in statement.query_map([Unsigned(number)], id)? {
-            found.add("D1", format!("start {number} is said to have finished, but job {} is open", job?));
+            found.add("D1", format!("start {number} is recorded as finished, but job {} is open", job?));
         }
     }
-    found.next();
+    found.next_check();
     Ok(())
 }
 

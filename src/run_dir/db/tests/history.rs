@@ -1,9 +1,9 @@
-//! Files of an older schema, readers beside a writer, lost logs, the history of a job, and what `verify` finds.
+//! Tests of migration, concurrent readers, lost logs, the history of a job, and `verify`.
 
 use super::*;
 use std::collections::BTreeSet;
 
-/// A file as version 1 of the schema made it, in the middle of a run.
+/// Creates a file of schema version 1 in the middle of a run.
 fn version_1(run: &Path) {
     let old = raw(run);
     old.execute_batch(include_str!("v1.sql")).unwrap();
@@ -33,7 +33,7 @@ fn schema(run: &Path) -> BTreeSet<String> {
 }
 
 #[test]
-fn a_file_of_version_1_is_brought_up_with_all_that_it_holds() {
+fn a_file_of_version_1_is_migrated_with_its_content() {
     let (run, fresh) = (folder(), folder());
     version_1(run.path());
     let text = StateReader::open(run.path()).unwrap_err().to_string();
@@ -48,7 +48,7 @@ fn a_file_of_version_1_is_brought_up_with_all_that_it_holds() {
     assert_eq!(db.runs().unwrap(), []);
     assert_eq!(db.verify().unwrap(), []);
 
-    // Parts of the identity that version 1 did not know are taken up; the others are held to.
+    // Parts of the identity unknown to version 1 are added; the others are compared.
     let mut identity = db.identity().unwrap();
     identity.insert("template".into(), "t".into());
     db.set_identity(&identity).unwrap();
@@ -65,10 +65,10 @@ fn a_file_of_version_1_is_brought_up_with_all_that_it_holds() {
 }
 
 #[test]
-fn a_reader_sees_one_moment_and_is_in_nobodys_way() {
+fn a_reader_sees_one_snapshot_and_blocks_no_writer() {
     let run = folder();
     let text = StateReader::open(run.path()).unwrap_err().to_string();
-    assert!(text.contains("no run began here") && fs::read_dir(run.path()).unwrap().count() == 0, "{text}");
+    assert!(text.contains("this folder has no run") && fs::read_dir(run.path()).unwrap().count() == 0, "{text}");
     let mut db = StateDb::open_or_create(run.path()).unwrap();
     db.begin_epoch(&plan(0, 4)).unwrap();
     let reader = StateReader::open(run.path()).unwrap();
@@ -81,7 +81,7 @@ fn a_reader_sees_one_moment_and_is_in_nobodys_way() {
     let text = later.connection.execute("DELETE FROM outcomes", []).unwrap_err().to_string();
     assert!(text.contains("readonly"), "{text}");
     drop((reader, later));
-    // The writer goes on, and closes as ever.
+    // The writer continues, and closes normally.
     db.record(&[(job(0, 1), trained(2))]).unwrap();
     drop(db);
     let before = fs::read(run.path().join("state.db")).unwrap();
@@ -91,7 +91,7 @@ fn a_reader_sees_one_moment_and_is_in_nobodys_way() {
     db.record(&[(job(0, 2), trained(3))]).unwrap();
 }
 
-/// A person who tidies up, or a copy of `state.db` alone: what was promised to be safe is in the file itself.
+/// A copy of `state.db` without its log has all synced data.
 #[test]
 fn a_lost_log_costs_nothing_up_to_the_last_checkpoint() {
     let (run, left) = (folder(), folder());
@@ -114,7 +114,7 @@ fn a_lost_log_costs_nothing_up_to_the_last_checkpoint() {
 }
 
 #[test]
-fn a_truncated_file_is_told() {
+fn a_truncated_file_is_reported() {
     let run = folder();
     let mut db = StateDb::open_or_create(run.path()).unwrap();
     db.begin_epoch(&plan(0, 2000)).unwrap();
@@ -124,14 +124,14 @@ fn a_truncated_file_is_told() {
     for length in [whole.len() - 4096, whole.len() / 2, whole.len() / 2 + 100, 4096, 100, 50] {
         fs::write(&path, &whole[..length]).unwrap();
         let text = refused(run.path());
-        let told = ["damaged", "not an SQLite database"].iter().any(|part| text.contains(part));
-        assert!(told && text.contains("state.db"), "{length}: {text}");
+        let reported = ["damaged", "not an SQLite database"].iter().any(|part| text.contains(part));
+        assert!(reported && text.contains("state.db"), "{length}: {text}");
     }
     fs::write(&path, whole).unwrap();
     StateDb::open_or_create(run.path()).unwrap();
 }
 
-/// Three starts: 6 steps of which the checkpoint holds 4, then one that is given up, then the end.
+/// Three starts: 6 steps of which the checkpoint holds 4, then one that is undone, then the end.
 fn a_whole_run(run: &Path) -> StateDb {
     let mut db = StateDb::open_or_create(run).unwrap();
     db.set_identity(&Identity::from([("plan.job_tokens".into(), "22".into())])).unwrap();
@@ -148,9 +148,9 @@ fn a_whole_run(run: &Path) -> StateDb {
     db.begin_run(&new(0)).unwrap();
     db.begin_epoch(&plan(0, 20)).unwrap();
     steps(&mut db, 1..=6);
-    assert_eq!(db.begin_run(&new(4)).unwrap(), Begun { run: 2, reopened: 4 });
+    assert_eq!(db.begin_run(&new(4)).unwrap(), StartedRun { run: 2, reopened: 4 });
     steps(&mut db, 5..=8);
-    assert_eq!(db.begin_run(&new(4)).unwrap(), Begun { run: 3, reopened: 8 });
+    assert_eq!(db.begin_run(&new(4)).unwrap(), StartedRun { run: 3, reopened: 8 });
     steps(&mut db, 5..=9);
     db.record(&[(job(0, 18), skipped("NaN")), (job(0, 19), trained(10))]).unwrap();
     db.checkpoint(10, "step-10").unwrap();
@@ -159,7 +159,7 @@ fn a_whole_run(run: &Path) -> StateDb {
 }
 
 #[test]
-fn a_job_remembers_what_was_undone_and_by_which_start() {
+fn a_job_lists_undone_outcomes_with_their_start() {
     let run = folder();
     let mut db = a_whole_run(run.path());
     let changed = ConfigChange { key: "a.b".into(), old: "1".into(), new: "2".into() };
@@ -180,7 +180,7 @@ fn a_job_remembers_what_was_undone_and_by_which_start() {
     let runs = db.runs().unwrap();
     let ends: Vec<_> = runs.iter().map(|r| r.outcome.as_deref()).collect();
     assert_eq!((ends, runs[2].step, db.last_step().unwrap()), (vec![None, None, Some("finished")], Some(10), 10));
-    let given_up: Vec<String> = db
+    let superseded: Vec<String> = db
         .connection
         .prepare("SELECT text FROM events WHERE kind = 'checkpoint-given-up'")
         .unwrap()
@@ -188,10 +188,10 @@ fn a_job_remembers_what_was_undone_and_by_which_start() {
         .unwrap()
         .map(Result::unwrap)
         .collect();
-    assert_eq!(given_up, ["step-8"]);
+    assert_eq!(superseded, ["step-8"]);
 }
 
-/// Each line breaks one thing by hand; `verify` must name it, with the job or step.
+/// Each line breaks one invariant; `verify` must name it, with the job or step.
 #[test]
 fn verify_names_what_is_broken() {
     let run = folder();
@@ -225,9 +225,17 @@ fn verify_names_what_is_broken() {
             "has 22 token slots; plan.job_tokens is 21",
         ),
         ("DELETE FROM plans", "P1", "job 0/0 belongs to an epoch that has no plan"),
-        ("INSERT INTO outcomes VALUES (0, 20, 9, NULL, NULL, 8)", "D1", "job 0/20 ended (in the table outcomes), but"),
-        ("INSERT INTO reopened VALUES (3, 1, 2, 9, NULL, NULL)", "D1", "job 3/1 ended (in the table reopened), but"),
-        ("DELETE FROM outcomes WHERE idx = 18", "D1", "start 3 is said to have finished, but job 0/18 is open"),
+        (
+            "INSERT INTO outcomes VALUES (0, 20, 9, NULL, NULL, 8)",
+            "D1",
+            "job 0/20 has an outcome (in the table outcomes), but",
+        ),
+        (
+            "INSERT INTO reopened VALUES (3, 1, 2, 9, NULL, NULL)",
+            "D1",
+            "job 3/1 has an outcome (in the table reopened), but",
+        ),
+        ("DELETE FROM outcomes WHERE idx = 18", "D1", "start 3 is recorded as finished, but job 0/18 is open"),
         ("DELETE FROM outcomes WHERE idx = 7", "T1", "step 4 has 1 micro-batches; start 1 makes steps of 2"),
         ("UPDATE outcomes SET step = 10 WHERE idx IN (16, 17)", "T1", "step 10 has 3 micro-batches; start 3 makes"),
         ("DELETE FROM outcomes WHERE step IN (5, 6)", "R1", "no job was trained at steps 5 to 6"),
@@ -235,13 +243,13 @@ fn verify_names_what_is_broken() {
         (
             "UPDATE outcomes SET checkpoint = 8 WHERE idx = 13",
             "R1",
-            "job 0/13 was trained at step 7, when the checkpoint",
+            "job 0/13 was trained at step 7, after the checkpoint",
         ),
         ("UPDATE outcomes SET checkpoint = 2 WHERE idx = 18", "R1", "job 0/18 ended after a checkpoint of step 2"),
         ("INSERT INTO checkpoints VALUES (11, 'step-11', 0)", "R1", "checkpoint step-11 holds step 11, but the last"),
-        ("DELETE FROM checkpoints WHERE step = 4", "R1", "start 2 went on from step 4, which has no checkpoint"),
+        ("DELETE FROM checkpoints WHERE step = 4", "R1", "start 2 resumed from step 4, which has no checkpoint"),
         ("DELETE FROM checkpoints WHERE step = 10", "R1", "start 3 ended (finished), but its last step is 10"),
-        ("DELETE FROM reopened WHERE run = 2 AND idx = 8", "R1", "start 2 reopened 4 jobs, but 3 are noted"),
+        ("DELETE FROM reopened WHERE run = 2 AND idx = 8", "R1", "start 2 reopened 4 jobs, but 3 are recorded"),
         ("UPDATE reopened SET step = 4 WHERE run = 2 AND idx = 8", "R1", "start 2 reopened job 0/8 of step 4"),
     ] {
         for leftover in ["state.db-wal", "state.db-shm"] {
@@ -258,7 +266,7 @@ fn verify_names_what_is_broken() {
 }
 
 #[test]
-fn verify_tells_a_long_list_short() {
+fn verify_shortens_a_long_list() {
     let run = folder();
     drop(a_whole_run(run.path()));
     raw(run.path()).execute_batch("UPDATE jobs SET samples = '[0,1]'").unwrap();

@@ -1,4 +1,4 @@
-//! The state of a run under second processes, strange files, full disks, and callers with defects.
+//! Tests of state.db: second processes, foreign files, full disks, and defective callers.
 
 mod history;
 mod recovery;
@@ -42,7 +42,7 @@ fn from(step: u64) -> NewRun {
     NewRun { from: step, epochs: 2, samples: 40, micro_batches: 3, ..NewRun::default() }
 }
 
-/// A start that goes on from the checkpoint of `step`; gives the number of jobs that are open again.
+/// Starts from the checkpoint of `step`; returns the number of reopened jobs.
 fn reopen_after(db: &mut StateDb, step: u64) -> usize {
     db.begin_run(&from(step)).unwrap().reopened
 }
@@ -56,7 +56,7 @@ fn raw(run: &Path) -> Connection {
 }
 
 #[test]
-fn a_second_process_is_refused_and_a_stale_lock_is_no_obstacle() {
+fn a_second_process_is_refused_and_a_stale_lock_is_harmless() {
     let run = folder();
     fs::write(run.path().join("lock"), "4294967295\n").unwrap();
     let db = StateDb::open_or_create(run.path()).unwrap();
@@ -67,7 +67,7 @@ fn a_second_process_is_refused_and_a_stale_lock_is_no_obstacle() {
 }
 
 #[test]
-fn strange_files_are_refused_and_left_alone() {
+fn foreign_files_are_refused_and_unchanged() {
     for content in [&b"hello"[..], &[7; 5000]] {
         let run = folder();
         let path = run.path().join("state.db");
@@ -86,7 +86,7 @@ fn strange_files_are_refused_and_left_alone() {
 }
 
 #[test]
-fn an_empty_file_is_a_run_that_was_killed_before_its_tables_were_written() {
+fn an_empty_file_is_a_run_without_tables_yet() {
     let run = folder();
     fs::write(run.path().join("state.db"), "").unwrap();
     assert_eq!(StateDb::open_or_create(run.path()).unwrap().counts().unwrap(), []);
@@ -119,7 +119,7 @@ fn damage_is_found_at_the_start() {
 }
 
 #[test]
-fn a_run_folder_that_cannot_be_made_is_named() {
+fn a_run_folder_that_cannot_be_created_is_named() {
     let run = folder();
     let path = run.path().join("file");
     fs::write(&path, "").unwrap();
@@ -128,7 +128,7 @@ fn a_run_folder_that_cannot_be_made_is_named() {
 }
 
 #[test]
-fn a_full_disk_keeps_nothing_of_the_write_and_all_before_it() {
+fn a_full_disk_rolls_back_one_write() {
     let run = folder();
     let mut db = StateDb::open_or_create(run.path()).unwrap();
     db.begin_epoch(&plan(0, 10)).unwrap();
@@ -195,7 +195,7 @@ fn r1_outcomes_come_before_the_checkpoint_that_holds_them() {
     assert_eq!(db.latest_checkpoint().unwrap(), None);
     db.checkpoint(5, "step-5").unwrap();
     let text = db.record(&[(job(0, 0), trained(5))]).unwrap_err();
-    assert!(text.contains("job 0/0 is said to be trained at step 5"), "{text}");
+    assert!(text.contains("job 0/0 is reported trained at step 5"), "{text}");
     assert!(db.checkpoint(4, "step-4").unwrap_err().contains("before the newest checkpoint, of step 5"));
     db.checkpoint(5, "step-5-again").unwrap();
     let newest = db.latest_checkpoint().unwrap();
@@ -219,7 +219,7 @@ fn speculators_716_a_plan_is_read_back_as_it_was_written() {
     assert_eq!(db.plan(7).unwrap().as_ref(), Some(&second));
     assert_eq!(db.plan(1).unwrap(), None);
     let ended = db.begin_epoch(&second).unwrap();
-    let ended: Vec<usize> = (0..50).filter(|&place| ended[place]).collect();
+    let ended: Vec<usize> = (0..50).filter(|&index| ended[index]).collect();
     assert_eq!(ended, [3, 49]);
 }
 
@@ -240,12 +240,12 @@ fn another_plan_for_a_planned_epoch_is_refused_by_name() {
     assert!(refusal(|plan| plan.jobs[4].width += 10).contains("the width of job 0/4 was"));
     assert!(refusal(|plan| plan.jobs[4].tokens += 1).contains("the number of tokens of job 0/4 was"));
     assert!(refusal(|plan| plan.jobs[4].bucket ^= 1).contains("the bucket of job 0/4 was"));
-    assert!(refusal(|plan| plan.jobs[19].samples.reverse()).contains("job 0/19 held samples ["));
-    assert!(refusal(|plan| plan.jobs.swap(1, 2)).contains("job 0/2 stands at place 1"));
+    assert!(refusal(|plan| plan.jobs[19].samples.reverse()).contains("job 0/19 had samples ["));
+    assert!(refusal(|plan| plan.jobs.swap(1, 2)).contains("job 0/2 is at index 1"));
     db.begin_epoch(&good).unwrap();
 }
 
-/// Automodel#2478, #3396: the manifest was rewritten, not compared, so two data sets were mixed without a word.
+/// Automodel#2478, #3396: the manifest was rewritten, not compared, so two data sets were mixed silently.
 #[test]
 fn automodel_2478_another_identity_is_refused_by_name() {
     let run = folder();

@@ -1,4 +1,4 @@
-//! After a kill, a torn log, or a resume, the ledger says what the surviving weights hold, no more and no less.
+//! Tests of kills, torn logs and resumes: the ledger matches the surviving weights exactly.
 
 use super::*;
 use proptest::prelude::*;
@@ -10,7 +10,7 @@ use std::{
 
 const CHILD_RUN: &str = "DRAFTMILL_TEST_CHILD_RUN";
 
-/// What a dead process leaves: the database and its log as they were at that moment, the log cut to `log_bytes`.
+/// Copies the database and its log as a killed process leaves them, with the log cut to `log_bytes`.
 fn copy_as_killed(from: &Path, to: &Path, log_bytes: impl FnOnce(u64) -> u64) {
     fs::copy(from.join("state.db"), to.join("state.db")).unwrap();
     let log = to.join("state.db-wal");
@@ -24,14 +24,14 @@ fn outcomes(db: &StateDb, jobs: &[JobId]) -> BTreeMap<JobId, Outcome> {
 }
 
 #[test]
-fn what_was_committed_outlives_a_process_that_never_closed() {
+fn committed_data_survives_a_process_that_never_closed() {
     let (run, left) = (folder(), folder());
     let mut db = StateDb::open_or_create(run.path()).unwrap();
     db.begin_epoch(&plan(0, 10)).unwrap();
     db.record(&[(job(0, 2), trained(1))]).unwrap();
     db.checkpoint(1, "step-1").unwrap();
     db.record(&[(job(0, 3), trained(2))]).unwrap();
-    // A transaction that was under way.
+    // An open transaction.
     let tx = db.reader.connection.transaction().unwrap();
     tx.execute("DELETE FROM outcomes", []).unwrap();
     copy_as_killed(run.path(), left.path(), |bytes| bytes);
@@ -42,7 +42,7 @@ fn what_was_committed_outlives_a_process_that_never_closed() {
     assert_eq!(db.latest_checkpoint().unwrap().unwrap().step, 1);
 }
 
-/// The other half of the test below: records one outcome after another, telling each on stderr once it is committed.
+/// Child process of the next test: records outcomes one by one and prints each to stderr after its commit.
 #[test]
 #[ignore = "run as a child process by kill_minus_nine_loses_nothing_that_was_recorded"]
 fn child_that_records_until_it_is_killed() {
@@ -59,7 +59,12 @@ fn child_that_records_until_it_is_killed() {
 fn kill_minus_nine_loses_nothing_that_was_recorded() {
     let run = folder();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "--nocapture", "state::tests::recovery::child_that_records_until_it_is_killed"])
+        .args([
+            "--ignored",
+            "--exact",
+            "--nocapture",
+            "run_dir::db::tests::recovery::child_that_records_until_it_is_killed",
+        ])
         .env(CHILD_RUN, run.path())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -81,14 +86,14 @@ fn kill_minus_nine_loses_nothing_that_was_recorded() {
     assert_eq!(reopen_after(&mut db, 0), found);
 }
 
-/// One thing that happens to a run.
+/// One event of a run.
 #[derive(Clone, Debug)]
 enum Act {
     /// One optimizer step over this many of the open jobs.
     Step(usize),
     Skip,
     Checkpoint,
-    /// Death, and resumption from the checkpoint this many before the newest.
+    /// Kill, and resume from the checkpoint this many before the newest.
     Kill(usize),
 }
 
@@ -102,7 +107,7 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     prop::collection::vec(act, 1..60)
 }
 
-/// A run without a ledger: what the weights hold and what was given up, now and at each checkpoint.
+/// Model of a run: steps in the weights, and outcomes.
 #[derive(Clone, Debug, Default)]
 struct Model {
     step: u64,
@@ -139,7 +144,7 @@ proptest! {
                 }
                 Act::Checkpoint => {
                     db.checkpoint(now.step, &format!("step-{}", now.step)).unwrap();
-                    // The first of two checkpoints of one step already fixed what counts as skipped before it.
+                    // The first of two checkpoints of one step fixes the jobs skipped before it.
                     if saved.last().is_none_or(|m| m.step < now.step) {
                         saved.push(now.clone());
                     }
@@ -174,9 +179,9 @@ proptest! {
         prop_assert!(db.counts().unwrap().iter().all(|epoch| epoch.open() == 0));
     }
 
-    /// Loss of power may take the end of the log: what is left is the ledger after some earlier transaction, whole.
+    /// Loss of power may cut the log: the rest is the ledger after some earlier transaction.
     #[test]
-    fn a_torn_log_takes_back_whole_transactions(batches in prop::collection::vec(1usize..9, 1..12), cut in 0.0f64..1.0) {
+    fn a_torn_log_undoes_whole_transactions(batches in prop::collection::vec(1usize..9, 1..12), cut in 0.0f64..1.0) {
         let (run, left) = (folder(), folder());
         let plan = plan(0, 100);
         let jobs: Vec<JobId> = plan.jobs.iter().map(|j| j.id).collect();
