@@ -1,22 +1,26 @@
-//! Who may give orders: a page of this server, or a program of a person who knows the token.
+//! Access control of commands: checks Origin, Host and token of a request.
+//! Who may give commands: a page of this server, or a program of a person who knows the token.
+=======
+//! Access control of commands: checks Origin, Host and token of a request.
+>>>>>>> stash
 
 use crate::common::token::Token;
 use axum::http::{HeaderMap, header};
 use std::net::IpAddr;
 
-/// Why an order is not taken.
+/// Reason to refuse a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// It comes from a page of another site.
+    /// The request comes from a page of another site.
     Origin,
-    /// It was sent to a name that is not this machine's: another site's name may have been pointed here (DNS rebinding).
+    /// The Host header does not name this machine's loopback, which may be DNS rebinding.
     Host,
     /// The token is missing or wrong.
     Token,
 }
 
 impl Refusal {
-    /// The label value.
+    /// Value of the metrics label `reason`.
     pub fn reason(self) -> &'static str {
         match self {
             Refusal::Origin => "origin",
@@ -25,23 +29,28 @@ impl Refusal {
         }
     }
 
-    /// For the one who asked.
+    /// Sentence of the response.
     pub fn sentence(self) -> &'static str {
         match self {
             Refusal::Origin => {
-                "orders are taken from this server's own page only, and this one came from another site's"
+                "commands are accepted from this server's own page only; this one came from another site"
             }
             Refusal::Host => {
-                "without a token, orders are taken for localhost, 127.0.0.1 and [::1] only; use one of these, or set \
+                "without a token, commands are accepted for localhost, 127.0.0.1 and [::1] only; use one of these, or set \
                  admin.token_file"
             }
-            Refusal::Token => "orders need the token of admin.token_file: Authorization: Bearer TOKEN",
+            Refusal::Token => "commands need the token of admin.token_file: Authorization: Bearer TOKEN",
         }
     }
 }
 
-/// Judges the head of an order. Where there is a token it must be carried. Where there is none only this machine can reach the
-/// port, so what is left to fear is a browser on it that shows another site.
+/// Checks the headers of a command.
+///
+/// With a token, the request must carry it. Without one, only this machine reaches the port, so the remaining risk is a local
+/// browser that shows another site.
+///
+/// # Errors
+/// The reason to refuse the command.
 pub fn admit(headers: &HeaderMap, token: Option<&Token>) -> Result<(), Refusal> {
     let text = |name| headers.get(name).map(|value: &header::HeaderValue| value.to_str().unwrap_or("?"));
     let host = text(header::HOST.as_str()).unwrap_or_default();
@@ -57,12 +66,12 @@ pub fn admit(headers: &HeaderMap, token: Option<&Token>) -> Result<(), Refusal> 
         }
     }
     match token {
-        None if !is_this_machine(host) => Err(Refusal::Host),
+        None if !is_loopback(host) => Err(Refusal::Host),
         None => Ok(()),
         Some(token) => {
             let given = text(header::AUTHORIZATION.as_str()).and_then(|value| value.split_once(' '));
             let given = given.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
-            match given.is_some_and(|(_, secret)| token.is(secret.trim())) {
+            match given.is_some_and(|(_, secret)| token.matches(secret.trim())) {
                 true => Ok(()),
                 false => Err(Refusal::Token),
             }
@@ -70,8 +79,8 @@ pub fn admit(headers: &HeaderMap, token: Option<&Token>) -> Result<(), Refusal> 
     }
 }
 
-/// Whether a Host header names the loopback of this machine, with whatever port: it may come through a tunnel.
-fn is_this_machine(host: &str) -> bool {
+/// True if a Host header names this machine's loopback. Any port is accepted, because a tunnel may change it.
+fn is_loopback(host: &str) -> bool {
     let split = match host.strip_prefix('[') {
         Some(rest) => rest.split_once(']'),
         None => Some(host.split_at(host.find(':').unwrap_or(host.len()))),
@@ -94,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_and_the_own_page_may_and_other_sites_may_not() {
+    fn other_sites_are_refused() {
         let own = ("host", "127.0.0.1:9464");
         for (fields, expected) in [
             (vec![own], Ok(())),
@@ -105,9 +114,9 @@ mod tests {
             (vec![own, ("origin", "http://evil.example")], Err(Refusal::Origin)),
             (vec![own, ("origin", "null")], Err(Refusal::Origin)),
             (vec![own, ("sec-fetch-site", "cross-site")], Err(Refusal::Origin)),
-            // Another port of the same machine is another program.
+            // Another port of this machine belongs to another program.
             (vec![own, ("sec-fetch-site", "same-site")], Err(Refusal::Origin)),
-            // DNS rebinding: for the browser it is the same origin.
+            // DNS rebinding: the browser sees the same origin.
             (vec![("host", "evil.example:9464"), ("origin", "http://evil.example:9464")], Err(Refusal::Host)),
             (vec![("host", "127.0.0.1.evil.example")], Err(Refusal::Host)),
             (vec![("host", "[::1].evil.example")], Err(Refusal::Host)),
@@ -119,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_asked_from_everybody_once_there_is_one() {
+    fn a_configured_token_is_required_from_every_client() {
         let token = Token::new(SECRET);
         for (given, admitted) in [
             (format!("Bearer {SECRET}"), true),
@@ -130,7 +139,7 @@ mod tests {
             ("Bearer ".into(), false),
             (SECRET.into(), false),
         ] {
-            let fields = [("host", "mill.example"), ("authorization", given.as_str())];
+            let fields = [("host", "draftmill.example"), ("authorization", given.as_str())];
             assert_eq!(admit(&head(&fields), Some(&token)).is_ok(), admitted, "{given}");
             let elsewhere = [&fields[..], &[("origin", "https://evil.example")]].concat();
             assert_eq!(admit(&head(&elsewhere), Some(&token)), Err(Refusal::Origin), "{given}");
@@ -140,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_file_is_trimmed_and_must_hold_a_token() {
+    fn a_token_file_is_trimmed_and_validated() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("token");
         let absent = Token::read(&path).unwrap_err();
@@ -151,6 +160,6 @@ mod tests {
             assert!(error.contains("holds no token") && !error.contains("words"), "{error}");
         }
         std::fs::write(&path, format!("  {SECRET}\r\n")).unwrap();
-        assert!(Token::read(&path).unwrap().is(SECRET));
+        assert!(Token::read(&path).unwrap().matches(SECRET));
     }
 }

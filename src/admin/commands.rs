@@ -1,49 +1,64 @@
-//! What a person asks of a running service (a signal or a POST to the admin port), and the answer to it.
+<<<<<<< now
+//! Commands to a running service: channel from the admin port to the configuration controller.
+=======
+//! Commands to a running service: channel from the admin port to the configuration controller.
+>>>>>>> stash
 
 use tokio::sync::{mpsc, oneshot};
 
-/// Orders that wait at once; more are refused with a sentence rather than queued.
-const WAITING: usize = 8;
+/// Limit of queued commands; further ones are refused.
+const QUEUE: usize = 8;
 
-/// What can be asked for.
+<<<<<<< now
+/// Command to a running service.
+=======
+/// Command to a running service.
+>>>>>>> stash
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// Read the configuration file again, at once.
+pub enum Command {
+    /// Read the configuration file again.
     Reload,
-    /// Write a checkpoint at the next step border.
+    /// Write a checkpoint at the next step boundary.
     Checkpoint,
-    /// Hand out no more jobs; what is under way is finished.
+    /// Send no more jobs to the targets; jobs in progress are finished.
     Pause,
-    /// Go on after a pause.
+    /// Continue after a pause.
     Resume,
 }
 
-/// An order on its way; whoever takes it owes the answer: a sentence, of what was done or of why not.
+/// Queued command. Its receiver must send a reply: a sentence with the result or the reason of the refusal.
 #[derive(Debug)]
-pub struct Given {
-    pub order: Order,
-    pub answer: oneshot::Sender<Result<String, String>>,
+pub struct Request {
+    pub command: Command,
+    pub reply: oneshot::Sender<Result<String, String>>,
 }
 
-/// Where orders are given.
+<<<<<<< now
+/// Sending side of the command channel.
+=======
+/// Sending side of the command channel.
+>>>>>>> stash
 #[derive(Clone, Debug)]
-pub struct Orders(mpsc::Sender<Given>);
+pub struct Commands(mpsc::Sender<Request>);
 
-/// A way for orders, and its other end.
-pub fn channel() -> (Orders, mpsc::Receiver<Given>) {
-    let (sender, receiver) = mpsc::channel(WAITING);
-    (Orders(sender), receiver)
+/// Creates the command channel.
+pub fn channel() -> (Commands, mpsc::Receiver<Request>) {
+    let (sender, receiver) = mpsc::channel(QUEUE);
+    (Commands(sender), receiver)
 }
 
-impl Orders {
-    /// Gives an order and waits for its answer.
-    pub async fn give(&self, order: Order) -> Result<String, String> {
-        let (answer, answered) = oneshot::channel();
-        self.0.try_send(Given { order, answer }).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => "too many orders wait already; ask again in a second".to_owned(),
+impl Commands {
+    /// Sends a command and waits for its reply.
+    ///
+    /// # Errors
+    /// A sentence: the reason of the refusal, a full queue, or a run that ends.
+    pub async fn send(&self, command: Command) -> Result<String, String> {
+        let (reply, replied) = oneshot::channel();
+        self.0.try_send(Request { command, reply }).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => "too many queued commands; try again in 1 s".to_owned(),
             mpsc::error::TrySendError::Closed(_) => "the run is ending".to_owned(),
         })?;
-        answered.await.unwrap_or_else(|_| Err("the run ended before the order was carried out".to_owned()))
+        replied.await.unwrap_or_else(|_| Err("the run ended before the command was executed".to_owned()))
     }
 }
 
@@ -52,29 +67,29 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn an_order_is_answered_refused_when_too_many_wait_and_when_nobody_listens() {
-        let (orders, mut taken) = channel();
-        let asked = tokio::spawn({
-            let orders = orders.clone();
-            async move { orders.give(Order::Pause).await }
+    async fn commands_are_executed_or_refused() {
+        let (commands, mut requests) = channel();
+        let sent = tokio::spawn({
+            let commands = commands.clone();
+            async move { commands.send(Command::Pause).await }
         });
-        let given = taken.recv().await.unwrap();
-        assert_eq!(given.order, Order::Pause);
-        given.answer.send(Ok("paused".into())).unwrap();
-        assert_eq!(asked.await.unwrap(), Ok("paused".into()));
+        let request = requests.recv().await.unwrap();
+        assert_eq!(request.command, Command::Pause);
+        request.reply.send(Ok("paused".into())).unwrap();
+        assert_eq!(sent.await.unwrap(), Ok("paused".into()));
 
-        let waiting: Vec<_> = (0..WAITING)
+        let waiting: Vec<_> = (0..QUEUE)
             .map(|_| {
-                let orders = orders.clone();
-                tokio::spawn(async move { orders.give(Order::Reload).await })
+                let commands = commands.clone();
+                tokio::spawn(async move { commands.send(Command::Reload).await })
             })
             .collect();
         tokio::task::yield_now().await;
-        assert!(orders.give(Order::Reload).await.unwrap_err().contains("too many"));
-        drop(taken);
-        for order in waiting {
-            assert!(order.await.unwrap().unwrap_err().contains("before the order"));
+        assert!(commands.send(Command::Reload).await.unwrap_err().contains("too many"));
+        drop(requests);
+        for command in waiting {
+            assert!(command.await.unwrap().unwrap_err().contains("before the command"));
         }
-        assert!(orders.give(Order::Reload).await.unwrap_err().contains("ending"));
+        assert!(commands.send(Command::Reload).await.unwrap_err().contains("ending"));
     }
 }

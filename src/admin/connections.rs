@@ -1,4 +1,4 @@
-//! Connections that are bounded in number and in patience: a client that sends or reads slowly costs itself alone.
+//! Limits the number of connections and applies read and write timeouts, so that slow clients do not affect others.
 
 use axum::Router;
 use draftmill_actors::runtime::metrics::ADMIN_REFUSED;
@@ -24,18 +24,18 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// What clients may take.
+/// Limits for clients.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Open connections; more are told so and closed.
+    /// Open connections; further ones get status 503.
     pub connections: usize,
-    /// Readers of `/events` among them.
+    /// Connections that read `/events`.
     pub streams: usize,
-    /// For the head of a request to arrive whole, and between two requests.
+    /// Time to receive the head of a request, and between two requests.
     pub head: Duration,
-    /// For the body of a request to arrive whole.
+    /// Time to receive the body of a request.
     pub body: Duration,
-    /// For what was answered to be taken by the client.
+    /// Time for the client to read a response.
     pub write: Duration,
     /// Bytes of a request's head.
     pub head_bytes: usize,
@@ -57,16 +57,16 @@ impl Default for Limits {
     }
 }
 
-/// For what is under way when the server ends.
-const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Where the system has no more files for us, it may have some later.
-const OUT_OF_FILES: Duration = Duration::from_millis(200);
+/// Time for open requests when the server shuts down.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Pause after a failed accept: the process may be out of file descriptors for a moment.
+const ACCEPT_RETRY: Duration = Duration::from_millis(200);
 
 const TOO_MANY: &[u8] =
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n\
-    retry-after: 10\r\ncontent-length: 45\r\n\r\ntoo many connections; ask again in a moment.\n";
+    retry-after: 10\r\ncontent-length: 45\r\n\r\ntoo many connections; try again in a moment.\n";
 
-/// Answers until `shutdown`, then lets what is under way end.
+/// Serves connections until `shutdown`, then waits for open requests, at most 1 s.
 pub async fn serve(listener: TcpListener, router: Router, limits: Limits, shutdown: CancellationToken) {
     let free = Arc::new(Semaphore::new(limits.connections));
     let mut open = JoinSet::new();
@@ -79,8 +79,8 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, shutdo
         let stream = match accepted {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::debug!(%error, "a connection to the admin port could not be taken");
-                sleep(OUT_OF_FILES).await;
+                tracing::debug!(%error, "admin connection not accepted");
+                sleep(ACCEPT_RETRY).await;
                 continue;
             }
         };
@@ -96,12 +96,12 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, shutdo
         }
     }
     drop(listener);
-    let _ = timeout(LAST_WORDS, async { while open.join_next().await.is_some() {} }).await;
+    let _ = timeout(SHUTDOWN_TIMEOUT, async { while open.join_next().await.is_some() {} }).await;
 }
 
 async fn refuse(mut stream: TcpStream) {
     counter!(ADMIN_REFUSED, "reason" => "connections").increment(1);
-    // The buffer of a fresh connection takes this at once.
+    // The send buffer of a new connection is empty, so this does not block.
     let _ = timeout(Duration::from_millis(50), stream.write_all(TOO_MANY)).await;
 }
 
@@ -109,7 +109,7 @@ async fn connection(stream: TcpStream, router: Router, limits: Limits, shutdown:
     let _ = stream.set_nodelay(true);
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(limits.head_bytes);
-    let io = TokioIo::new(Impatient::new(stream, limits.write));
+    let io = TokioIo::new(WriteTimeout::new(stream, limits.write));
     let mut serving = pin!(http.serve_connection(io, TowerToHyperService::new(router)));
     let ended = tokio::select! {
         ended = serving.as_mut() => ended,
@@ -119,43 +119,43 @@ async fn connection(stream: TcpStream, router: Router, limits: Limits, shutdown:
         }
     };
     if let Err(error) = ended {
-        tracing::debug!(%error, "a connection to the admin port ended early");
+        tracing::debug!(%error, "admin connection ended early");
     }
 }
 
-/// A stream that fails when what was written to it is not taken in time. The time runs from the first byte that finds no room
-/// until everything is out, so that a client that takes a byte now and then gains nothing.
-struct Impatient<S> {
+/// Stream with a write timeout. The time runs from the first blocked byte until everything is written, so a client that
+/// reads a byte now and then does not extend it.
+struct WriteTimeout<S> {
     stream: S,
-    patience: Duration,
-    stuck: Option<Pin<Box<Sleep>>>,
+    limit: Duration,
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl<S> Impatient<S> {
-    fn new(stream: S, patience: Duration) -> Self {
-        Impatient { stream, patience, stuck: None }
+impl<S> WriteTimeout<S> {
+    fn new(stream: S, limit: Duration) -> Self {
+        WriteTimeout { stream, limit, timer: None }
     }
 
-    /// Fails when the time is over; otherwise the task wakes when it will be.
+    /// Fails after the timeout; before that, registers the task to wake at the timeout.
     fn wait(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        let patience = self.patience;
-        let stuck = self.stuck.get_or_insert_with(|| Box::pin(sleep(patience)));
-        match stuck.as_mut().poll(cx) {
-            Poll::Ready(()) => Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")),
+        let limit = self.limit;
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(limit)));
+        match timer.as_mut().poll(cx) {
+            Poll::Ready(()) => Err(io::Error::new(io::ErrorKind::TimedOut, "client does not read")),
             Poll::Pending => Ok(()),
         }
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Impatient<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for WriteTimeout<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Impatient<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for WriteTimeout<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        if self.stuck.is_some() {
+        if self.timer.is_some() {
             self.wait(cx)?;
         }
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
@@ -165,10 +165,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Impatient<S> {
         written
     }
 
-    /// Asked for when the last byte was written.
+    /// Called after the last byte; a completed flush resets the timer.
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
-        self.stuck = None;
+        self.timer = None;
         Poll::Ready(Ok(()))
     }
 
@@ -186,13 +186,13 @@ mod tests {
     };
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_reads_drop_by_drop_has_no_more_time_than_one_that_reads_nothing() {
-        for drops in [false, true] {
+    async fn slow_reading_does_not_extend_the_write_timeout() {
+        for slow in [false, true] {
             let (ours, mut theirs) = duplex(16);
-            let mut stream = Impatient::new(ours, Duration::from_secs(10));
+            let mut stream = WriteTimeout::new(ours, Duration::from_secs(10));
             let reading = tokio::spawn(async move {
                 let mut byte = [0];
-                while drops && theirs.read(&mut byte).await.is_ok_and(|n| n > 0) {
+                while slow && theirs.read(&mut byte).await.is_ok_and(|n| n > 0) {
                     sleep(Duration::from_secs(1)).await;
                 }
                 std::future::pending::<()>().await;
@@ -207,9 +207,9 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_reads_is_served_for_as_long_as_it_likes() {
+    async fn a_reading_client_has_no_total_time_limit() {
         let (ours, mut theirs) = duplex(16);
-        let mut stream = Impatient::new(ours, Duration::from_secs(10));
+        let mut stream = WriteTimeout::new(ours, Duration::from_secs(10));
         let reading = tokio::spawn(async move {
             let mut all = Vec::new();
             theirs.read_to_end(&mut all).await.unwrap();
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_to_one_too_many_has_the_length_that_it_says() {
+    fn the_refusal_has_a_correct_content_length() {
         let text = std::str::from_utf8(TOO_MANY).unwrap();
         let (head, body) = text.split_once("\r\n\r\n").unwrap();
         assert!(head.contains(&format!("content-length: {}", body.len())), "{}", body.len());

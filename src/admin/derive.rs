@@ -1,6 +1,10 @@
-//! From two scrapes of the metrics to rates, shares and a sentence: every decision about [`Status`], without a clock of its own.
+<<<<<<< now
+//! Derivation of [`Status`] from metrics samples: rates, shares of time, state and sentence. The caller passes the time.
+=======
+//! Derivation of [`Status`] from metrics samples: rates, shares of time, state and sentence. The caller passes the time.
+>>>>>>> stash
 
-use super::run_info::Facts;
+use super::run_info::RunInfo;
 use super::{
     recent_warnings::Faults,
     samples::Samples,
@@ -16,85 +20,91 @@ use std::{
     time::Duration,
 };
 
-/// Shares and tokens per second are means over this time.
+/// Averaging window of time shares and tokens per second.
 const WINDOW: Duration = Duration::from_secs(10);
-/// The rate of steps, and with it the time that is left, over this.
+/// Averaging window of steps per second and of the remaining time.
 const LONG_WINDOW: Duration = Duration::from_secs(60);
-/// A wait below this share of the time is not worth a sentence.
-const WORTH_TELLING: f64 = 0.05;
-/// The state of an actor between two units of work, and of one that has ended.
+/// Minimum share of time for a wait to be named as the bottleneck.
+const MIN_REPORTED_WAIT: f64 = 0.05;
+/// State of an actor between two units of work, and after its end.
 const IDLE: &str = "idle";
 
-/// Remembers the last minute of a run.
+/// Computes [`Status`] and stores the snapshots of the last minute.
 #[derive(Debug, Default)]
-pub struct Derivation {
-    moments: VecDeque<Moment>,
-    tracks: BTreeMap<Key, Track>,
+pub struct StatusBuilder {
+    snapshots: VecDeque<Snapshot>,
+    last_records: BTreeMap<Key, LastRecord>,
 }
 
-/// An actor by its place on the page, its name and its index.
+/// Actor: position on the page, name, index.
 type Key = (usize, String, u64);
 
-/// Seconds of an actor by state.
+/// Seconds that an actor spent in each state.
 type Spent = BTreeMap<String, f64>;
 
-/// What grew up to one moment.
+/// Counters at one time.
 #[derive(Debug, Default)]
-struct Moment {
+struct Snapshot {
     at: Duration,
     step: f64,
-    /// Tokens by index of the drafter, and of the target.
+    /// Tokens by drafter index.
     trained: BTreeMap<u64, f64>,
+    /// Tokens by target index.
     extracted: BTreeMap<u64, f64>,
     actors: BTreeMap<Key, Spent>,
 }
 
-/// The time that an actor recorded, and since when it recorded nothing more.
+/// Total recorded time of an actor, and the time of its last change.
 #[derive(Debug, Default)]
-struct Track {
+struct LastRecord {
     recorded: f64,
     since: Duration,
 }
 
-impl Derivation {
-    /// What is so at `now` (on the sampler's clock) and `at` (in seconds since 1970).
-    pub fn on_sample(&mut self, samples: &Samples, facts: &Facts, faults: &Faults, now: Duration, at: f64) -> Status {
-        let moment = self.moment(samples, now);
-        let short = self.before(now, WINDOW).unwrap_or(&moment);
-        let long = self.before(now, LONG_WINDOW).unwrap_or(&moment);
+impl StatusBuilder {
+    /// Status at `now` (sampler's clock) and `at` (seconds since 1970).
+    pub fn on_sample(&mut self, samples: &Samples, info: &RunInfo, faults: &Faults, now: Duration, at: f64) -> Status {
+        let snapshot = self.snapshot(samples, now);
+        let short = self.before(now, WINDOW).unwrap_or(&snapshot);
+        let long = self.before(now, LONG_WINDOW).unwrap_or(&snapshot);
         let count = |name| samples.sum(name).max(0.0) as u64;
         let trained = samples.sum(m::LOSS) != 0.0;
         let last = |name| samples.get(name).filter(|value| trained && value.is_finite());
 
-        let steps_per_second = rate(&moment, long, |moment| moment.step);
-        let (step, left) = (count(m::STEP), facts.planned_steps.saturating_sub(count(m::STEP)));
+        let steps_per_second = rate(&snapshot, long, |snapshot| snapshot.step);
+        let (step, left) = (count(m::STEP), info.planned_steps.saturating_sub(count(m::STEP)));
         let mut status = Status {
             at,
             version: env!("CARGO_PKG_VERSION"),
             run: Run {
-                dir: facts.dir.clone(),
-                number: facts.run,
-                engine: facts.engine.clone(),
-                started: facts.started,
-                paused: facts.paused,
+                dir: info.dir.clone(),
+                number: info.run,
+                engine: info.engine.clone(),
+                started: info.started,
+                paused: info.paused,
             },
             progress: Progress {
                 step,
-                planned_steps: facts.planned_steps,
+                planned_steps: info.planned_steps,
                 steps_per_second: rounded(steps_per_second, 4),
-                eta: (steps_per_second > 0.0 && !facts.paused).then(|| (left as f64 / steps_per_second).round()),
+                eta: (steps_per_second > 0.0 && !info.paused).then(|| (left as f64 / steps_per_second).round()),
                 epoch: count(m::EPOCH),
-                epochs: facts.epochs,
+                epochs: info.epochs,
             },
             training: Training {
                 loss: last(m::LOSS),
                 accuracy: last(m::ACCURACY),
                 acceptance: samples.get(m::EVAL_ACCEPTANCE).filter(|tokens| *tokens > 0.0),
-                acceptance_curve: facts.acceptance.as_ref().map_or_else(Vec::new, |measured| measured.curve.clone()),
+                acceptance_curve: info.acceptance.as_ref().map_or_else(Vec::new, |acceptance| acceptance.curve.clone()),
                 learning_rate: last(m::LEARNING_RATE),
                 grad_norm: last(m::GRAD_NORM),
-                tokens_per_second: rate(&moment, short, |moment| moment.trained.values().sum()).round(),
-                extracted_tokens_per_second: rate(&moment, short, |moment| moment.extracted.values().sum()).round(),
+                tokens_per_second: rate(&snapshot, short, |snapshot| snapshot.trained.values().sum()).round(),
+<<<<<<< now
+                extracted_tokens_per_second: rate(&snapshot, short, |snapshot| snapshot.extracted.values().sum()).round(),
+=======
+                extracted_tokens_per_second: rate(&snapshot, short, |snapshot| snapshot.extracted.values().sum())
+                    .round(),
+>>>>>>> stash
             },
             jobs: Jobs {
                 trained: samples.with(m::JOBS, &[("outcome", "trained")]) as u64,
@@ -106,35 +116,39 @@ impl Derivation {
                 padded: count(m::QUEUE_PADDED_JOBS),
                 stragglers: count(m::STRAGGLERS),
             },
-            actors: actors(samples, &moment, short),
+            actors: actors(samples, &snapshot, short),
             pool: pool(samples),
             gpus: gpus(samples),
             checkpoint: checkpoint(samples),
+<<<<<<< now
             config: Config {
-                hash: facts.config_hash.clone(),
-                since: facts.config_since,
-                reloads: facts.reloads.clone(),
+                hash: info.config_hash.clone(),
+                since: info.config_since,
+                reloads: info.reloads.clone(),
             },
+=======
+            config: Config { hash: info.config_hash.clone(), since: info.config_since, reloads: info.reloads.clone() },
+>>>>>>> stash
             faults: faults.clone(),
             ..Status::default()
         };
-        let answers = samples.by(m::TARGET_UP, "index").any(|(_, up)| up > 0.0);
-        status.state = state(&status, facts, answers);
+        let in_service = samples.by(m::TARGET_UP, "index").any(|(_, up)| up > 0.0);
+        status.state = state(&status, info, in_service);
         status.sentence = sentence(&status);
-        self.moments.push_back(moment);
-        while self.moments.len() > 1 && self.moments[1].at + LONG_WINDOW <= now {
-            self.moments.pop_front();
+        self.snapshots.push_back(snapshot);
+        while self.snapshots.len() > 1 && self.snapshots[1].at + LONG_WINDOW <= now {
+            self.snapshots.pop_front();
         }
         status
     }
 
-    /// The newest moment that is at least this long ago, or else the oldest.
-    fn before(&self, now: Duration, window: Duration) -> Option<&Moment> {
-        self.moments.iter().rev().find(|moment| moment.at + window <= now).or(self.moments.front())
+    /// Newest snapshot that is at least `window` old, else the oldest.
+    fn before(&self, now: Duration, window: Duration) -> Option<&Snapshot> {
+        self.snapshots.iter().rev().find(|snapshot| snapshot.at + window <= now).or(self.snapshots.front())
     }
 
-    /// What actors recorded is of what is over. To it comes the time of what each does now.
-    fn moment(&mut self, samples: &Samples, now: Duration) -> Moment {
+    /// Counters of this sample. Recorded times cover finished work; the time in the current state is added.
+    fn snapshot(&mut self, samples: &Samples, now: Duration) -> Snapshot {
         let states = || samples.by_three(m::ACTOR_STATE, ["actor", "index", "state"]);
         let (busy, waits) = (format!("{}_sum", m::BUSY_SECONDS), format!("{}_sum", m::WAIT_SECONDS));
         let mut actors = BTreeMap::<Key, Spent>::new();
@@ -148,21 +162,21 @@ impl Derivation {
         }
         for (key, spent) in &actors {
             let recorded = spent.values().sum();
-            let track = self.tracks.entry(key.clone()).or_insert(Track { recorded, since: now });
-            if recorded > track.recorded {
-                *track = Track { recorded, since: now };
+            let last = self.last_records.entry(key.clone()).or_insert(LastRecord { recorded, since: now });
+            if recorded > last.recorded {
+                *last = LastRecord { recorded, since: now };
             }
         }
         for (actor, index, state, _) in states().filter(|(.., on)| *on > 0.0) {
             let key = key(actor, index);
-            let open = self.tracks.get(&key).map_or(0.0, |track| (now - track.since).as_secs_f64());
+            let current = self.last_records.get(&key).map_or(0.0, |last| (now - last.since).as_secs_f64());
             if let Some(seconds) = actors.get_mut(&key).and_then(|spent| spent.get_mut(state)) {
-                *seconds += open;
+                *seconds += current;
             }
         }
         let tokens =
             |name| samples.by(name, "index").map(|(index, tokens)| (index.parse().unwrap_or(0), tokens)).collect();
-        Moment {
+        Snapshot {
             at: now,
             step: samples.sum(m::STEP),
             trained: tokens(m::DRAFTER_TOKENS),
@@ -173,14 +187,14 @@ impl Derivation {
 }
 
 fn key(actor: &str, index: &str) -> Key {
-    let place = ACTORS.iter().position(|(name, _)| *name == actor).unwrap_or(ACTORS.len());
-    (place, actor.to_owned(), index.parse().unwrap_or(0))
+    let position = ACTORS.iter().position(|(name, _)| *name == actor).unwrap_or(ACTORS.len());
+    (position, actor.to_owned(), index.parse().unwrap_or(0))
 }
 
-/// What grew in a second from one moment to the other.
-fn rate(new: &Moment, old: &Moment, what: impl Fn(&Moment) -> f64) -> f64 {
+/// Growth per second of a counter between two snapshots.
+fn rate(new: &Snapshot, old: &Snapshot, counter: impl Fn(&Snapshot) -> f64) -> f64 {
     let seconds = new.at.saturating_sub(old.at).as_secs_f64();
-    if seconds > 0.0 { (what(new) - what(old)).max(0.0) / seconds } else { 0.0 }
+    if seconds > 0.0 { (counter(new) - counter(old)).max(0.0) / seconds } else { 0.0 }
 }
 
 fn rounded(value: f64, digits: i32) -> f64 {
@@ -188,7 +202,7 @@ fn rounded(value: f64, digits: i32) -> f64 {
     (value * scale).round() / scale
 }
 
-fn actors(samples: &Samples, new: &Moment, old: &Moment) -> Vec<Actor> {
+fn actors(samples: &Samples, new: &Snapshot, old: &Snapshot) -> Vec<Actor> {
     let now: Vec<_> =
         samples.by_three(m::ACTOR_STATE, ["actor", "index", "state"]).filter(|(.., on)| *on > 0.0).collect();
     let actor = |(key, spent): (&Key, &Spent)| {
@@ -198,14 +212,14 @@ fn actors(samples: &Samples, new: &Moment, old: &Moment) -> Vec<Actor> {
             let since = before.and_then(|spent| spent.get(state)).copied().unwrap_or(0.0);
             (spent.get(state).copied().unwrap_or(0.0) - since).max(0.0)
         };
-        // Work that was counted as under way and then as done may differ by a tick; shares never exceed the whole.
-        let whole = new.at.saturating_sub(old.at).as_secs_f64().max(spent.keys().map(|state| grown(state)).sum());
-        let share = |state: &str| if whole > 0.0 { rounded(grown(state) / whole, 3) } else { 0.0 };
+        // Work may be counted a tick longer in progress than recorded at its end, so shares are limited to the whole.
+        let total = new.at.saturating_sub(old.at).as_secs_f64().max(spent.keys().map(|state| grown(state)).sum());
+        let share = |state: &str| if total > 0.0 { rounded(grown(state) / total, 3) } else { 0.0 };
         let is = |(a, i, ..): &&(&str, &str, &str, f64)| a == name && i.parse() == Ok(*index);
         let label = index.to_string();
         let of_target = |metric| (name == "target").then(|| samples.with(metric, &[("index", &label)]));
-        let tokens = |by: fn(&Moment) -> &BTreeMap<u64, f64>| {
-            rate(new, old, |moment| by(moment).get(index).copied().unwrap_or(0.0)).round()
+        let tokens = |by: fn(&Snapshot) -> &BTreeMap<u64, f64>| {
+            rate(new, old, |snapshot| by(snapshot).get(index).copied().unwrap_or(0.0)).round()
         };
         Actor {
             actor: name.clone(),
@@ -214,8 +228,8 @@ fn actors(samples: &Samples, new: &Moment, old: &Moment) -> Vec<Actor> {
             busy: share(BUSY),
             waits: spent.keys().filter(|state| *state != BUSY).map(|state| (state.clone(), share(state))).collect(),
             tokens_per_second: match name.as_str() {
-                "target" => Some(tokens(|moment| &moment.extracted)),
-                "drafter" => Some(tokens(|moment| &moment.trained)),
+                "target" => Some(tokens(|snapshot| &snapshot.extracted)),
+                "drafter" => Some(tokens(|snapshot| &snapshot.trained)),
                 _ => None,
             },
             up: of_target(m::TARGET_UP).map(|up| up > 0.0),
@@ -241,14 +255,18 @@ fn pool(samples: &Samples) -> Pool {
         max_batches: value(m::POOL_MAX_BATCHES),
         bytes: value(m::POOL_BYTES),
         reserved_bytes: value(m::POOL_RESERVED_BYTES),
-        loaned_bytes: value(m::POOL_CHECKED_OUT_BYTES),
+<<<<<<< now
+        checked_out_bytes: value(m::POOL_CHECKED_OUT_BYTES),
+=======
+        checked_out_bytes: value(m::POOL_LOANED_BYTES),
+>>>>>>> stash
         max_bytes: value(m::POOL_MAX_BYTES),
         draining: value(m::POOL_DRAINING) > 0,
         buckets,
     }
 }
 
-/// Those that have told of themselves.
+/// GPUs with a memory report.
 fn gpus(samples: &Samples) -> Vec<Gpu> {
     let devices: BTreeSet<&str> = samples.by(m::DEVICE_MEMORY, "device").map(|(device, _)| device).collect();
     let gpu = |device: &str| {
@@ -258,16 +276,16 @@ fn gpus(samples: &Samples) -> Vec<Gpu> {
     devices.into_iter().map(gpu).filter(|gpu| gpu.memory.total > 0).collect()
 }
 
-/// `answers`: whether any target serves.
-fn state(status: &Status, facts: &Facts, answers: bool) -> State {
-    // Series are there before their actors are.
+/// State of the run. `in_service` is true if any target serves.
+fn state(status: &Status, info: &RunInfo, in_service: bool) -> State {
+    // The series exist before their actors start.
     let untouched = status.training.loss.is_none() && status.actors.iter().all(|actor| actor.state == IDLE);
     match () {
-        () if facts.stopping => State::Stopping,
+        () if info.stopping => State::Stopping,
         () if untouched => State::Starting,
         () if status.pool.draining => State::Draining,
-        () if !answers => State::NoTarget,
-        () if facts.paused => State::Paused,
+        () if !in_service => State::NoTarget,
+        () if info.paused => State::Paused,
         () if status.training.loss.is_none() => State::Filling,
         () => State::Training,
     }
@@ -283,31 +301,35 @@ fn checkpoint(samples: &Samples) -> Checkpoint {
     }
 }
 
-/// The state, and while it trains who holds whom back.
+/// Sentence about the state; during training, about the bottleneck.
 fn sentence(status: &Status) -> String {
     let percent = |share: f64| format!("{:.0} % of the time", share * 100.0);
     match status.state {
-        State::Starting => "Starting: nothing was measured yet.".into(),
-        State::Filling => "The pool is filling: no step of this start is complete yet.".into(),
-        State::Paused => "Paused: no new jobs are handed out, and what was under way is finished.".into(),
-        State::Draining => "Draining: the plan has ended, and the pool gives out its last batches.".into(),
-        State::NoTarget => "No target answers: all are taken out or gone.".into(),
-        State::Stopping => "Stopping: what is under way is finished, and a checkpoint is written.".into(),
+        State::Starting => "Starting: no measurements yet.".into(),
+        State::Filling => "Filling the pool: no step of this start is complete yet.".into(),
+        State::Paused => "Paused: targets get no new jobs; jobs in progress are finished.".into(),
+        State::Draining => "Draining: the plan has ended; drafters train the last batches of the pool.".into(),
+<<<<<<< now
+        State::NoTarget => "No target is in service.".into(),
+=======
+        State::NoTarget => "No target is in service.".into(),
+>>>>>>> stash
+        State::Stopping => "Stopping: work in progress is finished and a checkpoint is written.".into(),
         State::Training => {
             let batch = status.mean_wait("drafter", "batch");
-            let room = status.mean_wait("target", "pool_full");
+            let pool_full = status.mean_wait("target", "pool_full");
             let job = status.mean_wait("target", "job");
             match () {
-                () if batch.max(room).max(job) < WORTH_TELLING => {
-                    "Balanced: neither targets nor drafters wait for long.".into()
+                () if batch.max(pool_full).max(job) < MIN_REPORTED_WAIT => {
+                    "Balanced: targets and drafters hardly wait.".into()
                 }
-                () if job >= room && job >= WORTH_TELLING => {
-                    format!("The queue holds this run back: targets wait for jobs {}.", percent(job))
+                () if job >= pool_full && job >= MIN_REPORTED_WAIT => {
+                    format!("Bottleneck: the job queue. Targets wait for jobs {}.", percent(job))
                 }
-                () if batch >= room => {
-                    format!("The targets hold this run back: drafters wait for batches {}.", percent(batch))
+                () if batch >= pool_full => {
+                    format!("Bottleneck: the targets. Drafters wait for batches {}.", percent(batch))
                 }
-                () => format!("The drafters hold this run back: targets wait for room {}.", percent(room)),
+                () => format!("Bottleneck: the drafters. The pool is full for the targets {}.", percent(pool_full)),
             }
         }
     }

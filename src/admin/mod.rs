@@ -1,7 +1,7 @@
-//! The admin port: what a run does, for Prometheus, probes, programs and people, and the orders that it takes from them.
+//! Admin port: metrics, probes, status page and commands over HTTP.
 //!
-//! On loopback unless the configuration says otherwise. Whoever reads gets copies that a sampler makes once a second, so that no
-//! reader, however slow, is ever waited for.
+//! Listens on loopback by default. A sampler publishes a status once a second; readers get copies, so a slow reader never
+//! delays the run.
 
 mod access;
 pub mod commands;
@@ -17,11 +17,11 @@ pub mod status;
 pub use self::access::Refusal;
 pub use crate::common::token::Token;
 pub use connections::Limits;
-pub use derive::Derivation;
+pub use derive::StatusBuilder;
 pub use samples::Samples;
 
 use self::recent_warnings::Faults;
-use self::{commands::Orders, run_info::Facts};
+use self::{commands::Commands, run_info::RunInfo};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use status::Status;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -33,17 +33,21 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// How often samples of histograms move from their buffers into buckets, also when nobody scrapes, and how often there is a
-/// new [`Status`].
-const SAMPLE: Duration = Duration::from_secs(1);
+/// Interval of [`Status`] updates and of the exporter's upkeep, which moves histogram samples from buffers to buckets.
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Error of the admin port or the metrics recorder.
 #[derive(Debug, Error)]
 pub enum AdminError {
     #[error("admin.listen = \"{address}\" is in use by another process; choose another port (0 = any), or \"off\"")]
     InUse { address: SocketAddr },
+<<<<<<< now
     #[error(
-        "admin.listen = \"{address}\" cannot be listened on ({source}); choose an address of this machine, or \"off\""
+        "admin.listen = \"{address}\" cannot be bound ({source}); choose an address of this machine, or \"off\""
     )]
+=======
+    #[error("admin.listen = \"{address}\" cannot be bound ({source}); choose an address of this machine, or \"off\"")]
+>>>>>>> stash
     Bind { address: SocketAddr, source: std::io::Error },
     #[error("histogram {name} has no buckets; list at least one upper bound")]
     NoBuckets { name: String },
@@ -51,7 +55,10 @@ pub enum AdminError {
     Installed,
 }
 
-/// Takes the port. Done before a run begins, so that a port in use is told at once.
+/// Binds the port. Called before a run begins, so that a port in use is reported at once.
+///
+/// # Errors
+/// A port in use, or an address that is not this machine's.
 pub async fn bind(address: SocketAddr) -> Result<TcpListener, AdminError> {
     TcpListener::bind(address).await.map_err(|source| match source.kind() {
         std::io::ErrorKind::AddrInUse => AdminError::InUse { address },
@@ -59,8 +66,11 @@ pub async fn bind(address: SocketAddr) -> Result<TcpListener, AdminError> {
     })
 }
 
-/// A recorder whose histograms have the buckets given by name. A histogram that is not named becomes a summary, which
-/// cannot be aggregated: name every one.
+/// Metrics recorder with these buckets by histogram name. An unnamed histogram becomes a summary, which cannot be
+/// aggregated: name every one.
+///
+/// # Errors
+/// A histogram with an empty list of buckets.
 pub fn recorder(buckets: &[(&str, &[f64])]) -> Result<PrometheusRecorder, AdminError> {
     Ok(builder(buckets)?.build_recorder())
 }
@@ -75,8 +85,11 @@ fn builder(buckets: &[(&str, &[f64])]) -> Result<PrometheusBuilder, AdminError> 
     Ok(builder)
 }
 
-/// Makes [`recorder`] the recorder of the whole process. Every series gets the label `run`: two runs that listen on one port,
-/// one after the other, are two.
+/// Installs the recorder of the process. Every series gets the label `run`, which distinguishes two consecutive runs on the
+/// same port.
+///
+/// # Errors
+/// A histogram without buckets, or a second recorder in the process.
 pub fn install_recorder(run: &str, buckets: &[(&str, &[f64])]) -> Result<PrometheusHandle, AdminError> {
     let recorder = builder(buckets)?.add_global_label("run", run).build_recorder();
     let handle = recorder.handle();
@@ -84,37 +97,37 @@ pub fn install_recorder(run: &str, buckets: &[(&str, &[f64])]) -> Result<Prometh
     Ok(handle)
 }
 
-/// The admin port and all that it tells and takes.
+/// HTTP server of the admin port.
 pub struct Server {
     pub listener: TcpListener,
     pub metrics: PrometheusHandle,
-    pub facts: watch::Receiver<Facts>,
+    pub info: watch::Receiver<RunInfo>,
     pub faults: watch::Receiver<Faults>,
-    pub orders: Orders,
-    /// Without one, orders are taken from this machine alone: give one where others reach the port.
+    pub commands: Commands,
+    /// Token of commands. `None` accepts commands from this machine only.
     pub token: Option<Token>,
     pub limits: Limits,
 }
 
-/// A status and its JSON, as every reader gets it.
+/// Status with its JSON, shared by all readers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Published {
-    /// Grows with every change.
+    /// Increases with every change.
     pub(crate) id: u64,
     pub(crate) status: Status,
     pub(crate) json: Arc<str>,
 }
 
 impl Server {
-    /// Answers requests until `shutdown`; then ends what is under way and returns.
+    /// Serves requests until `shutdown`, then finishes open ones.
     pub async fn run(self, shutdown: CancellationToken) {
         let (publish, published) = watch::channel(Published::default());
-        let sampling = sample(self.metrics.clone(), self.facts.clone(), self.faults, publish);
-        let shared = routes::Shared::new(routes::Parts {
+        let sampling = sample(self.metrics.clone(), self.info.clone(), self.faults, publish);
+        let shared = routes::Shared::new(routes::Context {
             metrics: self.metrics,
-            facts: self.facts,
+            info: self.info,
             published,
-            orders: self.orders,
+            commands: self.commands,
             token: self.token,
             limits: self.limits,
             shutdown: shutdown.clone(),
@@ -127,23 +140,23 @@ impl Server {
     }
 }
 
-/// Looks once a second and publishes what has changed.
+/// Samples the metrics once a second and publishes a changed status.
 async fn sample(
     metrics: PrometheusHandle,
-    facts: watch::Receiver<Facts>,
+    info: watch::Receiver<RunInfo>,
     faults: watch::Receiver<Faults>,
     publish: watch::Sender<Published>,
 ) {
-    let mut derivation = Derivation::default();
+    let mut builder = StatusBuilder::default();
     let born = Instant::now();
-    let mut ticks = interval(SAMPLE);
+    let mut ticks = interval(SAMPLE_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         metrics.run_upkeep();
         let samples = Samples::parse(&metrics.render());
-        let (facts, faults) = (facts.borrow().clone(), faults.borrow().clone());
-        let status = derivation.on_sample(&samples, &facts, &faults, born.elapsed(), crate::common::clock::now());
+        let (info, faults) = (info.borrow().clone(), faults.borrow().clone());
+        let status = builder.on_sample(&samples, &info, &faults, born.elapsed(), crate::common::clock::now());
         publish.send_if_modified(|old| {
             let changed = old.id == 0 || status.differs(&old.status);
             if changed {

@@ -1,4 +1,4 @@
-//! The status page: one document with its style and its script inside, joined when this is compiled.
+//! Status page: one HTML document with inline style and script, assembled at compile time.
 
 use sha2::{Digest, Sha256};
 use std::sync::LazyLock;
@@ -14,12 +14,12 @@ const SCRIPT: &str = concat!(
 const HEAD: &str = include_str!("page/head.html");
 const BODY: &str = include_str!("page/body.html");
 
-/// The whole document.
+/// HTML document.
 pub static DOCUMENT: LazyLock<String> = LazyLock::new(|| {
     format!("{HEAD}<style>{STYLE}</style>\n</head>\n{BODY}<script>{SCRIPT}</script>\n</body>\n</html>\n")
 });
 
-/// What the document may do: run and wear what it brought with it, and talk to this server. It names the hashes of the two.
+/// Content security policy: allows the inline script and style by hash, and requests to this server only.
 pub static POLICY: LazyLock<String> = LazyLock::new(|| {
     let hash = |text: &str| format!("'sha256-{}'", base64(&Sha256::digest(text.as_bytes())));
     format!(
@@ -35,9 +35,9 @@ fn base64(bytes: &[u8]) -> String {
     let mut text = String::new();
     for three in bytes.chunks(3) {
         let word = three.iter().fold(0u32, |word, byte| word << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
-        for place in 0..4 {
-            let digit = DIGITS[(word >> (18 - 6 * place) & 63) as usize];
-            text.push(if place <= three.len() { digit.into() } else { '=' });
+        for index in 0..4 {
+            let digit = DIGITS[(word >> (18 - 6 * index) & 63) as usize];
+            text.push(if index <= three.len() { digit.into() } else { '=' });
         }
     }
     text
@@ -47,9 +47,9 @@ fn base64(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    /// The vectors of RFC 4648.
+    /// Test vectors of RFC 4648.
     #[test]
-    fn base64_is_that_of_the_standard() {
+    fn base64_matches_the_rfc() {
         for (text, coded) in
             [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foob", "Zm9vYg=="), ("foobar", "Zm9vYmFy")]
         {
@@ -57,13 +57,12 @@ mod tests {
         }
     }
 
-    /// One file, from nowhere else, that the policy lets run.
     #[test]
-    fn the_page_brings_everything_with_it() {
+    fn the_page_loads_nothing_else_and_satisfies_its_policy() {
         for foreign in ["http://", "https://", "src=", "@import", "url(", "innerHTML", "eval(", " style=\"", " onclick"]
         {
             let found = DOCUMENT.matches(foreign).count();
-            // The name space of SVG is a name, not an address.
+            // SVG's namespace is an identifier; browsers do not fetch it.
             let allowed = if foreign == "http://" { DOCUMENT.matches("http://www.w3.org/2000/svg").count() } else { 0 };
             assert_eq!(found, allowed, "{foreign} is in the page");
         }

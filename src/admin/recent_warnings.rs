@@ -1,6 +1,6 @@
-//! The newest warnings and errors of the process, kept for whoever asks what went wrong lately.
+//! Recent warnings and errors of the process, for the status page.
 //!
-//! Like the log itself this is one for the whole process. It is bounded, and a message that comes again is counted, not kept twice.
+//! One bounded list per process, like the log. A repeated message is counted, not stored twice.
 
 use crate::common::clock::now;
 use serde::Serialize;
@@ -12,37 +12,37 @@ use tracing::{
 };
 use tracing_subscriber::layer::{Context, Layer};
 
-/// Lines that are kept.
-const KEPT: usize = 20;
-/// Longest text of a line, in bytes: a page shows it, a log file has all of it.
-const LONGEST: usize = 600;
+/// Limit of stored lines.
+const MAX_LINES: usize = 20;
+/// Limit of a line's text in bytes. The log has the full text.
+const MAX_BYTES: usize = 600;
 
 static RECENT: LazyLock<watch::Sender<Faults>> = LazyLock::new(|| watch::Sender::new(Faults::default()));
 
-/// The lines that are kept, the newest last.
+/// Stored lines, newest last.
 pub type Faults = VecDeque<Fault>;
 
 /// One warning or error.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Fault {
-    /// When it came last, in seconds since 1970.
+    /// Time of the newest occurrence, in seconds since 1970.
     pub at: f64,
     /// "warn" or "error".
     pub level: &'static str,
-    /// The message with the fields of the newest time.
+    /// Message with the fields of the newest occurrence.
     pub text: String,
-    /// How often the message came while it was kept, whatever its fields.
+    /// Number of occurrences of the message, with any fields, since it was stored.
     pub count: u64,
     #[serde(skip)]
     message: String,
 }
 
-/// The lines that [`FaultLayer`] kept.
+/// Lines that [`FaultLayer`] stored.
 pub fn recent() -> watch::Receiver<Faults> {
     RECENT.subscribe()
 }
 
-/// Keeps every warning and error that passes, whatever the log shows.
+/// Layer that stores every warning and error, regardless of the log level.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FaultLayer;
 
@@ -56,21 +56,21 @@ impl<S: Subscriber> Layer<S> for FaultLayer {
         let mut text = Text::default();
         event.record(&mut text);
         let message = text.message.clone();
-        RECENT.send_modify(|faults| keep(faults, Fault { at: now(), level, text: text.whole(), count: 1, message }));
+        RECENT.send_modify(|faults| store(faults, Fault { at: now(), level, text: text.whole(), count: 1, message }));
     }
 }
 
-fn keep(faults: &mut Faults, mut fault: Fault) {
-    let same = faults.iter().position(|kept| kept.level == fault.level && kept.message == fault.message);
-    if let Some(kept) = same.and_then(|at| faults.remove(at)) {
-        fault.count += kept.count;
-    } else if faults.len() == KEPT {
+fn store(faults: &mut Faults, mut fault: Fault) {
+    let same = faults.iter().position(|stored| stored.level == fault.level && stored.message == fault.message);
+    if let Some(stored) = same.and_then(|index| faults.remove(index)) {
+        fault.count += stored.count;
+    } else if faults.len() == MAX_LINES {
         faults.pop_front();
     }
     faults.push_back(fault);
 }
 
-/// "message (field=value, ...)".
+/// Event as text: `message (field=value, ...)`.
 #[derive(Default)]
 struct Text {
     message: String,
@@ -84,8 +84,8 @@ impl Text {
             (true, false) => self.fields.join(", "),
             (false, false) => format!("{} ({})", self.message, self.fields.join(", ")),
         };
-        if text.len() > LONGEST {
-            text.truncate(text.floor_char_boundary(LONGEST));
+        if text.len() > MAX_BYTES {
+            text.truncate(text.floor_char_boundary(MAX_BYTES));
             text.push('…');
         }
         text
@@ -118,32 +118,32 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept_and_repeats_are_counted() {
+    fn the_newest_lines_are_stored_and_repeats_counted() {
         let mut faults = Faults::default();
-        for n in 0..KEPT + 5 {
-            keep(&mut faults, fault(&format!("line {n}"), 0));
+        for n in 0..MAX_LINES + 5 {
+            store(&mut faults, fault(&format!("line {n}"), 0));
         }
-        assert_eq!((faults.len(), faults[0].text.as_str()), (KEPT, "line 5 (0)"));
+        assert_eq!((faults.len(), faults[0].text.as_str()), (MAX_LINES, "line 5 (0)"));
         for n in 1..=3 {
-            keep(&mut faults, fault("line 7", n));
+            store(&mut faults, fault("line 7", n));
         }
         let newest = faults.back().unwrap();
-        assert_eq!((faults.len(), newest.text.as_str(), newest.count), (KEPT, "line 7 (3)", 4));
+        assert_eq!((faults.len(), newest.text.as_str(), newest.count), (MAX_LINES, "line 7 (3)", 4));
     }
 
-    /// The other tests of this process may log as well: only these lines are looked at.
+    /// Ignores lines of other tests in this process.
     #[test]
-    fn warnings_and_errors_come_with_their_fields_and_nothing_else_does() {
+    fn warnings_and_errors_are_stored_with_their_fields() {
         tracing::subscriber::with_default(tracing_subscriber::registry().with(FaultLayer), || {
             tracing::info!("faults test: fine");
-            tracing::warn!(job = 7, error = %"no room", "faults test: a job was skipped");
-            tracing::error!("faults test: {}", "x".repeat(2 * LONGEST));
+            tracing::warn!(job = 7, error = %"out of memory", "faults test: a job was skipped");
+            tracing::error!("faults test: {}", "x".repeat(2 * MAX_BYTES));
         });
         let seen = recent().borrow().clone();
         let ours: Vec<_> = seen.iter().filter(|fault| fault.text.starts_with("faults test")).collect();
         assert_eq!(ours.len(), 2, "{ours:?}");
-        assert_eq!(ours[0].text, "faults test: a job was skipped (job=7, error=no room)");
+        assert_eq!(ours[0].text, "faults test: a job was skipped (job=7, error=out of memory)");
         assert_eq!((ours[0].level, ours[1].level), ("warn", "error"));
-        assert!(ours[1].text.len() < LONGEST + 4 && ours[1].text.ends_with('…'));
+        assert!(ours[1].text.len() < MAX_BYTES + 4 && ours[1].text.ends_with('…'));
     }
 }

@@ -1,9 +1,9 @@
-//! The routes: what is read freely, and the orders behind their guard.
+//! HTTP routes: public reads, and commands behind access control.
 
 use super::{Limits, Published, access, page};
 use super::{
-    commands::{Order, Orders},
-    run_info::Facts,
+    commands::{Command, Commands},
+    run_info::RunInfo,
 };
 use crate::common::token::Token;
 use axum::{
@@ -29,39 +29,39 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The exposition format that `PrometheusHandle::render` writes.
+/// Content type of `PrometheusHandle::render`.
 const PROMETHEUS_TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// A reader of `/events` hears at least this often, so that it knows of a connection that broke in silence.
-const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
-/// An order that takes longer goes on by itself, and the answer says so.
-const ORDER: Duration = Duration::from_secs(60);
+/// Interval of heartbeats on `/events`, by which a client detects a dead connection.
+const HEARTBEAT: Duration = Duration::from_secs(5);
+/// Time limit of a response to a command. A slower command continues; the response has status 202.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the routes are made of.
-pub struct Parts {
+/// Inputs of the routes.
+pub struct Context {
     pub metrics: PrometheusHandle,
-    pub facts: watch::Receiver<Facts>,
+    pub info: watch::Receiver<RunInfo>,
     pub published: watch::Receiver<Published>,
-    pub orders: Orders,
+    pub commands: Commands,
     pub token: Option<Token>,
     pub limits: Limits,
     pub shutdown: CancellationToken,
 }
 
-/// [`Parts`], shared by all requests.
+/// [`Context`] and stream permits, shared by all requests.
 pub struct Shared {
-    parts: Parts,
+    context: Context,
     streams: Arc<Semaphore>,
 }
 
 impl Shared {
-    pub fn new(parts: Parts) -> Arc<Shared> {
-        Arc::new(Shared { streams: Arc::new(Semaphore::new(parts.limits.streams)), parts })
+    pub fn new(context: Context) -> Arc<Shared> {
+        Arc::new(Shared { streams: Arc::new(Semaphore::new(context.limits.streams)), context })
     }
 }
 
 /// Every route of the port.
 pub fn router(shared: Arc<Shared>) -> Router {
-    let order = |order| post(move |State(shared), request| give(order, shared, request));
+    let command = |command| post(move |State(shared), request| execute(command, shared, request));
     Router::new()
         .route("/", get(document))
         .route("/metrics", get(scrape))
@@ -69,17 +69,17 @@ pub fn router(shared: Arc<Shared>) -> Router {
         .route("/readyz", get(readiness))
         .route("/status", get(status))
         .route("/events", get(events))
-        .route("/reload", order(Order::Reload))
-        .route("/checkpoint", order(Order::Checkpoint))
-        .route("/pause", order(Order::Pause))
-        .route("/resume", order(Order::Resume))
-        .fallback(|| async { (StatusCode::NOT_FOUND, "there is no such page; the status page is /\n") })
-        .layer(map_response(guarded))
+        .route("/reload", command(Command::Reload))
+        .route("/checkpoint", command(Command::Checkpoint))
+        .route("/pause", command(Command::Pause))
+        .route("/resume", command(Command::Resume))
+        .fallback(|| async { (StatusCode::NOT_FOUND, "not found; the status page is /\n") })
+        .layer(map_response(security_headers))
         .with_state(shared)
 }
 
-/// Nothing here is to be kept, guessed at or framed.
-async fn guarded(mut response: Response) -> Response {
+/// Adds headers against caching, content sniffing and framing.
+async fn security_headers(mut response: Response) -> Response {
     let headers = response.headers_mut();
     for (name, value) in [
         (header::CACHE_CONTROL, "no-store"),
@@ -101,14 +101,14 @@ async fn document() -> impl IntoResponse {
 }
 
 async fn scrape(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, PROMETHEUS_TEXT)], shared.parts.metrics.render())
+    ([(header::CONTENT_TYPE, PROMETHEUS_TEXT)], shared.context.metrics.render())
 }
 
 async fn readiness(State(shared): State<Arc<Shared>>) -> Response {
-    // The wish to end is told at once, not at the next sample.
-    let reason = match shared.parts.facts.borrow().stopping {
+    // A shutdown is reported at once, not at the next sample.
+    let reason = match shared.context.info.borrow().stopping {
         true => Some("the run is ending"),
-        false => shared.parts.published.borrow().status.not_ready(),
+        false => shared.context.published.borrow().status.not_ready(),
     };
     match reason {
         None => "ok\n".into_response(),
@@ -117,29 +117,29 @@ async fn readiness(State(shared): State<Arc<Shared>>) -> Response {
 }
 
 async fn status(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
-    let mut published = shared.parts.published.clone();
-    // Only the first moments of a start have none.
+    let mut published = shared.context.published.clone();
+    // The first status is published within a second of the start.
     let json = published.wait_for(|published| published.id > 0).await.map(|published| published.json.to_string());
     ([(header::CONTENT_TYPE, "application/json")], json.unwrap_or_default())
 }
 
 async fn events(State(shared): State<Arc<Shared>>) -> Response {
-    let Ok(place) = shared.streams.clone().try_acquire_owned() else {
+    let Ok(permit) = shared.streams.clone().try_acquire_owned() else {
         counter!(ADMIN_REFUSED, "reason" => "streams").increment(1);
-        let sentence = "too many readers of /events; close a page, or read /status\n";
+        let sentence = "too many readers of /events; close a status page, or read /status\n";
         return (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "10")], sentence).into_response();
     };
-    Sse::new(changes(shared.parts.published.clone(), shared.parts.shutdown.clone(), place)).into_response()
+    Sse::new(changes(shared.context.published.clone(), shared.context.shutdown.clone(), permit)).into_response()
 }
 
-/// The newest status at once and whenever it has changed, until the server ends. A reader that is slow misses what was in between.
+/// Event stream: the current status, then every change until the server shuts down. A slow reader skips intermediate ones.
 fn changes(
     mut published: watch::Receiver<Published>,
     shutdown: CancellationToken,
-    place: OwnedSemaphorePermit,
+    permit: OwnedSemaphorePermit,
 ) -> impl Stream<Item = Result<Event, Infallible>> {
     published.mark_changed();
-    stream::unfold((published, shutdown, place), |(mut published, shutdown, place)| async move {
+    stream::unfold((published, shutdown, permit), |(mut published, shutdown, permit)| async move {
         let event = loop {
             tokio::select! {
                 () = shutdown.cancelled() => return None,
@@ -150,15 +150,15 @@ fn changes(
                         break Event::default().event("status").id(newest.id.to_string()).data(&*newest.json);
                     }
                 }
-                () = sleep(SIGN_OF_LIFE) => break Event::default().event("alive").data("yes"),
+                () = sleep(HEARTBEAT) => break Event::default().event("alive").data("yes"),
             }
         };
-        Some((Ok(event), (published, shutdown, place)))
+        Some((Ok(event), (published, shutdown, permit)))
     })
 }
 
-async fn give(order: Order, shared: Arc<Shared>, request: Request<Body>) -> Response {
-    let Parts { orders, token, limits, .. } = &shared.parts;
+async fn execute(command: Command, shared: Arc<Shared>, request: Request<Body>) -> Response {
+    let Context { commands, token, limits, .. } = &shared.context;
     let refused = |reason: &'static str| counter!(ADMIN_REFUSED, "reason" => reason).increment(1);
     let (head, body) = request.into_parts();
     if let Err(refusal) = access::admit(&head.headers, token.as_ref()) {
@@ -166,8 +166,8 @@ async fn give(order: Order, shared: Arc<Shared>, request: Request<Body>) -> Resp
         let sentence = format!("{}\n", refusal.sentence());
         return match refusal {
             access::Refusal::Token => {
-                let ask = [(header::WWW_AUTHENTICATE, "Bearer realm=\"draftmill\"")];
-                (StatusCode::UNAUTHORIZED, ask, sentence).into_response()
+                let challenge = [(header::WWW_AUTHENTICATE, "Bearer realm=\"draftmill\"")];
+                (StatusCode::UNAUTHORIZED, challenge, sentence).into_response()
             }
             access::Refusal::Origin | access::Refusal::Host => (StatusCode::FORBIDDEN, sentence).into_response(),
         };
@@ -176,20 +176,27 @@ async fn give(order: Order, shared: Arc<Shared>, request: Request<Body>) -> Resp
         Ok(Ok(_)) => {}
         Ok(Err(_)) => {
             refused("body");
-            return (StatusCode::PAYLOAD_TOO_LARGE, "an order has no body; leave it out\n").into_response();
+            return (StatusCode::PAYLOAD_TOO_LARGE, "a command has no body\n").into_response();
         }
         Err(_) => {
             refused("body");
-            return (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time; an order has none\n")
+            return (StatusCode::REQUEST_TIMEOUT, "timeout while reading the body; a command has none\n")
                 .into_response();
         }
     }
-    let (code, sentence) = match timeout(ORDER, orders.give(order)).await {
+    let (code, sentence) = match timeout(COMMAND_TIMEOUT, commands.send(command)).await {
         Ok(Ok(sentence)) => (StatusCode::OK, sentence),
         Ok(Err(sentence)) => (StatusCode::CONFLICT, sentence),
+<<<<<<< now
         Err(_) => {
-            (StatusCode::ACCEPTED, "the order was given and is not carried out yet; the page will show it".into())
+            (StatusCode::ACCEPTED, "the command is accepted and not executed yet; the status page shows its result".into())
         }
+=======
+        Err(_) => (
+            StatusCode::ACCEPTED,
+            "the command is accepted and not executed yet; the status page shows its result".into(),
+        ),
+>>>>>>> stash
     };
     (code, format!("{sentence}\n")).into_response()
 }

@@ -1,61 +1,68 @@
-//! What a running service tells of itself beyond its metrics: one value that the service changes and the admin port reads.
+//! Run info: state of a run beyond its metrics. The service writes it, the admin port reads it.
 
-use crate::run_dir::eval_log::History;
+use crate::run_dir::eval_log::EvalHistory;
 use serde::Serialize;
 use std::collections::VecDeque;
 
-/// Reloads that are remembered.
-const RELOADS: usize = 20;
-/// Points of the curve that are told, the newest.
-const POINTS: usize = 500;
+/// Limit of stored reloads.
+const MAX_RELOADS: usize = 20;
+/// Limit of points of the acceptance curve; the newest are published.
+const MAX_POINTS: usize = 500;
 
-/// Facts of a run. Times are seconds since 1970.
+<<<<<<< now
+/// Run info. Times are seconds since 1970.
+=======
+/// Run info. Times are seconds since 1970.
+>>>>>>> stash
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Facts {
+pub struct RunInfo {
     /// Number of this start in its run folder.
     pub run: u64,
     pub started: f64,
-    /// The run folder.
+    /// Run folder.
     pub dir: String,
     /// "torch" or "simulated".
     pub engine: String,
-    /// Steps that the whole plan will take; the estimate changes with accumulation.
+    /// Estimated steps of the plan; changes with `optimizer.accumulation`.
     pub planned_steps: u64,
     pub epochs: u64,
-    /// Hash of the configuration that is in force, and since when.
+    /// Hash of the configuration in force.
     pub config_hash: String,
+    /// Start of its validity.
     pub config_since: f64,
-    /// The newest last.
+    /// Newest last.
     pub reloads: VecDeque<Reload>,
     pub paused: bool,
-    /// A signal asked for the end.
+    /// A signal requested the shutdown.
     pub stopping: bool,
-    /// What was measured beside the steps; absent where nothing was yet.
+    /// Results of the evaluations during training; `None` before the first.
     pub acceptance: Option<Acceptance>,
 }
 
-/// What the drafter is worth so far, in tokens per verification.
+/// Acceptance of the drafter so far, in tokens per verification.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Acceptance {
-    /// The newest measure in real decoding, and the best one with its step.
+    /// Newest acceptance in real decoding.
     pub decoded: Option<f64>,
+    /// Best acceptance in real decoding.
     pub best: Option<f64>,
     pub best_step: Option<u64>,
-    /// What the accuracies on held-out samples predict, and their loss in nats.
+    /// Acceptance that the accuracies on held-out samples predict.
     pub predicted: Option<f64>,
+    /// Loss on held-out samples, in nats.
     pub loss: Option<f64>,
-    /// Step of the newest measure.
+    /// Step of the newest evaluation.
     pub step: u64,
-    /// Acceptance in real decoding by step: `[step, tokens]`.
+    /// Acceptance in real decoding, as `[step, tokens]`.
     pub curve: Vec<(u64, f64)>,
 }
 
 impl Acceptance {
-    /// `None` where nothing was measured.
-    pub fn of(history: &History) -> Option<Acceptance> {
+    /// Acceptance from the evaluation log; `None` if it is empty.
+    pub fn of(history: &EvalHistory) -> Option<Acceptance> {
         let step = history.0.last()?.step;
         let held_out = history.held_out().map(|(_, held_out)| held_out);
-        let skip = history.curve().count().saturating_sub(POINTS);
+        let skip = history.curve().count().saturating_sub(MAX_POINTS);
         Some(Acceptance {
             decoded: history.curve().last().map(|(_, acceptance)| acceptance),
             best: history.best().map(|(_, acceptance)| acceptance),
@@ -68,19 +75,19 @@ impl Acceptance {
     }
 }
 
-/// One try to change the configuration of the running service.
+/// Attempt to change the configuration of the running service.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Reload {
     pub at: f64,
     pub applied: bool,
-    /// What changed, or why nothing did.
+    /// Changes, or the reason of the refusal.
     pub text: String,
 }
 
-impl Facts {
-    /// Remembers a reload, and forgets the oldest.
-    pub fn reloaded(&mut self, reload: Reload) {
-        if self.reloads.len() == RELOADS {
+impl RunInfo {
+    /// Stores a reload and removes the oldest beyond the limit.
+    pub fn add_reload(&mut self, reload: Reload) {
+        if self.reloads.len() == MAX_RELOADS {
             self.reloads.pop_front();
         }
         self.reloads.push_back(reload);
@@ -92,11 +99,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_reload_is_forgotten() {
-        let mut facts = Facts::default();
-        for n in 0..RELOADS + 3 {
-            facts.reloaded(Reload { at: n as f64, applied: true, text: String::new() });
+    fn stored_reloads_are_limited() {
+        let mut info = RunInfo::default();
+        for n in 0..MAX_RELOADS + 3 {
+            info.add_reload(Reload { at: n as f64, applied: true, text: String::new() });
         }
-        assert_eq!((facts.reloads.len(), facts.reloads[0].at), (RELOADS, 3.0));
+        assert_eq!((info.reloads.len(), info.reloads[0].at), (MAX_RELOADS, 3.0));
     }
 }

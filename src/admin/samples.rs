@@ -1,6 +1,6 @@
-//! The metrics as the exporter renders them, read back: the page and Prometheus see the same numbers.
+//! Parser of the exporter's text format, so that the status page and Prometheus show the same numbers.
 
-/// What one scrape says, without the buckets of histograms.
+/// Samples of one scrape, without histogram buckets.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Samples(Vec<Sample>);
 
@@ -12,34 +12,34 @@ struct Sample {
 }
 
 impl Samples {
-    /// Reads the text format of Prometheus. A line that is no sample is left out: the exporter writes none.
+    /// Parses Prometheus' text format. Skips invalid lines, which the exporter does not write.
     pub fn parse(text: &str) -> Samples {
         let lines = text.lines().filter(|line| !line.starts_with('#'));
         Samples(lines.filter_map(Sample::parse).filter(|sample| !sample.name.ends_with("_bucket")).collect())
     }
 
-    /// The value of a metric without labels, or the sum over its labels; 0 where it is not there.
+    /// Sum of a metric over all labels; 0 if it is absent.
     pub fn sum(&self, name: &str) -> f64 {
         self.named(name).map(|sample| sample.value).sum()
     }
 
-    /// The value of a metric, if it is there.
+    /// First value of a metric, if present.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.named(name).next().map(|sample| sample.value)
     }
 
-    /// The value where all these labels have these values; 0 where there is none.
+    /// Value of the sample with these label values; 0 if it is absent.
     pub fn with(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        let fits = |sample: &&Sample| labels.iter().all(|(label, value)| sample.label(label) == Some(value));
-        self.named(name).find(fits).map_or(0.0, |sample| sample.value)
+        let matches = |sample: &&Sample| labels.iter().all(|(label, value)| sample.label(label) == Some(value));
+        self.named(name).find(matches).map_or(0.0, |sample| sample.value)
     }
 
-    /// Each value of a metric by one of its labels, in the order of the scrape.
+    /// Values of a metric by one label, in the order of the scrape.
     pub fn by<'a>(&'a self, name: &str, label: &'a str) -> impl Iterator<Item = (&'a str, f64)> {
         self.named(name).filter_map(move |sample| Some((sample.label(label)?, sample.value)))
     }
 
-    /// Each value of a metric by three of its labels.
+    /// Values of a metric by three labels.
     pub fn by_three<'a>(
         &'a self,
         name: &str,
@@ -71,7 +71,7 @@ impl Sample {
     }
 }
 
-/// Reads `a="b",c="d"`, with the three escapes of the format.
+/// Parses `a="b",c="d"` with the format's escapes (`\\`, `\"`, `\n`).
 fn labels(text: &str) -> Option<Vec<(String, String)>> {
     let mut labels = Vec::new();
     let mut rest = text;
@@ -104,7 +104,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_the_exporter_renders_reads_back() {
+    fn rendered_metrics_parse_back() {
         let recorder = recorder(&[("seconds", &[0.1, 1.0])]).unwrap();
         with_local_recorder(&recorder, || {
             gauge!("plain").set(-2.5);
@@ -126,9 +126,9 @@ mod tests {
     }
 
     proptest! {
-        /// Backslashes apart: before some signs the exporter takes them for escapes of its own and leaves them as they are.
+        /// Excludes backslashes: the exporter leaves some of them unescaped.
         #[test]
-        fn any_label_reads_back(value in "[^\\\\\\pC]{0,12}", other in "[a-z\"\n,={} ]{0,12}") {
+        fn any_label_parses_back(value in "[^\\\\\\pC]{0,12}", other in "[a-z\"\n,={} ]{0,12}") {
             let recorder = recorder(&[]).unwrap();
             with_local_recorder(&recorder, || {
                 gauge!("g", "one" => value.clone(), "two" => other.clone()).set(7.0);
@@ -138,7 +138,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_is_a_panic(text in "[a-z{}=\",\\\\ 0-9.\n#]{0,60}") {
+        fn no_text_panics(text in "[a-z{}=\",\\\\ 0-9.\n#]{0,60}") {
             Samples::parse(&text);
         }
     }

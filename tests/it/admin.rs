@@ -1,11 +1,15 @@
-//! The admin port over raw sockets: what it tells, what it refuses, and clients that are slow on purpose.
+//! Admin port over raw sockets: responses, refusals, and slow clients.
 
 use crate::train::{Run, SLOW, text};
 use draftmill::{
     admin::{
         self, Limits, Server,
-        commands::{self as orders, Given, Order},
-        run_info::Facts,
+<<<<<<< now
+        commands::{self, Command, Request},
+=======
+        commands::{self, Command, Request},
+>>>>>>> stash
+        run_info::RunInfo,
     },
     common::token::Token,
 };
@@ -24,15 +28,19 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 const SECRET: &str = "a-token-of-the-tests-0123";
-/// Longer than anything here takes on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time limit of a wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A server with metrics of its own, on the one thread of a test.
+/// Server with a thread-local metrics recorder.
 struct World {
     address: SocketAddr,
     metrics: PrometheusHandle,
-    facts: watch::Sender<Facts>,
-    given: Option<mpsc::Receiver<Given>>,
+    info: watch::Sender<RunInfo>,
+<<<<<<< now
+    requests: Option<mpsc::Receiver<Request>>,
+=======
+    requests: Option<mpsc::Receiver<Request>>,
+>>>>>>> stash
     shutdown: CancellationToken,
     running: JoinHandle<()>,
     _recorder: metrics::LocalRecorderGuard<'static>,
@@ -43,25 +51,35 @@ impl World {
         let histograms = m::TABLE.iter().filter(|spec| !spec.buckets.is_empty());
         let recorder = admin::recorder(&histograms.map(|spec| (spec.name, spec.buckets)).collect::<Vec<_>>()).unwrap();
         let metrics = recorder.handle();
-        // Lives as long as the process: a guard cannot stand beside what it borrows.
+        // Leaked, because the guard borrows it.
         let guard = metrics::set_default_local_recorder(Box::leak(Box::new(recorder)));
         m::register(&m::Known { targets: 1, drafters: 1, buckets: vec![64, 128], ..m::Known::default() });
         let listener = admin::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (facts, told) = watch::channel(Facts { planned_steps: 10, ..Facts::default() });
+<<<<<<< now
+        let (info, readers) = watch::channel(RunInfo { planned_steps: 10, ..RunInfo::default() });
         let (_, faults) = watch::channel(Default::default());
-        let (orders, given) = orders::channel();
+        let (commands, requests) = commands::channel();
         let (token, shutdown) = (token.map(Token::new), CancellationToken::new());
-        let server = Server { listener, metrics: metrics.clone(), facts: told, faults, orders, token, limits };
+        let server = Server { listener, metrics: metrics.clone(), info: readers, faults, commands, token, limits };
         let running = tokio::spawn(server.run(shutdown.clone()));
-        World { address, metrics, facts, given: Some(given), shutdown, running, _recorder: guard }
+        World { address, metrics, info, requests: Some(requests), shutdown, running, _recorder: guard }
+=======
+        let (info, readers) = watch::channel(RunInfo { planned_steps: 10, ..RunInfo::default() });
+        let (_, faults) = watch::channel(Default::default());
+        let (commands, requests) = commands::channel();
+        let (token, shutdown) = (token.map(Token::new), CancellationToken::new());
+        let server = Server { listener, metrics: metrics.clone(), info: readers, faults, commands, token, limits };
+        let running = tokio::spawn(server.run(shutdown.clone()));
+        World { address, metrics, info, requests: Some(requests), shutdown, running, _recorder: guard }
+>>>>>>> stash
     }
 
     async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.address).await.unwrap()
     }
 
-    /// One request on a connection of its own, and everything that comes back.
+    /// Sends one request on a new connection; returns the whole response.
     async fn ask(&self, request: &str, fields: &str) -> String {
         let mut stream = self.connect().await;
         let host = if fields.contains("Host:") { "" } else { "Host: localhost\r\n" };
@@ -79,19 +97,30 @@ impl World {
         serde_json::from_str(body(&answer)).unwrap_or_else(|error| panic!("{error}: {answer}"))
     }
 
-    /// Answers every order with these words, until the end of the test.
-    fn answer(&mut self, answer: Result<&'static str, &'static str>) -> JoinHandle<Vec<Order>> {
-        let mut given = self.given.take().unwrap();
+<<<<<<< now
+    /// Sends this reply to each command; ends after four.
+    fn answer(&mut self, answer: Result<&'static str, &'static str>) -> JoinHandle<Vec<Command>> {
+        let mut requests = self.requests.take().unwrap();
         tokio::spawn(async move {
-            let mut orders = Vec::new();
-            while let Some(given) = given.recv().await {
-                orders.push(given.order);
-                given.answer.send(answer.map(str::to_owned).map_err(str::to_owned)).unwrap();
-                if orders.len() == 4 {
+            let mut commands = Vec::new();
+            while let Some(request) = requests.recv().await {
+                commands.push(request.command);
+                request.reply.send(answer.map(str::to_owned).map_err(str::to_owned)).unwrap();
+=======
+    /// Sends this reply to each command; ends after four.
+    fn answer(&mut self, answer: Result<&'static str, &'static str>) -> JoinHandle<Vec<Command>> {
+        let mut requests = self.requests.take().unwrap();
+        tokio::spawn(async move {
+            let mut commands = Vec::new();
+            while let Some(request) = requests.recv().await {
+                commands.push(request.command);
+                request.reply.send(answer.map(str::to_owned).map_err(str::to_owned)).unwrap();
+>>>>>>> stash
+                if commands.len() == 4 {
                     break;
                 }
             }
-            orders
+            commands
         })
     }
 
@@ -99,13 +128,13 @@ impl World {
         admin::Samples::parse(&self.metrics.render()).with(m::ADMIN_REFUSED, &[("reason", reason)])
     }
 
-    async fn has_place_for_a_reader(&self) -> bool {
+    async fn accepts_a_reader(&self) -> bool {
         let mut text = String::new();
         read_until(&mut self.events().await, &mut text, "\r\n\r\n", 1).await;
         text.starts_with("HTTP/1.1 200")
     }
 
-    /// Asks for `/events`.
+    /// Opens `/events`.
     async fn events(&self) -> TcpStream {
         let mut stream = self.connect().await;
         stream.write_all(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
@@ -113,7 +142,7 @@ impl World {
     }
 }
 
-/// What a connection still says until it ends, however it ends.
+/// Remaining data of a connection until it ends.
 async fn rest(stream: &mut TcpStream) -> String {
     let mut bytes = Vec::new();
     let mut buffer = [0; 4096];
@@ -125,28 +154,28 @@ async fn rest(stream: &mut TcpStream) -> String {
             bytes.extend_from_slice(&buffer[..n]);
         }
     };
-    timeout(PATIENCE, reading).await.expect("the server ends the connection");
+    timeout(TIMEOUT, reading).await.expect("the server ends the connection");
     String::from_utf8(bytes).unwrap()
 }
 
-/// Reads until `text` holds `part` this often.
+/// Reads until `text` contains `part` this many times.
 async fn read_until(stream: &mut TcpStream, text: &mut String, part: &str, times: usize) {
     let mut buffer = [0; 4096];
     while text.matches(part).count() < times {
-        let n = timeout(PATIENCE, stream.read(&mut buffer)).await.expect("something comes").unwrap();
+        let n = timeout(TIMEOUT, stream.read(&mut buffer)).await.expect("something comes").unwrap();
         assert!(n > 0, "the connection ended after {text}");
         text.push_str(std::str::from_utf8(&buffer[..n]).unwrap());
     }
 }
 
-/// Asks again and again until the answer is yes.
+/// Polls until the condition holds.
 async fn eventually(what: &str, ask: impl AsyncFn() -> bool) {
     let asking = async {
         while !ask().await {
             sleep(Duration::from_millis(50)).await;
         }
     };
-    timeout(PATIENCE, asking).await.unwrap_or_else(|_| panic!("waited in vain: {what}"));
+    timeout(TIMEOUT, asking).await.unwrap_or_else(|_| panic!("timeout: {what}"));
 }
 
 fn body(answer: &str) -> &str {
@@ -158,7 +187,7 @@ fn is(answer: &str, code: u16) {
 }
 
 #[tokio::test]
-async fn everything_that_is_read_is_there_and_says_so() {
+async fn reads_need_no_token_and_have_security_headers() {
     let world = World::new(Limits::default(), None).await;
     gauge!(m::TARGET_UP, "index" => "0").set(1.0);
     counter!(m::JOBS, "outcome" => "trained").increment(3);
@@ -187,7 +216,7 @@ async fn everything_that_is_read_is_there_and_says_so() {
 }
 
 #[tokio::test]
-async fn readiness_goes_when_no_target_answers_and_at_once_when_the_run_ends() {
+async fn readiness_ends_without_targets_and_at_shutdown() {
     let world = World::new(Limits::default(), None).await;
     let starting = world.get("/readyz").await;
     is(&starting, 503);
@@ -195,40 +224,45 @@ async fn readiness_goes_when_no_target_answers_and_at_once_when_the_run_ends() {
     eventually("no target", async || world.get("/readyz").await.contains("no target")).await;
     let out = world.get("/readyz").await;
     is(&out, 503);
-    assert_eq!(body(&out), "no target answers: all are taken out or gone\n");
+    assert_eq!(body(&out), "no target is in service\n");
     gauge!(m::TARGET_UP, "index" => "0").set(1.0);
     eventually("ready", async || world.get("/readyz").await.ends_with("\r\n\r\nok\n")).await;
-    world.facts.send_modify(|facts| facts.stopping = true);
+    world.info.send_modify(|info| info.stopping = true);
     let ending = world.get("/readyz").await;
     is(&ending, 503);
     assert_eq!(body(&ending), "the run is ending\n");
-    assert_eq!(body(&world.get("/livez").await), "ok\n", "a process that ends in order is alive");
+    assert_eq!(body(&world.get("/livez").await), "ok\n", "a process that shuts down is alive");
 }
 
 #[tokio::test]
-async fn orders_are_carried_out_or_refused_with_their_sentence() {
+async fn commands_are_executed_or_refused_with_a_reason() {
     let mut world = World::new(Limits::default(), None).await;
-    let taken = world.answer(Ok("done as you said"));
+    let executed = world.answer(Ok("done"));
     for path in ["/reload", "/checkpoint", "/pause", "/resume"] {
         let answer = world.ask(&format!("POST {path}"), "Content-Length: 0\r\n").await;
         is(&answer, 200);
-        assert_eq!(body(&answer), "done as you said\n");
+        assert_eq!(body(&answer), "done\n");
     }
-    assert_eq!(taken.await.unwrap(), [Order::Reload, Order::Checkpoint, Order::Pause, Order::Resume]);
-    // Nobody listens any more.
+<<<<<<< now
+    assert_eq!(executed.await.unwrap(), [Command::Reload, Command::Checkpoint, Command::Pause, Command::Resume]);
+    // The receiver is gone.
+=======
+    assert_eq!(executed.await.unwrap(), [Command::Reload, Command::Checkpoint, Command::Pause, Command::Resume]);
+    // The receiver is gone.
+>>>>>>> stash
     let late = world.ask("POST /pause", "").await;
     is(&late, 409);
     assert_eq!(body(&late), "the run is ending\n");
 
     let mut world = World::new(Limits::default(), None).await;
-    let _taken = world.answer(Err("a checkpoint is on its way already"));
+    let _taken = world.answer(Err("a checkpoint is being written already"));
     let refused = world.ask("POST /checkpoint", "").await;
     is(&refused, 409);
-    assert_eq!(body(&refused), "a checkpoint is on its way already\n");
+    assert_eq!(body(&refused), "a checkpoint is being written already\n");
 }
 
 #[tokio::test]
-async fn other_sites_other_names_and_wrong_tokens_give_no_orders() {
+async fn commands_of_other_sites_and_wrong_tokens_are_refused() {
     let world = World::new(Limits::default(), None).await;
     let own = world.address.to_string();
     for (fields, reason) in [
@@ -241,7 +275,7 @@ async fn other_sites_other_names_and_wrong_tokens_give_no_orders() {
         is(&world.ask("POST /pause", &fields).await, 403);
         assert_eq!(world.refused(reason), before + 1.0, "{fields}");
     }
-    // The names of a rebound address may look, and find nothing to press.
+    // Reads are public under any name.
     is(&world.ask("GET /status", "Host: evil.example\r\n").await, 200);
 
     let mut world = World::new(Limits::default(), Some(SECRET)).await;
@@ -251,15 +285,15 @@ async fn other_sites_other_names_and_wrong_tokens_give_no_orders() {
     assert!(bare.contains("www-authenticate: Bearer"), "{bare}");
     is(&world.ask("POST /pause", "Authorization: Bearer a-token-of-the-tests-0124\r\n").await, 401);
     assert_eq!(world.refused("token"), 2.0);
-    let right = format!("Host: mill.example:9464\r\nAuthorization: Bearer {SECRET}\r\n");
+    let right = format!("Host: draftmill.example:9464\r\nAuthorization: Bearer {SECRET}\r\n");
     is(&world.ask("POST /pause", &right).await, 200);
     is(&world.ask("POST /pause", &format!("{right}Origin: https://evil.example\r\n")).await, 403);
-    is(&world.ask("POST /pause", &format!("{right}Origin: http://mill.example:9464\r\n")).await, 200);
+    is(&world.ask("POST /pause", &format!("{right}Origin: http://draftmill.example:9464\r\n")).await, 200);
     is(&world.get("/status").await, 200);
 }
 
 #[tokio::test]
-async fn events_begin_with_the_whole_and_follow_every_change() {
+async fn events_start_with_the_status_and_follow_every_change() {
     let world = World::new(Limits::default(), None).await;
     for begin in [1, 2] {
         let mut stream = world.events().await;
@@ -274,19 +308,19 @@ async fn events_begin_with_the_whole_and_follow_every_change() {
         if !event.contains("\n\n") {
             read_until(&mut stream, &mut event, "\n\n", 1).await;
         }
-        let told: Value = serde_json::from_str(after(&event, "data: ")).unwrap_or_else(|e| panic!("{e}: {event}"));
-        assert_eq!(told["queue"]["jobs"], begin, "{event}");
-        assert_eq!(told, world.status().await, "a reader of /events and one of /status see the same");
+        let pushed: Value = serde_json::from_str(after(&event, "data: ")).unwrap_or_else(|e| panic!("{e}: {event}"));
+        assert_eq!(pushed["queue"]["jobs"], begin, "{event}");
+        assert_eq!(pushed, world.status().await, "/events and /status agree");
     }
 }
 
-/// The rest of the line behind the first `mark`.
+/// Rest of the line after the first `mark`.
 fn after<'a>(text: &'a str, mark: &str) -> &'a str {
     text.split_once(mark).and_then(|(_, rest)| rest.lines().next()).unwrap_or_default()
 }
 
 #[tokio::test]
-async fn readers_of_events_are_limited_and_the_last_words_of_a_server_are_an_end() {
+async fn readers_of_events_are_limited_and_end_at_shutdown() {
     let world = World::new(Limits { streams: 2, ..Limits::default() }, None).await;
     let (mut one, two) = (world.events().await, world.events().await);
     let mut text = String::new();
@@ -295,20 +329,20 @@ async fn readers_of_events_are_limited_and_the_last_words_of_a_server_are_an_end
     is(&third, 503);
     assert!(third.contains("too many readers") && world.refused("streams") == 1.0, "{third}");
     drop(two);
-    // The server notices when it next writes.
-    eventually("a place", async || {
+    // The server detects the closed connection at its next write.
+    eventually("a free permit", async || {
         gauge!(m::QUEUE_JOBS).increment(1.0);
-        world.has_place_for_a_reader().await
+        world.accepts_a_reader().await
     })
     .await;
     world.shutdown.cancel();
     rest(&mut one).await;
-    timeout(PATIENCE, world.running).await.unwrap().unwrap();
+    timeout(TIMEOUT, world.running).await.unwrap().unwrap();
     assert!(TcpStream::connect(world.address).await.is_err());
 }
 
 #[tokio::test]
-async fn slowloris_loses_its_connection_and_others_do_not_notice() {
+async fn slow_request_heads_time_out() {
     let limits = Limits { head: Duration::from_millis(300), ..Limits::default() };
     let world = World::new(limits, None).await;
     let mut slow = Vec::new();
@@ -319,22 +353,22 @@ async fn slowloris_loses_its_connection_and_others_do_not_notice() {
     }
     is(&world.get("/livez").await, 200);
     for mut stream in slow {
-        // A letter now and then wins no time.
-        let dripping = async {
+        // Single bytes do not extend the timeout.
+        let trickle = async {
             while stream.write_all(b"a").await.is_ok() {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(PATIENCE, dripping).await.expect("the server ends the connection");
+        timeout(TIMEOUT, trickle).await.expect("the server ends the connection");
     }
     let mut silent = world.connect().await;
-    assert_eq!(rest(&mut silent).await, "", "who says nothing is not waited for either");
+    assert_eq!(rest(&mut silent).await, "", "a silent client times out too");
 }
 
 #[tokio::test]
 async fn heads_and_bodies_have_a_limit() {
-    // It is the size of a head that ends the connection, not its time.
-    let limits = Limits { body: Duration::from_millis(300), head: 10 * PATIENCE, ..Limits::default() };
+    // A long head timeout, so that the size limit ends the connection.
+    let limits = Limits { body: Duration::from_millis(300), head: 10 * TIMEOUT, ..Limits::default() };
     let world = World::new(limits, None).await;
     let mut stream = world.connect().await;
     let head = format!("GET /status HTTP/1.1\r\nHost: localhost\r\nX-Long: {}", "a".repeat(64 << 10));
@@ -343,18 +377,19 @@ async fn heads_and_bodies_have_a_limit() {
     assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
 
     let mut stream = world.connect().await;
-    let order = format!("POST /pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n{}", "a".repeat(2000));
-    stream.write_all(order.as_bytes()).await.unwrap();
+    let command =
+        format!("POST /pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n{}", "a".repeat(2000));
+    stream.write_all(command.as_bytes()).await.unwrap();
     let mut text = String::new();
     read_until(&mut stream, &mut text, "\n", 1).await;
     is(&text, 413);
-    // A body that says its length and never comes.
+    // A declared body that never arrives.
     is(&world.ask("POST /pause", "Content-Length: 10\r\n").await, 408);
     assert_eq!(world.refused("body"), 2.0);
 }
 
 #[tokio::test]
-async fn one_connection_too_many_is_told_so_and_room_is_made_again() {
+async fn connections_are_limited() {
     let world = World::new(Limits { connections: 3, ..Limits::default() }, None).await;
     let mut open = Vec::new();
     for _ in 0..3 {
@@ -369,29 +404,35 @@ async fn one_connection_too_many_is_told_so_and_room_is_made_again() {
     is(&answer, 503);
     assert!(answer.contains("too many connections") && world.refused("connections") == 1.0, "{answer}");
     drop(open);
-    eventually("room", async || world.get("/livez").await.starts_with("HTTP/1.1 200")).await;
+    eventually("a free connection", async || world.get("/livez").await.starts_with("HTTP/1.1 200")).await;
 }
 
-/// The only place among the readers is taken by one that never reads; it is lost when the server's buffers are full.
+/// A client that never reads loses the only permit once the server's buffers are full.
 #[tokio::test]
 async fn a_client_that_never_reads_events_is_dropped() {
     let limits = Limits { streams: 1, write: Duration::from_millis(500), ..Limits::default() };
     let world = World::new(limits, None).await;
-    let mut asleep = world.events().await;
+    let mut stalled = world.events().await;
     let mut text = String::new();
-    read_until(&mut asleep, &mut text, "\n\n", 1).await;
-    eventually("its place is free", async || {
-        // More and more, until it is more than the buffers of both ends hold.
-        world.facts.send_modify(|facts| facts.dir.push_str(&"x".repeat(1 << 20)));
+<<<<<<< now
+    read_until(&mut stalled, &mut text, "\n\n", 1).await;
+    eventually("the permit is free", async || {
+        // Grows beyond the socket buffers of both ends.
+=======
+    read_until(&mut stalled, &mut text, "\n\n", 1).await;
+    eventually("the permit is free", async || {
+        // Grows beyond the socket buffers of both ends.
+>>>>>>> stash
+        world.info.send_modify(|info| info.dir.push_str(&"x".repeat(1 << 20)));
         is(&world.get("/livez").await, 200);
-        world.has_place_for_a_reader().await
+        world.accepts_a_reader().await
     })
     .await;
-    drop(asleep);
+    drop(stalled);
 }
 
 #[test]
-fn a_port_that_others_reach_needs_a_token_before_a_run_begins() {
+fn a_public_port_needs_a_token() {
     let run = Run::new(SLOW);
     let open = ["--set", "admin.listen=0.0.0.0:0"];
     let refused = run.train(&open);
@@ -406,5 +447,5 @@ fn a_port_that_others_reach_needs_a_token_before_a_run_begins() {
     std::fs::write(&empty, SECRET).unwrap();
     let trained = run.train(&[&open[..], &["--set", &file]].concat());
     assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
-    assert!(!text(&trained).contains(SECRET), "no log tells the token");
+    assert!(!text(&trained).contains(SECRET), "the log must not contain the token");
 }

@@ -1,4 +1,4 @@
-// What a checker of accessibility looks at first. The body of a function; it returns a list of sentences, empty where all is well.
+// Accessibility and layout checks. The body of a function that returns a list of problems.
 
 const problems = [];
 const seen = (element) => {
@@ -15,21 +15,21 @@ const called = (element) => element.tagName.toLowerCase() + (element.id ? "#" + 
 if (!document.documentElement.lang) problems.push("the document has no language");
 if (!document.title) problems.push("the document has no title");
 for (const tag of ["header", "main", "h1"]) {
-  if (document.querySelectorAll(tag).length !== 1) problems.push("there is not one " + tag);
+  if (document.querySelectorAll(tag).length !== 1) problems.push("expected exactly one " + tag);
 }
 let level = 0;
 for (const heading of document.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
   if (heading.closest("dialog:not([open])")) continue;
   const own = Number(heading.tagName[1]);
-  if (own > level + 1) problems.push("a level of headings is left out before " + called(heading));
+  if (own > level + 1) problems.push("a heading level is skipped before " + called(heading));
   if (!heading.textContent.trim()) problems.push("a heading is empty");
   level = own;
 }
 const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-for (const id of new Set(ids)) if (ids.filter((other) => other === id).length > 1) problems.push("the id " + id + " stands twice");
+for (const id of new Set(ids)) if (ids.filter((other) => other === id).length > 1) problems.push("duplicate id " + id);
 for (const attribute of ["aria-labelledby", "aria-controls", "for"]) {
   for (const element of document.querySelectorAll("[" + attribute + "]")) {
-    if (!document.getElementById(element.getAttribute(attribute))) problems.push(attribute + " of " + called(element) + " leads nowhere");
+    if (!document.getElementById(element.getAttribute(attribute))) problems.push(attribute + " of " + called(element) + " refers to no element");
   }
 }
 
@@ -37,7 +37,7 @@ for (const attribute of ["aria-labelledby", "aria-controls", "for"]) {
 
 for (const element of document.querySelectorAll("button, a, input, [role=progressbar]")) {
   if (!element.hidden && !name(element)) problems.push(called(element) + " has no name");
-  if (element.tabIndex > 0) problems.push(called(element) + " has its own place in the order of tabs");
+  if (element.tabIndex > 0) problems.push(called(element) + " has a positive tabindex");
 }
 for (const table of document.querySelectorAll("table")) {
   if (!table.caption?.textContent.trim()) problems.push("a table has no caption");
@@ -48,11 +48,11 @@ for (const table of document.querySelectorAll("table")) {
   if (!table.closest("[hidden]") && !table.querySelector("tbody th")) problems.push("the table " + table.id + " has no rows with a name");
 }
 for (const picture of document.querySelectorAll("svg, .bar, .fill")) {
-  if (!picture.closest("[aria-hidden=true]")) problems.push("a picture is neither hidden nor named");
+  if (!picture.closest("[aria-hidden=true]")) problems.push("a graphic is neither hidden nor named");
 }
 for (const control of document.querySelectorAll("button, input")) {
   const box = control.getBoundingClientRect();
-  if (seen(control) && (box.height < 24 || box.width < 24)) problems.push(called(control) + " is too small to hit");
+  if (seen(control) && (box.height < 24 || box.width < 24)) problems.push(called(control) + " is smaller than 24 px");
 }
 
 // === contrast ===
@@ -82,7 +82,7 @@ while (walker.nextNode()) {
   const large = parseFloat(style.fontSize) >= 24 || (parseFloat(style.fontSize) >= 18.66 && Number(style.fontWeight) >= 700);
   if (ratio < (large ? 3 : 4.5)) problems.push(called(element) + " has a contrast of " + ratio.toFixed(2));
 }
-if (texts < 60) problems.push("only " + texts + " texts are seen: the page is not drawn");
+if (texts < 60) problems.push("only " + texts + " visible texts: the page is not drawn");
 
 // === fit ===
 
@@ -91,7 +91,7 @@ if (page.scrollWidth > page.clientWidth) problems.push("it scrolls sideways: " +
 for (const box of document.querySelectorAll(".station, .panel, .now, .top")) {
   const edge = box.getBoundingClientRect().right + 0.5;
   for (const inside of box.querySelectorAll("*")) {
-    if (!inside.closest(".flow, .unseen, svg") && inside.getBoundingClientRect().right > edge) problems.push(called(inside) + " reaches over the edge");
+    if (!inside.closest(".flow, .unseen, svg") && inside.getBoundingClientRect().right > edge) problems.push(called(inside) + " overflows its box");
   }
 }
 for (const text of document.querySelectorAll("dt, dd, th, td, .flow span, button")) {

@@ -33,7 +33,7 @@ SCREENS = [(1600, 1000), (1280, 800), (768, 1024), (390, 844), (320, 640)]
 
 
 def need_browser():
-    """Chromium and its driver: what is missing is installed where that is ours to do."""
+    """Installs Chromium and its driver if they are missing and this user may."""
     missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
     if not missing:
         return
@@ -45,7 +45,7 @@ def need_browser():
 
 
 class Run:
-    """A run of `draftmill train` in a folder of its own."""
+    """A run of `draftmill train` in a temporary folder."""
 
     def __init__(self, *sets):
         self.folder = tempfile.mkdtemp(prefix="draftmill-ui-")
@@ -61,7 +61,7 @@ class Run:
         return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def start(self):
-        """Starts training, on the same port as the time before."""
+        """Starts training, on the same port as before."""
         port = [f"admin.listen={self.address}"] if self.address else []
         self.process = self._draftmill("train", *port)
         lines = []
@@ -75,7 +75,7 @@ class Run:
         raise AssertionError("the run ended: " + "".join(lines))
 
     def edit(self, old, new):
-        """Changes the configuration file, as an editor does."""
+        """Replaces the configuration file, as an editor does."""
         with open(self.config, encoding="utf-8") as file:
             text = file.read()
         assert old in text, old
@@ -100,7 +100,7 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# === what the page should show, written down once more ===
+# === expected texts, derived independently from the status ===
 
 
 def whole(value):
@@ -112,7 +112,7 @@ def share(value):
 
 
 def js_fixed(value, digits):
-    """As JavaScript rounds: from the exact value, halves up."""
+    """JavaScript's rounding: from the exact value, halves up."""
     from decimal import ROUND_HALF_UP, Decimal
 
     return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP))
@@ -138,11 +138,11 @@ def duration(seconds):
 
 
 def expected(status):
-    """Texts of the page by the CSS selector of their place."""
+    """Expected texts of the page by CSS selector."""
     texts = {"#sentence": status["sentence"], "[data-key='run.dir']": status["run"]["dir"]}
     integers = "progress.step progress.planned_steps progress.epochs jobs.trained jobs.skipped jobs.returned queue.jobs queue.padded"
     integers += " queue.stragglers pool.batches pool.max_batches training.tokens_per_second training.extracted_tokens_per_second"
-    sizes = "pool.bytes pool.reserved_bytes pool.loaned_bytes pool.max_bytes"
+    sizes = "pool.bytes pool.reserved_bytes pool.checked_out_bytes pool.max_bytes"
     for key in integers.split() + sizes.split():
         section, name = key.split(".")
         texts[f"[data-key='{key}']"] = (whole if key in integers else size)(status[section][name])
@@ -153,7 +153,7 @@ def expected(status):
     if training["loss"] is not None:
         texts["[data-key='training.loss']"] = js_fixed(training["loss"], 3)
         texts["[data-key='training.accuracy']"] = f"{js_fixed(training['accuracy'] * 100, 1)}\u202f%"
-    texts["#held"] = size(pool["bytes"] + pool["reserved_bytes"] + pool["loaned_bytes"])
+    texts["#pool-bytes"] = size(pool["bytes"] + pool["reserved_bytes"] + pool["checked_out_bytes"])
     places = {"target": 0, "drafter": 0}
     for actor in status["actors"]:
         if actor["actor"] in places:
@@ -184,7 +184,7 @@ return texts;
 
 
 class Tests:
-    """The checks, in their order: each begins where the one before ended."""
+    """Ordered checks: each starts from the state that the one before left."""
 
     def __init__(self, browser, run):
         self.browser, self.run = browser, run
@@ -196,7 +196,7 @@ class Tests:
         return self.browser.script("return document.body.dataset.event")
 
     def shows_the_status(self):
-        """The page equals /status: looked at twice, with the page between, until nothing changed meanwhile."""
+        """Waits until the page equals /status, read before and after the page without a change between."""
         different = {}
 
         def same():
@@ -217,13 +217,13 @@ class Tests:
     def quiet_console(self, *allowed):
         lines = [entry["message"] for entry in self.browser.log() if entry["level"] in ("SEVERE", "WARNING")]
         lines = [line for line in lines if not any(part in line for part in allowed)]
-        assert not lines, f"the console says {lines}"
+        assert not lines, f"console messages: {lines}"
 
-    def order(self, button):
-        """Presses a button and gives what the page tells of it."""
+    def command(self, button):
+        """Presses a button and returns the reply that the page shows."""
         self.browser.click(button)
-        told = lambda: [part for part in [self.text("#told")] if part and not part.endswith("…")]
-        return wait("an answer to the order", told)[0]
+        reply = lambda: [part for part in [self.text("#reply")] if part and not part.endswith("…")]
+        return wait("a reply to the command", reply)[0]
 
     # --- the checks ---
 
@@ -232,15 +232,15 @@ class Tests:
         self.shows_the_status()
         self.quiet_console()
 
-    def test_the_pipeline_is_drawn_in_its_order_with_who_waits(self):
+    def test_the_pipeline_is_drawn_in_order_with_waits(self):
         names = self.browser.script("return [...document.querySelectorAll('.pipeline h3')].map((h) => h.textContent)")
         assert names == ["Planner", "Dispatcher", "Targets", "Pool", "Drafters", "Trainer"], names
         text = "return [...document.querySelectorAll('.flow .waits')].map((w) => w.textContent).join('|')"
-        wait("somebody waits for somebody", lambda: re.search(r"s wait \d+\u202f%", self.browser.script(text)))
+        wait("a wait is shown", lambda: re.search(r"s wait \d+\u202f%", self.browser.script(text)))
 
     def test_history_is_drawn(self):
         path = "return document.querySelector('[data-series=\"training.loss\"] path')?.getAttribute('d') || ''"
-        wait("a line of losses", lambda: self.browser.script(path).count("L") >= 3)
+        wait("a sparkline of losses", lambda: self.browser.script(path).count("L") >= 3)
 
     def test_every_screen_fits_and_can_be_read_in_light_and_dark(self):
         with open(os.path.join(HERE, "checks.js"), encoding="utf-8") as file:
@@ -266,7 +266,7 @@ class Tests:
             names = [name for found, name in roles if found == role]
             assert names and all(names), f"{role}: {names}"
         live = self.browser.script("return [...document.querySelectorAll('[aria-live], [role=status]')].map((e) => e.id)")
-        assert sorted(live) == ["announced", "lost", "told"], f"figures that change each second are not read aloud: {live}"
+        assert sorted(live) == ["announced", "lost", "reply"], f"screen readers must not read values that change each second: {live}"
 
     def test_every_button_is_reached_by_keyboard_and_shows_it(self):
         self.browser.script("document.activeElement.blur(); window.scrollTo(0, 0)")
@@ -276,28 +276,28 @@ class Tests:
             reached.append(
                 self.browser.script(
                     "const e = document.activeElement, s = getComputedStyle(e);"
-                    "return [e.dataset.order || e.textContent, s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2]"
+                    "return [e.dataset.command || e.textContent, s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2]"
                 )
             )
         assert reached == [["pause", True], ["checkpoint", True], ["reload", True]], reached
 
     def test_a_checkpoint_by_keyboard(self):
-        self.browser.script("document.querySelector('[data-order=checkpoint]').focus()")
+        self.browser.script("document.querySelector('[data-command=checkpoint]').focus()")
         self.browser.press(ENTER)
-        wait("an answer", lambda: self.text("#told") and not self.text("#told").endswith("…"))
-        assert "fine" in self.browser.script("return document.querySelector('#told').className"), self.text("#told")
+        wait("a reply", lambda: self.text("#reply") and not self.text("#reply").endswith("…"))
+        assert "fine" in self.browser.script("return document.querySelector('#reply').className"), self.text("#reply")
 
     def test_pause_and_resume(self):
-        self.order("[data-order=pause]")
+        self.command("[data-command=pause]")
         wait("the run is paused", lambda: self.run.status()["run"]["paused"])
-        wait("the button offers to go on", lambda: self.text("#pause") == "Resume")
-        wait("the page says so", lambda: "Paused" in self.text("#state"))
-        wait("nothing is under way", lambda: self._still())
+        wait("the button offers to resume", lambda: self.text("#pause") == "Resume")
+        wait("the page shows it", lambda: "Paused" in self.text("#state"))
+        wait("no actor is busy", lambda: self._still())
         self.shows_the_status()
         step = self.run.status()["progress"]["step"]
-        self.order("[data-order=resume]")
+        self.command("[data-command=resume]")
         wait("the button offers to pause", lambda: self.text("#pause") == "Pause")
-        wait("steps go on", lambda: self.run.status()["progress"]["step"] > step)
+        wait("steps continue", lambda: self.run.status()["progress"]["step"] > step)
 
     def _still(self):
         actors = self.run.status()["actors"]
@@ -316,17 +316,17 @@ class Tests:
         wait("the reload is in the list", lambda: self.browser.script("return document.querySelectorAll('#reloads .fine').length"))
         self.shows_the_status()
         self.run.edit("min_ready = 5", "min_ready = 500")
-        told = self.order("[data-order=reload]")
-        assert told.startswith("Refused: ") and "pool.min_ready" in told, told
+        reply = self.command("[data-command=reload]")
+        assert reply.startswith("Refused: ") and "pool.min_ready" in reply, reply
         wait("it is in the list", lambda: "pool.min_ready" in self.text("#reloads .error .text"))
         step = self.run.status()["progress"]["step"]
-        wait("steps go on", lambda: self.run.status()["progress"]["step"] > step)
+        wait("steps continue", lambda: self.run.status()["progress"]["step"] > step)
         self.shows_the_status()
 
-    def test_a_lost_connection_is_told_and_found_again(self):
+    def test_a_lost_connection_is_reported_and_restored(self):
         self.quiet_console("409")
         self.run.kill()
-        wait("the page says so", lambda: self.text("#lost").startswith("Connection lost. Data as of "))
+        wait("the page shows it", lambda: self.text("#lost").startswith("Connection lost. Data as of "))
         assert self.browser.script("return !document.querySelector('#lost').hidden && document.body.className === 'stale'")
         self.run.start()
         wait("the page is connected again", lambda: self.browser.script("return document.querySelector('#lost').hidden"))
@@ -337,7 +337,7 @@ class Tests:
         wait("the line has a gap", lambda: self.browser.script(gap).count("M") >= 2)
         self.quiet_console("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
 
-    def test_orders_ask_for_the_token_where_there_is_one(self):
+    def test_commands_ask_for_a_configured_token(self):
         secret = secrets.token_hex(16)
         path = os.path.join(self.run.folder, "token")
         with open(path, "w", encoding="utf-8") as file:
@@ -348,16 +348,16 @@ class Tests:
             guarded.start()
             self.browser.open(f"http://{guarded.address}/")
             wait("the page is drawn", self.drawn)
-            self.browser.click("[data-order=checkpoint]")
+            self.browser.click("[data-command=checkpoint]")
             opened = lambda: self.browser.script("return document.querySelector('#ask').open")
             wait("the page asks", opened)
             assert self.browser.script("return document.activeElement.id") == "token", "the field has the focus"
             self.browser.type("#token", "wrong-" + secret + ENTER)
-            wait("it says that it is wrong", lambda: opened() and "not the one" in self.text("#ask-why"))
+            wait("the page rejects it", lambda: opened() and "differs from" in self.text("#ask-why"))
             self.browser.type("#token", secret + ENTER)
-            wait("an answer", lambda: not opened() and self.text("#told") and not self.text("#told").endswith("…"))
-            kept = self.browser.script("return sessionStorage.getItem('token') === arguments[0]", secret)
-            assert kept, "the token is asked for once"
+            wait("a reply", lambda: not opened() and self.text("#reply") and not self.text("#reply").endswith("…"))
+            stored = self.browser.script("return sessionStorage.getItem('token') === arguments[0]", secret)
+            assert stored, "the token is asked for once"
             self.shows_the_status()
         finally:
             self.run = first

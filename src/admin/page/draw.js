@@ -1,9 +1,10 @@
-// From a status to the page. Rows are changed in place, so that nothing jumps under a reader.
+// Draws a status. Rows are updated in place, so that the page does not jump.
 
 const SVG = "http://www.w3.org/2000/svg";
-const KEPT = 300;
-// Lines of a list that stand there unasked.
-const FEW = 5;
+// Limit of points in a sparkline.
+const MAX_POINTS = 300;
+// Lines of a collapsed list.
+const COLLAPSED = 5;
 const $ = (id) => document.getElementById(id);
 
 function make(tag, attributes, ...children) {
@@ -17,7 +18,7 @@ function put(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Brings the children of a list, behind those that stay, to the number of its items and fills each.
+// Adds or removes children of a list until there is one for each item after the first `stay`, then fills each.
 function each(list, items, create, fill, stay = 0) {
   while (list.children.length > stay + items.length) list.lastElementChild.remove();
   while (list.children.length < stay + items.length) list.append(create());
@@ -33,7 +34,7 @@ function parts(bar, widths) {
 
 // === actors ===
 
-// Two rows: the figures, and below them what it does and what it waited for.
+// Two rows: numbers, then state and waits.
 function actorRows() {
   const time = make("td", { class: "time" }, make("span", { class: "bar", "aria-hidden": "true" }));
   return make("tbody", {},
@@ -41,15 +42,15 @@ function actorRows() {
     make("tr", {}, make("td", { colspan: "3", class: "does" })));
 }
 
-// "room 4 %, job 1 %", the longest first
+// "pool full 4 %, job 1 %", longest first
 function waits(actor) {
-  const told = Object.entries(actor.waits).filter(([, share]) => share >= 0.01).sort((a, b) => b[1] - a[1]);
-  return told.map(([cause, wait]) => CAUSES[cause] + " " + share(wait)).join(", ");
+  const listed = Object.entries(actor.waits).filter(([, share]) => share >= 0.01).sort((a, b) => b[1] - a[1]);
+  return listed.map(([cause, wait]) => CAUSES[cause] + " " + share(wait)).join(", ");
 }
 
 function does(actor) {
   const waited = waits(actor);
-  return (DOES[actor.state] || actor.state) + (waited ? " · waited: " + waited : "") + (actor.restarts ? "; restarts: " + whole(actor.restarts) : "");
+  return (DOES[actor.state] || actor.state) + (waited ? " · waited for: " + waited : "") + (actor.restarts ? "; restarts: " + whole(actor.restarts) : "");
 }
 
 function fillActor(rows, actor) {
@@ -66,7 +67,7 @@ function fillActor(rows, actor) {
 
 function drawActors(status) {
   for (const [id, kind] of [["targets", "target"], ["drafters", "drafter"]]) {
-    // Caption and head stay.
+    // Keeps caption and head.
     each($(id), status.actors.filter((actor) => actor.actor === kind), actorRows, fillActor, 2);
   }
   for (const line of document.querySelectorAll("[data-does]")) {
@@ -78,8 +79,8 @@ function drawActors(status) {
     const actors = status.actors.filter((actor) => actor.actor === kind);
     const mean = actors.reduce((sum, actor) => sum + (actor.waits[cause] || 0), 0) / Math.max(1, actors.length);
     put(flow.lastElementChild, mean >= 0.005 ? kind + "s wait " + share(mean) : "");
-    // To wait for a step is part of one; to wait for others is not.
-    flow.classList.toggle("held", mean >= Number(flow.dataset.usual || 0.05));
+    // Drafters always wait for the optimizer step; the other waits mark a bottleneck.
+    flow.classList.toggle("bottleneck", mean >= Number(flow.dataset.usual || 0.05));
   }
 }
 
@@ -89,12 +90,12 @@ function drawPool(pool) {
   const most = Math.max(1, pool.max_batches);
   parts($("batches").firstElementChild, pool.buckets.filter((b) => b.batches > 0).map((b) => ["batch", b.batches / most]));
   $("batches").lastElementChild.style.left = (Math.min(1, pool.min_ready / most) * 100).toFixed(2) + "%";
-  const draws = pool.draining ? "Draining: a draw needs no minimum."
-    : "A draw needs " + whole(pool.min_ready) + (pool.batches >= pool.min_ready ? ": there are enough." : ": drafters wait.");
+  const draws = pool.draining ? "Draining: a draw has no minimum."
+    : "A draw needs " + whole(pool.min_ready) + (pool.batches >= pool.min_ready ? ": enough are ready." : ": drafters wait.");
   put($("draws"), draws);
-  put($("held"), bytes(pool.bytes + pool.reserved_bytes + pool.loaned_bytes));
+  put($("pool-bytes"), bytes(pool.bytes + pool.reserved_bytes + pool.checked_out_bytes));
   const all = Math.max(1, pool.max_bytes);
-  parts($("bytes").firstElementChild, [["waiting", pool.bytes / all], ["reserved", pool.reserved_bytes / all], ["loaned", pool.loaned_bytes / all]]);
+  parts($("bytes").firstElementChild, [["waiting", pool.bytes / all], ["reserved", pool.reserved_bytes / all], ["checked-out", pool.checked_out_bytes / all]]);
   const create = () => make("tr", {}, make("th", { scope: "row" }), make("td", { class: "time" }, make("span", { class: "bar", "aria-hidden": "true" })),
     make("td", { class: "number" }), make("td", { class: "number" }));
   each($("lengths").tBodies[0], pool.buckets, create, (row, bucket) => {
@@ -115,7 +116,7 @@ function drawGpus(gpus) {
   each($("gpus").querySelector("tbody"), gpus, create, (row, gpu) => {
     const [name, bar, tensors, most, free] = row.children;
     put(name, gpu.device);
-    // What the allocator keeps beside tensors, and what others hold, are no part of the run's need.
+    // The allocator's cache and other processes are drawn as one part.
     parts(bar.firstElementChild, [["busy", gpu.allocated / gpu.total], ["wait", 1 - (gpu.allocated + gpu.free) / gpu.total]]);
     put(tensors, bytes(gpu.allocated));
     put(most, bytes(gpu.peak));
@@ -135,8 +136,8 @@ function when(element, time, now) {
 function drawLines(list, none, all, now) {
   none.hidden = all.length > 0;
   const more = list.nextElementSibling;
-  const lines = more.getAttribute("aria-expanded") === "true" ? all : all.slice(0, FEW);
-  more.hidden = all.length <= FEW;
+  const lines = more.getAttribute("aria-expanded") === "true" ? all : all.slice(0, COLLAPSED);
+  more.hidden = all.length <= COLLAPSED;
   put(more, lines.length < all.length ? "Show all " + all.length : "Show fewer");
   const create = () => make("li", {}, make("span", { class: "badge" }), make("span", { class: "text" }), make("time"));
   each(list, lines, create, (row, line) => {
@@ -176,7 +177,7 @@ function drawService(status, now) {
 
 const history = {};
 
-// A gap in time is a gap in the line.
+// Leaves a gap in the sparklines.
 function gap() {
   for (const values of Object.values(history)) values.push(null);
 }
@@ -188,12 +189,12 @@ function drawSeries(status) {
     const known = value !== null && value !== undefined;
     let values = (history[key] ||= []);
     if (key === "training.acceptance") {
-      // Measured now and then: the run remembers its curve, and this page may have been opened a moment ago.
+      // The run stores this curve, so it is complete even if the page was just opened.
       tile.hidden = !known;
       values = status.training.acceptance_curve.map(([, acceptance]) => acceptance);
     } else {
       values.push(known ? value : null);
-      if (values.length > KEPT) values.shift();
+      if (values.length > MAX_POINTS) values.shift();
     }
     sparkline(tile.querySelector("svg"), tile.querySelector(".range"), values, FORMATS[key]);
   }
@@ -232,7 +233,7 @@ function draw(status, now) {
   $("progress").setAttribute("aria-valuenow", step);
   put($("start"), "start " + whole(status.run.number) + " · " + status.run.engine + " · up " + duration(now - status.run.started));
   put($("pause"), status.run.paused ? "Resume" : "Pause");
-  $("pause").dataset.order = status.run.paused ? "resume" : "pause";
+  $("pause").dataset.command = status.run.paused ? "resume" : "pause";
   document.title = word + ", step " + whole(step) + " · Draftmill";
   drawActors(status);
   drawPool(status.pool);

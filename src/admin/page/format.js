@@ -1,4 +1,4 @@
-// Values as people read them. Every figure on the page goes through one of these.
+// Number formats. Every value on the page is formatted by one of these.
 
 const NARROW = "\u202f";
 const NONE = "–";
@@ -38,7 +38,7 @@ function rate(value) {
   return value === 0 ? "0" : value >= 100 ? whole(value) : value.toPrecision(3);
 }
 
-// How each value of the status is shown; what is not here is shown as it is.
+// Format of each value of the status; the others are shown unchanged.
 const FORMATS = {
   "progress.step": whole,
   "progress.planned_steps": whole,
@@ -56,7 +56,7 @@ const FORMATS = {
   "pool.max_batches": whole,
   "pool.bytes": bytes,
   "pool.reserved_bytes": bytes,
-  "pool.loaned_bytes": bytes,
+  "pool.checked_out_bytes": bytes,
   "pool.max_bytes": bytes,
   "training.loss": (value) => value.toFixed(3),
   "training.accuracy": (value) => percent(value, 1),
@@ -77,7 +77,7 @@ const STATES = {
   stopping: ["■", "Stopping"],
 };
 
-// What an actor does, and what it waits for.
+// State of an actor, by name in the status.
 const DOES = {
   busy: "busy",
   idle: "idle",
@@ -87,24 +87,26 @@ const DOES = {
   batch: "waits for a batch",
   step: "waits for the step",
   micro_batches: "waits for micro-batches",
-  queue: "waits for room in the queue",
+  queue: "waits: queue full",
   draw: "waits for a draw",
-  barrier: "waits for the epoch to end",
+  barrier: "waits for the end of the epoch",
   outcome: "waits for outcomes",
   padding: "waits for padding",
   target: "waits for targets",
   drafter: "waits for drafters",
 };
 
+// Wait causes, by name in the status.
+// Wait causes, by name in the status.
 const CAUSES = {
-  idle: "nothing to do",
+  idle: "no work",
   job: "job",
   pool_full: "pool full",
   down: "down",
   batch: "batch",
   step: "step",
   micro_batches: "micro-batches",
-  queue: "full queue",
+  queue: "queue full",
   draw: "draw",
   barrier: "epoch barrier",
   outcome: "outcomes",

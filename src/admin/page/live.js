@@ -1,13 +1,14 @@
-// The stream of statuses, and the orders.
+// Event stream of statuses, and commands. Times are in milliseconds.
 
-// The server gives a sign of life every five seconds.
+// Silence after which the connection counts as lost; the server sends a heartbeat every 5 s.
 const SILENCE = 15000;
-const AGAIN = 2000;
-const READ = 20000;
+const RETRY = 2000;
+// Display time of a reply.
+const REPLY = 20000;
 
 let status = null;
 let newest = null;
-// Between the server's clock and this one, in seconds.
+// Difference between the server's clock and this one, in seconds.
 let offset = 0;
 let heard = 0;
 let source = null;
@@ -45,8 +46,8 @@ function lose() {
     lost = true;
     document.body.classList.add("stale");
     gap();
-    const since = status ? "Data as of " + new Date(status.at * 1000).toLocaleTimeString() + "." : "Nothing was received yet.";
-    put($("lost"), "Connection lost. " + since + " Trying again…");
+    const since = status ? "Data as of " + new Date(status.at * 1000).toLocaleTimeString() + "." : "No data received yet.";
+    put($("lost"), "Connection lost. " + since + " Reconnecting…");
     $("lost").hidden = false;
     document.title = "Connection lost · Draftmill";
   }
@@ -60,7 +61,7 @@ function found() {
   announce("Connected again.");
 }
 
-// A browser gives up where it is refused, and does not notice a line that is cut in silence.
+// A browser does not retry a refused connection, and does not detect a dead one.
 setInterval(() => {
   const silent = Date.now() - heard > SILENCE;
   if (source.readyState === EventSource.CLOSED || silent) {
@@ -68,34 +69,34 @@ setInterval(() => {
     source.close();
     open();
   }
-}, AGAIN);
+}, RETRY);
 
 setInterval(() => {
   if (status && !lost) drawService(status, clock());
 }, 1000);
 
-// === orders ===
+// === commands ===
 
-async function give(order, button) {
+async function send(command, button) {
   const token = sessionStorage.getItem("token");
   button.setAttribute("aria-disabled", "true");
-  tell("", button.textContent + "…");
+  showReply("", button.textContent + "…");
   try {
-    const answer = await fetch("/" + order, { method: "POST", headers: token ? { Authorization: "Bearer " + token } : {} });
+    const answer = await fetch("/" + command, { method: "POST", headers: token ? { Authorization: "Bearer " + token } : {} });
     const sentence = (await answer.text()).trim();
     if (answer.status === 401) {
       sessionStorage.removeItem("token");
-      tell("", "");
-      ask(order, button, token !== null);
+      showReply("", "");
+      ask(command, button, token !== null);
     } else if (answer.status === 200) {
-      tell("fine", sentence);
+      showReply("fine", sentence);
     } else if (answer.status === 202) {
-      tell("", sentence);
+      showReply("", sentence);
     } else {
-      tell("error", "Refused: " + sentence);
+      showReply("error", "Refused: " + sentence);
     }
   } catch {
-    tell("error", "The order did not reach the server.");
+    showReply("error", "The command did not reach the server.");
   } finally {
     button.removeAttribute("aria-disabled");
   }
@@ -103,34 +104,34 @@ async function give(order, button) {
 
 let fading = 0;
 
-// What was done is old after a while; what was refused stays until the next order.
-function tell(kind, text) {
+// Shows a reply. A success disappears after a while; a refusal stays until the next command.
+function showReply(kind, text) {
   clearTimeout(fading);
-  if (kind === "fine") fading = setTimeout(() => tell("", ""), READ);
-  $("told").className = "told " + kind;
-  put($("told"), text);
+  if (kind === "fine") fading = setTimeout(() => showReply("", ""), REPLY);
+  $("reply").className = "reply " + kind;
+  put($("reply"), text);
 }
 
-function ask(order, button, wrong) {
+function ask(command, button, wrong) {
   const dialog = $("ask");
-  put($("ask-why"), wrong ? "This token is not the one of admin.token_file." : "It is in the file that admin.token_file names.");
+  put($("ask-why"), wrong ? "This token differs from admin.token_file." : "The token is in the file that admin.token_file names.");
   $("token").value = "";
-  dialog.returnValue = "leave";
+  dialog.returnValue = "cancel";
   dialog.onclose = () => {
     const token = $("token").value.trim();
     $("token").value = "";
     button.focus();
-    if (dialog.returnValue === "give" && token) {
+    if (dialog.returnValue === "send" && token) {
       sessionStorage.setItem("token", token);
-      give(order, button);
+      send(command, button);
     }
   };
   dialog.showModal();
 }
 
-for (const button of document.querySelectorAll("[data-order]")) {
+for (const button of document.querySelectorAll("[data-command]")) {
   button.addEventListener("click", () => {
-    if (button.getAttribute("aria-disabled") !== "true") give(button.dataset.order, button);
+    if (button.getAttribute("aria-disabled") !== "true") send(button.dataset.command, button);
   });
 }
 
