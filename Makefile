@@ -89,7 +89,7 @@ $(STORE): configs/demo.toml $(TARGET)/config.json | build
 
 $(ANSWERS): $(TARGET)/config.json | build
 	@$(TORCH) chats="$$($(FETCH) sharegpt)"; \
-	$(MILL) answer --target $(TARGET) --prompts "$$chats" --limit 1200 --turns 1 --max-prompt-tokens 128 --rows 128 --device $(DEVICE) --out $@
+	$(MILL) generate --target $(TARGET) --prompts "$$chats" --limit 1200 --turns 1 --max-prompt-tokens 128 --rows 128 --device $(DEVICE) --out $@
 
 $(LONG_STORE): configs/demo-long.toml $(ANSWERS) | build
 	@$(TORCH) $(MILL) prepare --config $< $(DEVICES) --set data.inputs=$(ANSWERS)

@@ -2,7 +2,7 @@
 
 use crate::machine::{Failed, Outcome, median};
 use draftmill::{
-    config::Keep,
+    config::RetentionPolicy,
     engines::{
         checkpointing::{CheckpointSettings, CheckpointWriter},
         optimizer::TorchOptimizer,
@@ -43,7 +43,7 @@ pub struct Costs {
 pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
     let saving = CheckpointWriter {
         folder: folder.to_owned(),
-        settings: watch::channel(CheckpointSettings { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() }, config: String::new() }).1,
         seed: 1,
         draft: placeholder_draft(),
     };

@@ -34,7 +34,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         let batch = micro.batch();
         let anchors =
             Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
-        let trained = anchors.slots(&batch, config.block_size, None).places.len();
+        let trained = anchors.slots(&batch, config.block_size, None).indices.len();
         let context = anchors.rows.iter().filter_map(|row| row.last()).map(|&last| last as usize).sum();
         products.clear();
         layers(&config, anchors.count(), trained, context, &mut products);

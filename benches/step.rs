@@ -17,8 +17,8 @@ use draftmill::{
     hf::draft::DraftConfig,
     model::{
         adamw::{AdamW, Hyper},
-        batch::{Likeliest, Packed, Teacher},
-        drafter::{AttentionBy, DraftOptions, Drafter, Shared, anchors::Anchors},
+        batch::{TopKLabels, Packed, TargetLabels},
+        drafter::{AttentionBackend, DraftOptions, Drafter, Shared, anchors::Anchors},
         loss::{head_loss::Tile, weighting::Weighting},
         params::init_params,
     },
@@ -48,7 +48,7 @@ pub struct Shape {
     pub steps: usize,
     pub tile: Tile,
     pub group_slots: usize,
-    attention: AttentionBy,
+    attention: AttentionBackend,
     /// `None`: the data's own.
     labels: Vec<Option<TopK>>,
 }
@@ -59,7 +59,7 @@ pub struct Micro {
     ids: Vec<i32>,
     loss_mask: Vec<u8>,
     lengths: Vec<u32>,
-    teacher: Option<Teacher>,
+    target_labels: Option<TargetLabels>,
 }
 
 pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
@@ -84,8 +84,8 @@ pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
         group_slots: given.number("group-slots", defaults.group_slots)?,
         attention: match given.word("attention", "default") {
             "default" => defaults.attention,
-            "kernel" => AttentionBy::Kernel,
-            "plain" => AttentionBy::Plain,
+            "kernel" => AttentionBackend::Kernel,
+            "plain" => AttentionBackend::Plain,
             other => return Err(format!("--attention is kernel or plain, not {other}")),
         },
         labels: given.word("labels", DATA).split(',').map(labels).collect::<Outcome<_>>()?,
@@ -129,30 +129,30 @@ impl Micro {
             ids: (0..tokens).map(|i| (i * 7919 % (config.vocab_size - 1)) as i32).collect(),
             loss_mask: places.map(|place| u8::from(supervised(place))).collect(),
             lengths,
-            teacher: None,
+            target_labels: None,
         }
     }
 
     /// With what a target could say of its tokens.
-    fn taught(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
+    fn with_labels(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
         let tokens = self.ids.len();
-        let teacher = labels.map(|labels| match labels {
-            TopK::Likeliest(each) => {
+        let target_labels = labels.map(|labels| match labels {
+            TopK::Tokens(each) => {
                 let (each, vocab) = (each as usize, config.vocab_size);
                 let ids = (0..tokens * each).map(|i| (i * 7919 % vocab) as i32).collect();
-                Teacher::Likeliest(Likeliest { each, ids, shares: vec![1.0 / each as f32; tokens * each] })
+                TargetLabels::TopK(TopKLabels { k: each, ids, probabilities: vec![1.0 / each as f32; tokens * each] })
             }
             TopK::All => {
                 let states = random([tokens as i64, config.hidden_size as i64], Device::Cpu);
-                Teacher::States(states.to_device(self.hidden.device()).to_kind(self.hidden.kind()))
+                TargetLabels::States(states.to_device(self.hidden.device()).to_kind(self.hidden.kind()))
             }
         });
-        Micro { teacher, ..self }
+        Micro { target_labels, ..self }
     }
 
     pub fn batch(&self) -> Packed<'_> {
-        let Micro { hidden, ids, loss_mask, lengths, teacher } = self;
-        Packed { teacher: teacher.as_ref(), ..Packed::of_ids(hidden, ids, loss_mask, lengths) }
+        let Micro { hidden, ids, loss_mask, lengths, target_labels } = self;
+        Packed { target_labels: target_labels.as_ref(), ..Packed::of_ids(hidden, ids, loss_mask, lengths) }
     }
 }
 
@@ -184,7 +184,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let mut adamw = AdamW::new(masters, hyper).failed("make an optimizer")?;
     drafter.load_weights(weights).failed("load weights")?;
 
-    let new = |&labels| (labels, Micro::new(shape, &config).taught(labels, &config));
+    let new = |&labels| (labels, Micro::new(shape, &config).with_labels(labels, &config));
     let micros: Vec<_> = shape.labels.iter().map(new).collect();
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
 

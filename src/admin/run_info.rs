@@ -9,11 +9,7 @@ const MAX_RELOADS: usize = 20;
 /// Limit of points of the acceptance curve; the newest are published.
 const MAX_POINTS: usize = 500;
 
-<<<<<<< now
 /// Run info. Times are seconds since 1970.
-=======
-/// Run info. Times are seconds since 1970.
->>>>>>> stash
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RunInfo {
     /// Number of this start in its run folder.

@@ -1,4 +1,4 @@
-//! What a run would do, computed from lengths, settings and shapes: counts, bytes, memory, disk. Runs nothing.
+//! Forecast of a run from lengths, settings and shapes: jobs, steps, bytes, device memory and disk.
 
 use crate::{
     config::{self, Config, Device, ROW_BYTES, feature_bytes_per_token, replay_window},
@@ -15,34 +15,34 @@ use draftmill_actors::{
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The first epoch's plan in numbers, and what follows from it.
+/// Numbers of the first epoch's plan, and the needs that follow from them.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Forecast {
     pub samples: usize,
     pub tokens: u64,
     pub buckets: Vec<Bucket>,
-    /// Share of token slots that are padding, in 0..1.
+    /// Fraction of token slots that are padding, in `0..1`.
     pub padding_share: f64,
     pub jobs_per_epoch: usize,
     pub micro_batches_per_step: u64,
     pub steps_per_epoch: f64,
     /// Optimizer steps of the whole run.
     pub steps: u64,
-    /// Hidden states with their ids and loss mask, per real token.
+    /// Bytes of hidden states, id, loss mask and labels per real token.
     pub bytes_per_token: u64,
     pub mean_job_bytes: u64,
     pub largest_job_bytes: u64,
     pub pool: PoolForecast,
-    /// Values that are trained; absent where the engine is simulated.
+    /// Trained parameters; `None` with the simulated engine.
     pub drafter_parameters: Option<u64>,
-    /// Memory of each device, as far as it is known before the run.
+    /// Memory of each device that is known before the run.
     pub devices: Vec<DeviceMemory>,
     pub disk: Disk,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Bucket {
-    /// Longest sample that belongs here.
+    /// Maximum sample length, in tokens.
     pub bound: u32,
     pub samples: usize,
     pub jobs: usize,
@@ -53,31 +53,31 @@ pub struct Bucket {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PoolForecast {
     pub max_bytes: u64,
-    /// `min_ready` times the largest job: what has to fit for the run never to stop.
+    /// `min_ready` times the largest job. The pool must hold these bytes, or it deadlocks.
     pub min_ready_bytes: u64,
-    /// Jobs of mean size that fit, bounded by `max_batches`.
+    /// Jobs of mean size that fit, at most `max_batches`.
     pub typical_batches: u64,
-    /// Draw `replay`: jobs among which the order is shuffled.
+    /// Window of draw policy `replay`, in jobs.
     pub replay_window: Option<u32>,
 }
 
-/// Weights and buffers of the models on one device. Working memory of forward and backward comes on top.
+/// Bytes of weights and buffers on one device, without the working memory of forward and backward.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DeviceMemory {
     pub device: String,
     pub targets: usize,
     pub drafters: usize,
-    /// Target weights up to the last tapped layer, embedding included; all of them where labels come from the target.
+    /// Target weights: embedding and layers up to the last tapped one; all weights with labels from the target.
     pub target_weights: u64,
-    /// Hidden states of the largest job while a target fills them, and on a GPU of each that a drafter has in hand.
+    /// Hidden states of the largest job, once per target, and once per batch that a drafter holds on a GPU.
     pub features: u64,
     /// Drafter weights and gradients, and the target's frozen embedding and head.
     pub drafter_weights: u64,
-    /// f32 weights and both moments, beside the first drafter.
+    /// f32 weights and both moments, on the device of the first drafter.
     pub optimizer: u64,
-    /// The whole target and a drafter, with which measures beside the steps are made.
+    /// Whole target and drafter of the evaluation.
     pub evaluation: u64,
-    /// The pool, which is on the host.
+    /// Pool, on the host.
     pub pool: u64,
     pub total: u64,
 }
@@ -86,21 +86,24 @@ pub struct DeviceMemory {
 pub struct Disk {
     /// f32 weights and both moments.
     pub checkpoint: u64,
-    /// `keep_last` of them, those of `keep_every` and `keep_best`, and the one that is being written.
+    /// All checkpoints of `keep_last`, `keep_every` and `keep_best`, and the one in progress.
     pub checkpoints: u64,
     pub export: u64,
     pub total: u64,
 }
 
 impl Forecast {
-    /// GPUs that the run computes on, by name.
+    /// Returns the names of the run's GPUs.
     pub fn gpus(&self) -> Vec<String> {
         let names = self.devices.iter().map(|memory| memory.device.clone());
         names.filter(|name| *name != Device::Cpu.to_string()).collect()
     }
 }
 
-/// Plans the first epoch and adds up. `models` are target and drafter; `None` where the engine is simulated.
+/// Plans the first epoch and computes the forecast. `models` are target and drafter; `None` with the simulated engine.
+///
+/// # Errors
+/// If the plan is impossible, for example without samples.
 pub fn forecast(
     config: &Config,
     lengths: &[u32],
@@ -123,7 +126,7 @@ pub fn forecast(
     let row_bytes = if models.is_some() { ROW_BYTES } else { 0 };
     let bytes = |tokens: u64, rows: usize| tokens.saturating_mul(bytes_per_token) + rows as u64 * row_bytes;
     let jobs = plan.jobs.len();
-    // Any job of another epoch may be as full as the budget allows.
+    // A job of another epoch may use the whole budget.
     let fullest = |job: &JobSpec| {
         let rows = (settings.job_tokens / job.width.max(1)) as usize;
         bytes(u64::from(job.width) * rows as u64, rows)
@@ -148,7 +151,8 @@ pub fn forecast(
             max_bytes: config.pool.max_bytes.0,
             min_ready_bytes: largest_job_bytes.saturating_mul(config.pool.min_ready.into()),
             typical_batches: (config.pool.max_bytes.0 / mean_job_bytes.max(1)).min(config.pool.max_batches.into()),
-            replay_window: (config.pool.draw_policy == Draw::Replay).then(|| replay_window(&config.pool, largest_job_bytes)),
+            replay_window: (config.pool.draw_policy == Draw::Replay)
+                .then(|| replay_window(&config.pool, largest_job_bytes)),
         },
         drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),
         devices: models.map_or_else(Vec::new, |(target, drafter)| devices(config, target, drafter, largest_job_bytes)),
@@ -197,14 +201,14 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
         memory.drafters += 1;
         memory.drafter_weights += (trained + frozen) * config.drafter.dtype.bytes() + trained * F32;
         if *device != Device::Cpu {
-            // What a drafter reads on the CPU is what waited in the pool.
+            // A drafter on the CPU reads the pool's memory.
             memory.features += job_bytes * (1 + u64::from(config.drafter.prefetch));
         }
         memory.optimizer += if index == 0 { trained * 3 * F32 } else { 0 };
     }
-    if config.measures(config.data.validation_fraction > 0.0) {
+    if config.evaluates(config.data.validation_fraction > 0.0) {
         let whole = count(&shapes, |_| true);
-        // Beside the drafter's weights a copy of new ones waits.
+        // The drafter's weights, and a copy of the next ones.
         devices.entry(config.eval.device).or_default().evaluation =
             whole * config.target.dtype.bytes() + trained * 2 * F32;
     }
@@ -226,8 +230,8 @@ fn disk(config: &Config, drafter: &DraftConfig, steps: u64) -> Disk {
     let trained = count(&drafter.tensor_shapes(), |_| true);
     let checkpoint = trained * 3 * F32;
     let config::Checkpoint { every_steps, keep_last, keep_every, keep_best, .. } = config.checkpoint;
-    let kept_for_good = if keep_every > 0 { steps / keep_every.max(every_steps) } else { 0 };
-    let checkpoints = checkpoint * (u64::from(keep_last) + kept_for_good + u64::from(keep_best) + 1);
+    let permanent = if keep_every > 0 { steps / keep_every.max(every_steps) } else { 0 };
+    let checkpoints = checkpoint * (u64::from(keep_last) + permanent + u64::from(keep_best) + 1);
     let export = trained * config.checkpoint.export_dtype.bytes();
     Disk { checkpoint, checkpoints, export, total: checkpoints + export }
 }
@@ -237,12 +241,12 @@ const F32: u64 = 4;
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
-/// The layer that a tensor of a target belongs to.
+/// Returns the layer of a target's tensor.
 fn layer_of(name: &str) -> Option<usize> {
     name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
 }
 
-/// Values in the tensors whose name is wanted.
+/// Counts the values of the tensors whose names are `wanted`.
 fn count(shapes: &BTreeMap<String, Vec<usize>>, wanted: impl Fn(&str) -> bool) -> u64 {
     let values = |shape: &Vec<usize>| shape.iter().map(|&dim| dim as u64).product::<u64>();
     shapes.iter().filter(|(name, _)| wanted(name)).map(|(_, shape)| values(shape)).sum()
@@ -255,7 +259,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
 
-    /// Two layers of round sizes, so that sums can be done by hand.
+    /// Target with round sizes, for sums by hand.
     fn target() -> TargetConfig {
         TargetConfig::from_json(&json!({
             "model_type": "llama", "hidden_size": 100, "intermediate_size": 200, "num_hidden_layers": 4,
@@ -278,7 +282,7 @@ mod tests {
         [pool]\nmax_bytes = \"1 MB\"\nmax_batches = 9";
 
     #[test]
-    fn numbers_are_those_done_by_hand() {
+    fn numbers_agree_with_sums_by_hand() {
         let loaded = load_text(TEXT, "x.toml", &[]).unwrap();
         let (config, target) = (&loaded.config, target());
         let drafter = draft_config(config, &loaded.written, &target, 7).unwrap();
@@ -301,28 +305,28 @@ mod tests {
         let disk =
             Disk { checkpoint, checkpoints: 3 * checkpoint, export: 2 * trained, total: 3 * checkpoint + 2 * trained };
         assert_eq!(seen.disk, disk);
-        // Of 3 steps one is a multiple of 2 and stays for good.
+        // One of 3 steps is a multiple of 2 and is kept permanently.
         let sets = ["checkpoint.every_steps=1".into(), "checkpoint.keep_every=2".into()];
         let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
         let more = forecast(&config, &lengths, Some((&target, &drafter))).unwrap();
         assert_eq!(more.disk.checkpoints, 4 * checkpoint);
         // One more state than the taps, and the whole target.
         let sets = ["drafter.labels=target".into(), "drafter.label_top_k=all".into()];
-        let taught = load_text(TEXT, "x.toml", &sets).unwrap().config;
-        let taught = forecast(&taught, &lengths, Some((&target, &drafter))).unwrap();
-        assert_eq!((taught.bytes_per_token, taught.largest_job_bytes), (1205, 40 * 1205 + 4 * 4));
-        assert_eq!(taught.devices[1].target_weights, (100_000 + 4 * 90_200 + 100) * 4);
+        let labelled = load_text(TEXT, "x.toml", &sets).unwrap().config;
+        let labelled = forecast(&labelled, &lengths, Some((&target, &drafter))).unwrap();
+        assert_eq!((labelled.bytes_per_token, labelled.largest_job_bytes), (1205, 40 * 1205 + 4 * 4));
+        assert_eq!(labelled.devices[1].target_weights, (100_000 + 4 * 90_200 + 100) * 4);
         let shape = drafter;
 
         // Target up to layer 1 in f32 on either device (one is the CPU); tied head, so the frozen part is the embedding.
         let (weights, drafter) = ((100_000 + 2 * 90_200) * 4, (trained + 100_000) * 2 + trained * 4);
         let devices: Vec<_> = seen.devices.iter().map(|d| (d.device.as_str(), d.total)).collect();
-        // A drafter has the batch in work and one more in hand.
+        // A drafter holds the current batch and one prefetched batch.
         let drafter = drafter + 2 * 32_216;
         let cuda0 = weights + 32_216 + drafter + trained * 12;
         assert_eq!(devices, [("cpu", weights + 32_216 + 1_000_000), ("cuda:0", cuda0), ("cuda:1", drafter)]);
 
-        // Measures take a whole target: 4 layers, and the final norm.
+        // Evaluation needs the whole target: 4 layers and the final norm.
         let sets = ["eval.every_steps=9".into(), "eval.device=cuda:1".into()];
         let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
         let more = forecast(&config, &lengths, Some((&target, &shape))).unwrap();
@@ -346,7 +350,7 @@ mod tests {
     }
 
     proptest! {
-        /// No sample is lost, and no job is larger than the budget allows.
+        /// No sample is lost, and no job exceeds the budget.
         #[test]
         fn totals_agree_with_the_samples(lengths in prop::collection::vec(1u32..=3072, 1..200), buckets in 1u16..9) {
             let config = load_text("", "x.toml", &[format!("plan.buckets={buckets}")]).unwrap().config;

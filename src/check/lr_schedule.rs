@@ -1,8 +1,8 @@
-//! The learning rate of every step: a linear warm-up, then a cosine down to a floor, or a constant.
+//! Learning rate schedule: linear warm-up, then a cosine down to a floor or a constant.
 
 use crate::config;
 
-/// A schedule over a known number of steps.
+/// Schedule over a known number of steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
     pub peak: f64,
@@ -13,7 +13,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The schedule of a run of `total_steps`.
+    /// Returns the schedule of a run of `total_steps`.
     pub fn new(settings: &config::Optimizer, total_steps: u64) -> Schedule {
         Schedule {
             peak: settings.learning_rate,
@@ -24,19 +24,19 @@ impl Schedule {
         }
     }
 
-    /// The learning rate at a place: the number of a step, the first being 1, where all steps are of one size.
+    /// Returns the learning rate of a step, counted from 1. A fraction is possible after a change of the step size.
     ///
-    /// Warm-up as in SpecForge: step s of w has peak s/w. Then transformers' cosine: the first step after the warm-up has
-    /// the peak, and the step after the last one would have the floor. (SpecForge's own cosine is the same curve times
-    /// 2/(1+cos(pi/T)), an overshoot of its recursive form that we do not copy.)
-    pub fn at(&self, place: f64) -> f64 {
-        if place <= self.warmup_steps as f64 {
-            return self.peak * place / self.warmup_steps as f64;
+    /// Warm-up as in SpecForge: step `s` of `w` has `peak s/w`. Then the cosine of transformers: the first step after the
+    /// warm-up has the peak, and the step after the last one would have the floor. SpecForge's cosine is this curve times
+    /// `2/(1+cos(pi/T))`, an overshoot of its recursive form.
+    pub fn at(&self, step: f64) -> f64 {
+        if step <= self.warmup_steps as f64 {
+            return self.peak * step / self.warmup_steps as f64;
         }
         if !self.cosine {
             return self.peak;
         }
-        let after = (place - 1.0 - self.warmup_steps as f64).max(0.0);
+        let after = (step - 1.0 - self.warmup_steps as f64).max(0.0);
         let length = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
         let share = (after / length).min(1.0);
         self.floor + (self.peak - self.floor) * (1.0 + (std::f64::consts::PI * share).cos()) / 2.0
@@ -68,7 +68,7 @@ mod tests {
     fn warm_up_is_specforges_and_cosine_is_transformers() {
         let (specforge, transformers) = (golden("specforge_cosine"), golden("speculators_cosine"));
         let total = specforge.len() as u64;
-        // The peak is what the constant schedule holds; the warm-up lasts until it is reached.
+        // The constant schedule ends at the peak; the warm-up ends at its first step with the peak.
         let constant = golden("specforge_constant");
         let peak = *constant.last().unwrap();
         let warmup = constant.iter().position(|&lr| lr == peak).unwrap() as u64 + 1;

@@ -1,9 +1,12 @@
-//! What this machine has: devices, memory, disk, ports.
+//! Checks of the machine: devices, memory, disk and ports.
 
 use super::forecast::DeviceMemory;
-use crate::common::host::{free_disk, memory_limit};
 use crate::{
-    common::gpu_memory::Memory,
+    common::{
+        gpu_memory::Memory,
+        host::{free_disk, memory_limit},
+        text::counted,
+    },
     config::{ByteSize, Config, Device, Engine, Problem, Written},
 };
 use std::{
@@ -11,24 +14,24 @@ use std::{
     net::TcpListener,
 };
 
-/// What the rules below need to know of the machine; tests give their own.
+/// Properties of the machine that the checks use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
-    /// This binary was built with libtorch.
+    /// True if this binary was built with libtorch.
     pub torch: bool,
     pub cuda_devices: usize,
-    /// Memory of those that the run computes on, by name, as far as they tell.
+    /// Memory of the run's GPUs by name, if known.
     pub gpus: BTreeMap<String, Memory>,
-    /// Memory of the host.
+    /// Memory limit of the host, in bytes.
     pub memory: Option<u64>,
-    /// Room on the disk of run.dir.
+    /// Free bytes on the disk of run.dir.
     pub free_disk: Option<u64>,
-    /// Whether to try the port. A run takes it itself, after it has its folder.
-    pub ask_port: bool,
+    /// True to test the admin port. A start of a run binds the port itself.
+    pub check_port: bool,
 }
 
 impl Machine {
-    /// Looks at this machine.
+    /// Detects the properties of this machine.
     pub fn detect(config: &Config) -> Machine {
         Machine {
             torch: cfg!(feature = "torch"),
@@ -36,12 +39,12 @@ impl Machine {
             gpus: gpus(config),
             memory: memory_limit(),
             free_disk: free_disk(&config.run.dir),
-            ask_port: true,
+            check_port: true,
         }
     }
 }
 
-/// Devices that are not there, an engine that was not built in, a port that is taken, a run folder that is a file.
+/// Returns problems of missing devices, a missing engine, the admin port, the token file and the run folder.
 pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Problem> {
     let mut problems = Vec::new();
     if config.run.engine == Engine::Torch {
@@ -52,46 +55,52 @@ pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Pr
                 "build with the default features, or choose \"simulated\"",
             ));
         }
-        // "auto" is a target's own device, of which one finding is enough.
-        let measures = config.measures(config.data.validation_fraction > 0.0).then_some(config.eval.device);
-        let measures: Vec<_> = measures.into_iter().filter(|device| !config.target.devices.contains(device)).collect();
+        // With "auto" it is a target's device, which target.devices reports already.
+        let evaluation = config.evaluates(config.data.validation_fraction > 0.0).then_some(config.eval.device);
+        let evaluation: Vec<_> =
+            evaluation.into_iter().filter(|device| !config.target.devices.contains(device)).collect();
         for (key, devices) in [
             ("target.devices", &config.target.devices),
             ("drafter.devices", &config.drafter.devices),
-            ("eval.device", &measures),
+            ("eval.device", &evaluation),
         ] {
             let missing: BTreeSet<_> = devices.iter().filter(|device| !exists(**device, machine)).collect();
             if !missing.is_empty() {
                 let missing: Vec<_> = missing.into_iter().map(Device::to_string).collect();
                 problems.push(written.problem(
                     key,
-                    format!("{} is not there: libtorch sees {} CUDA devices", missing.join(", "), machine.cuda_devices),
-                    "name devices that exist, or \"cpu\"",
+                    format!(
+                        "{} {} not exist: libtorch sees {}",
+                        missing.join(", "),
+                        if missing.len() == 1 { "does" } else { "do" },
+                        counted(machine.cuda_devices as u64, "CUDA device")
+                    ),
+                    "name existing devices, or \"cpu\"",
                 ));
             }
         }
     }
     if let Some(Err(why)) = config.admin.token() {
-        problems.push(written.problem("admin.token_file", why, "make one: openssl rand -hex 32 > FILE"));
+        problems.push(written.problem("admin.token_file", why, "create one: openssl rand -hex 32 > FILE"));
     }
-    if let Some(address) = config.admin.listen.0.filter(|_| machine.ask_port)
+    if let Some(address) = config.admin.listen.0.filter(|_| machine.check_port)
         && let Err(source) = TcpListener::bind(address)
     {
         let message = match source.kind() {
-            std::io::ErrorKind::AddrInUse => "another process listens there, perhaps another run".to_owned(),
-            _ => format!("it cannot be listened on: {source}"),
+            std::io::ErrorKind::AddrInUse => "another process, perhaps another run, listens on this address".to_owned(),
+            _ => format!("this address cannot be bound: {source}"),
         };
-        let remedy = "choose another port (--set admin.listen=127.0.0.1:0 takes any), or \"off\"";
+        let remedy = "choose another port (127.0.0.1:0 takes a free one), or \"off\"";
         problems.push(written.problem("admin.listen", message, remedy));
     }
     if config.run.dir.exists() && !config.run.dir.is_dir() {
-        problems.push(written.problem("run.dir", "this is a file", "name a folder, or one that does not exist yet"));
+        problems.push(written.problem("run.dir", "is a file", "name a folder, or a path that does not exist yet"));
     }
     problems
 }
 
-/// Room that the run needs and the machine does not have.
-pub fn room_problems(
+/// Returns problems of the run's needs for disk and host memory.
+pub fn capacity_problems(
     config: &Config,
     written: &Written,
     machine: &Machine,
@@ -103,7 +112,7 @@ pub fn room_problems(
         problems.push(written.problem(
             "run.dir",
             format!(
-                "checkpoints and export need {}, and its disk has {} free",
+                "checkpoints and export need {}, and the disk of this folder has {} free",
                 ByteSize(disk_needed).rounded(),
                 ByteSize(free).rounded()
             ),
@@ -114,17 +123,18 @@ pub fn room_problems(
         problems.push(written.problem(
             "pool.max_bytes",
             format!(
-                "the pool and what runs on the CPU take {}, and this machine has {} of memory",
+                "the pool and the CPU devices take {}, and this machine has {} of memory",
                 ByteSize(host_needed).rounded(),
                 ByteSize(memory).rounded()
             ),
-            format!("lower it (the pool takes {} of that), or use fewer CPU devices", config.pool.max_bytes),
+            format!("lower it (the pool takes {} of these), or use fewer CPU devices", config.pool.max_bytes),
         ));
     }
     problems
 }
 
-/// GPUs whose memory does not hold what is known of it before the run: what keeps the run from beginning, and what may.
+/// Compares the known needs of each GPU with its memory. Returns problems (more than the total) and notes (more than is
+/// free now).
 pub fn gpu_problems(written: &Written, machine: &Machine, needs: &[DeviceMemory]) -> (Vec<Problem>, Vec<Problem>) {
     let (mut problems, mut notes) = (Vec::new(), Vec::new());
     for need in needs {
@@ -136,14 +146,14 @@ pub fn gpu_problems(written: &Written, machine: &Machine, needs: &[DeviceMemory]
         };
         let (device, bytes) = (&need.device, ByteSize(need.total).rounded());
         let [free, total] = [memory.free, memory.total].map(|bytes| ByteSize(bytes).rounded());
-        let takes = format!("weights and buffers on {device} take {bytes}, and forward and backward more");
+        let takes = format!("weights and buffers on {device} take {bytes}, forward and backward take more");
         if need.total > memory.total {
-            let remedy = "spread the work over more devices (target.devices, drafter.devices, eval.device), or compute in bf16 \
-                          (target.dtype, drafter.dtype)";
-            problems.push(written.problem(key, format!("{takes}; it has {total} of memory"), remedy));
+            let remedy = "use more devices (target.devices, drafter.devices, eval.device), or bf16 (target.dtype, \
+                          drafter.dtype)";
+            problems.push(written.problem(key, format!("{takes}; this GPU has {total} of memory"), remedy));
         } else if need.total > memory.free {
-            let remedy = "end the other programs that use it, or name another device";
-            notes.push(written.problem(key, format!("{takes}; of its {total} only {free} are free"), remedy));
+            let remedy = "end other programs on this GPU, or name another device";
+            notes.push(written.problem(key, format!("{takes}; {free} of {total} are free"), remedy));
         }
     }
     (problems, notes)
@@ -156,7 +166,7 @@ fn exists(device: Device, machine: &Machine) -> bool {
     }
 }
 
-/// Only those of this run are asked: an answer takes a GPU into use.
+/// Returns the memory of the run's GPUs. Other GPUs are not queried, because a query creates a context on the GPU.
 fn gpus(config: &Config) -> BTreeMap<String, Memory> {
     if config.run.engine != Engine::Torch {
         return BTreeMap::new();
@@ -187,7 +197,7 @@ mod tests {
         gpus: BTreeMap::new(),
         memory: Some(1 << 30),
         free_disk: Some(1 << 30),
-        ask_port: true,
+        check_port: true,
     };
 
     fn keys(text: &str, machine: &Machine) -> Vec<String> {
@@ -196,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_have_to_be_there_unless_the_engine_is_simulated() {
+    fn missing_devices_are_reported_unless_simulated() {
         let text = "[target]\ndevices = [\"cuda:0\", \"cuda:1\"]\n[drafter]\ndevices = [\"cpu\", \"cuda:2\"]\n";
         assert_eq!(keys(text, &BARE), ["run.engine", "target.devices", "drafter.devices"]);
         let two = Machine { torch: true, cuda_devices: 2, ..BARE };
@@ -205,7 +215,20 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_port_a_file_without_a_token_and_a_file_in_the_place_of_the_run_are_told() {
+    fn missing_devices_are_counted_in_good_grammar() {
+        let message = |devices: &str, cuda_devices| {
+            let sets = [format!("target.devices={devices}"), "admin.listen=off".into()];
+            let loaded = load_text("", "x.toml", &sets).unwrap();
+            let machine = Machine { torch: true, cuda_devices, ..BARE };
+            problems(&loaded.config, &loaded.written, &machine)[0].message.clone()
+        };
+        assert_eq!(message("cuda:1", 1), "cuda:1 does not exist: libtorch sees 1 CUDA device");
+        let two = message("[\"cuda:0\", \"cuda:1\"]", 0);
+        assert_eq!(two, "cuda:0, cuda:1 do not exist: libtorch sees 0 CUDA devices");
+    }
+
+    #[test]
+    fn port_token_and_run_folder_are_checked() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let file = tempfile::NamedTempFile::new().unwrap();
         let sets = [
@@ -221,14 +244,14 @@ mod tests {
     }
 
     #[test]
-    fn room_is_compared_with_what_is_needed() {
+    fn disk_and_memory_are_compared_with_the_needs() {
         let loaded = load_text("", "x.toml", &[]).unwrap();
-        let room = |disk, host| room_problems(&loaded.config, &loaded.written, &BARE, disk, host).len();
-        assert_eq!((room(1 << 30, 1 << 30), room(2 << 30, 0), room(2 << 30, 2 << 30)), (0, 1, 2));
+        let count = |disk, host| capacity_problems(&loaded.config, &loaded.written, &BARE, disk, host).len();
+        assert_eq!((count(1 << 30, 1 << 30), count(2 << 30, 0), count(2 << 30, 2 << 30)), (0, 1, 2));
     }
 
     #[test]
-    fn a_gpu_is_told_when_it_cannot_hold_the_weights_or_others_hold_it() {
+    fn gpu_memory_is_compared_with_the_needs() {
         let written = load_text("[target]\ndevices = [\"cuda:0\"]\n", "x.toml", &[]).unwrap().written;
         let memory = Memory { free: 50 << 30, total: 80 << 30, ..Memory::default() };
         let gpus = ["cuda:0", "cuda:1", "cuda:2"].map(|name| (name.to_owned(), memory));
@@ -240,24 +263,24 @@ mod tests {
             total: gib << 30,
             ..DeviceMemory::default()
         };
-        let told = |need: DeviceMemory| gpu_problems(&written, &machine, &[need]);
-        assert_eq!(told(need("cuda:0", 1, 1, 50)), (Vec::new(), Vec::new()));
-        // Of a device that does not tell nothing is known.
-        assert_eq!(told(need("cpu", 1, 1, 500)), (Vec::new(), Vec::new()));
-        let (problems, notes) = told(need("cuda:0", 1, 1, 81));
+        let check = |need: DeviceMemory| gpu_problems(&written, &machine, &[need]);
+        assert_eq!(check(need("cuda:0", 1, 1, 50)), (Vec::new(), Vec::new()));
+        // The memory of other devices is unknown.
+        assert_eq!(check(need("cpu", 1, 1, 500)), (Vec::new(), Vec::new()));
+        let (problems, notes) = check(need("cuda:0", 1, 1, 81));
         assert_eq!((problems.len(), notes.len(), problems[0].line), (1, 0, Some(2)));
         assert_eq!(
             problems[0].message,
-            "weights and buffers on cuda:0 take 81.0 GiB, and forward and backward more; it has 80.0 GiB of memory"
+            "weights and buffers on cuda:0 take 81.0 GiB, forward and backward take more; this GPU has 80.0 GiB of memory"
         );
-        let (problems, notes) = told(need("cuda:1", 0, 2, 51));
+        let (problems, notes) = check(need("cuda:1", 0, 2, 51));
         assert_eq!((problems.len(), notes[0].key.as_str()), (0, "drafter.devices"));
-        assert!(notes[0].message.ends_with("; of its 80.0 GiB only 50.0 GiB are free"), "{}", notes[0].message);
-        assert_eq!(told(need("cuda:2", 0, 0, 81)).0[0].key, "eval.device");
+        assert!(notes[0].message.ends_with("; 50.0 GiB of 80.0 GiB are free"), "{}", notes[0].message);
+        assert_eq!(check(need("cuda:2", 0, 0, 81)).0[0].key, "eval.device");
     }
 
     #[test]
-    fn this_machine_can_be_looked_at() {
+    fn this_machine_is_detected() {
         let config = load_text("", "x.toml", &["run.dir=not/yet/there".into()]).unwrap().config;
         let machine = Machine::detect(&config);
         assert!(machine.memory.is_some_and(|bytes| bytes > 1 << 20), "{machine:?}");

@@ -1,6 +1,6 @@
-//! `draftmill check`: validates everything and runs nothing, then tells what a run would do.
+//! `draftmill check`: validates configuration, models, data and machine, and forecasts a run. It runs nothing.
 //!
-//! Nothing here stops at the first mistake: whatever can still be judged is judged.
+//! The check continues after a mistake and reports every problem that it can find.
 
 mod forecast;
 pub mod lr_schedule;
@@ -10,7 +10,7 @@ mod report;
 
 pub use self::{
     forecast::{Bucket, DeviceMemory, Disk, Forecast, PoolForecast, forecast},
-    machine::{Machine, room_problems},
+    machine::{Machine, capacity_problems},
     report::Report,
 };
 
@@ -24,26 +24,26 @@ use crate::{
     hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
 };
 
-/// What is known of the prepared store.
+/// State of the prepared store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stored {
-    /// `draftmill prepare` has not written it yet.
+    /// `draftmill prepare` has not written the store yet.
     Absent,
-    /// It is there and cannot be used; a sentence says why.
+    /// The store is unusable, with the reason.
     Broken(String),
     Ready(Samples),
 }
 
-/// What a plan needs of the store.
+/// Content of the store that a plan needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Samples {
     /// Tokens of every training sample.
     pub lengths: Vec<u32>,
-    /// Samples kept apart for validation.
+    /// Number of held-out samples.
     pub validation: usize,
 }
 
-/// Judges a configuration that could be read.
+/// Checks a configuration that was read without problems.
 pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
     let (config, written) = (&loaded.config, &loaded.written);
     let mut report = Report::default();
@@ -53,11 +53,11 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
     if let Some(address) = config.admin.listen.0.filter(|address| !address.ip().is_loopback()) {
         report.notes.push(written.problem(
             "admin.listen",
-            format!("{} can be reached from other machines: orders need the token, but anybody may read", address.ip()),
-            "listen on 127.0.0.1 unless that is meant",
+            format!("{} is reachable from other machines: commands need the token, reading does not", address.ip()),
+            "listen on 127.0.0.1 to allow local clients only",
         ));
     }
-    let prompts = config.eval.prompt_file.as_deref().filter(|_| config.measures(true));
+    let prompts = config.eval.prompt_file.as_deref().filter(|_| config.evaluates(true));
     if let Some(Err(error)) = prompts.map(|file| crate::eval::read(file, Some(1))) {
         report.fail(Exit::Config, written.problem("eval.prompt_file", error.to_string(), ""));
     }
@@ -81,7 +81,7 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
                 }
                 let host = forecast.devices.iter().find(|memory| memory.device == Device::Cpu.to_string());
                 let host = host.map_or(forecast.pool.max_bytes, |memory| memory.total);
-                for problem in machine::room_problems(config, written, machine, forecast.disk.total, host) {
+                for problem in machine::capacity_problems(config, written, machine, forecast.disk.total, host) {
                     report.fail(Exit::Config, problem);
                 }
                 let (problems, notes) = machine::gpu_problems(written, machine, &forecast.devices);
@@ -98,35 +98,35 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
     report
 }
 
-/// The target folder and the drafter that fits it.
+/// Reads the target's configuration and derives the drafter's shape.
 fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(TargetConfig, DraftConfig)> {
     let folder = &config.target.dir;
-    let bad = |error: &dyn std::fmt::Display| written.problem("target.dir", error.to_string(), "");
+    let unreadable = |error: &dyn std::fmt::Display| written.problem("target.dir", error.to_string(), "");
     if !folder.is_dir() {
         report.fail(
             Exit::Model,
             written.problem(
                 "target.dir",
                 "there is no such folder",
-                "give the folder of a Hugging Face model, or make one with draftmill import",
+                "name the folder of a Hugging Face model, or create one with draftmill import",
             ),
         );
         return None;
     }
-    let target = TargetConfig::load(folder).map_err(|error| report.fail(Exit::Model, bad(&error))).ok();
+    let target = TargetConfig::load(folder).map_err(|error| report.fail(Exit::Model, unreadable(&error))).ok();
     if let Some(target) = &target {
         match TensorFiles::open(folder) {
             Ok(files) => {
                 for error in target.check_weights(&files) {
-                    report.fail(Exit::Model, bad(&error));
+                    report.fail(Exit::Model, unreadable(&error));
                 }
             }
-            Err(error) => report.fail(Exit::Model, bad(&error)),
+            Err(error) => report.fail(Exit::Model, unreadable(&error)),
         }
     }
     let target = target?;
     let mask = mask_token_id(config, written, &target, report);
-    // Without a mask token the rest of the shape can still be judged: row 0 always exists.
+    // Without a mask token the rest of the shape is still checked with row 0, which always exists.
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
         Ok(drafter) => {
             let init = config.drafter.init_from.as_deref().filter(|_| mask.is_some());
@@ -142,7 +142,7 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     }
 }
 
-/// The row that the drafter will predict from, and a problem where none can be chosen.
+/// Returns the mask token's row, or adds a problem if there is no candidate.
 fn mask_token_id(config: &Config, written: &Written, target: &TargetConfig, report: &mut Report) -> Option<u32> {
     let chosen = match (config.drafter.mask_token_id, mask_token_of(&config.target.dir, target)) {
         (Some(id), _) => MaskToken { id, reason: "as configured".into() },
@@ -157,7 +157,7 @@ fn mask_token_id(config: &Config, written: &Written, target: &TargetConfig, repo
                 written.problem(
                     "drafter.mask_token_id",
                     "every row of the target's embedding has a token that text may use",
-                    "choose the id of a token that your data never holds",
+                    "choose the id of a token that your data does not contain",
                 ),
             );
             return None;
@@ -167,7 +167,7 @@ fn mask_token_id(config: &Config, written: &Written, target: &TargetConfig, repo
     Some(chosen.id)
 }
 
-/// The store, or what `prepare` would make it from.
+/// Checks the store, or the inputs of `prepare` if there is no store.
 fn samples<'a>(config: &Config, written: &Written, stored: &'a Stored, report: &mut Report) -> Option<&'a Samples> {
     match stored {
         Stored::Ready(samples) => {
@@ -178,7 +178,7 @@ fn samples<'a>(config: &Config, written: &Written, stored: &'a Stored, report: &
                     written.problem(
                         "data.store",
                         format!(
-                            "it holds a sample of {longest} tokens, more than data.max_length = {}",
+                            "the store holds a sample of {longest} tokens, more than data.max_length = {}",
                             config.data.max_length
                         ),
                         "run draftmill prepare again, or raise data.max_length",
@@ -193,7 +193,7 @@ fn samples<'a>(config: &Config, written: &Written, stored: &'a Stored, report: &
         Stored::Absent => {
             report.notes.push(written.problem(
                 "data.store",
-                format!("{} is not prepared yet, so there is no forecast", config.data.store.display()),
+                format!("{} does not exist yet, so there is no forecast", config.data.store.display()),
                 "run draftmill prepare with the same configuration, then check again",
             ));
             inputs(config, written).into_iter().for_each(|problem| report.fail(Exit::Data, problem));
@@ -202,14 +202,14 @@ fn samples<'a>(config: &Config, written: &Written, stored: &'a Stored, report: &
     None
 }
 
-/// Inputs that `prepare` could not open.
+/// Returns a problem for every input that `prepare` could not open.
 fn inputs(config: &Config, written: &Written) -> Vec<Problem> {
-    let remedy = "give existing files, for example --set 'data.inputs=[\"chats.jsonl\"]'";
+    let remedy = "name existing files, for example --set 'data.inputs=[\"chats.jsonl\"]'";
     if config.data.inputs.is_empty() {
         return vec![written.problem("data.inputs", "there is neither a prepared store nor an input", remedy)];
     }
     let unreadable = config.data.inputs.iter().filter_map(|path| {
-        // Opening a pipe would wait for its other end.
+        // Opening a pipe blocks until its other end is open.
         if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
             let reason = format!("{} cannot be read: it is not a regular file", path.display());
             return Some(written.problem("data.inputs", reason, remedy));

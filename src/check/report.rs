@@ -1,28 +1,30 @@
-//! What `draftmill check` found, as JSON and as text for people.
+//! Report of `draftmill check`, as JSON and as a table.
 
 use super::forecast::{DeviceMemory, Forecast};
-use crate::common::text::percent;
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::{counted, grouped, percent},
+    },
     config::{ByteSize, Problem, Problems, mask::MaskToken},
     hf::{config::TargetConfig, draft::DraftConfig},
 };
 use serde::Serialize;
 use std::fmt::{self, Write};
 
-/// Problems, and what a run would do.
+/// Problems, notes and forecast of a check.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Each of them keeps a run from beginning.
+    /// Problems that prevent a start.
     pub problems: Vec<Problem>,
-    /// Worth knowing, but no reason not to begin.
+    /// Remarks that do not prevent a start.
     pub notes: Vec<Problem>,
     pub mask_token: Option<MaskToken>,
-    /// Samples that are kept apart and never trained.
+    /// Number of held-out samples.
     pub validation_samples: Option<usize>,
-    /// Absent where too little is known.
+    /// `None` if models or data are unknown.
     pub plan: Option<Forecast>,
-    /// The target and the drafter that fits it, as far as they are sound.
+    /// Target and drafter; `None` if one of them is invalid.
     #[serde(skip)]
     pub models: Option<(TargetConfig, DraftConfig)>,
     #[serde(skip)]
@@ -30,26 +32,26 @@ pub struct Report {
 }
 
 impl Report {
-    /// Notes a problem, and the exit code that it stands for.
+    /// Adds a problem with its exit code.
     pub fn fail(&mut self, exit: Exit, problem: Problem) {
         self.problems.push(problem);
         self.exits.push(exit);
     }
 
-    /// Done, or what to mend first: configuration, then model, then data.
+    /// Returns `Done`, or the exit code of the first problem kind: configuration, then model, then data.
     pub fn exit(&self) -> Exit {
         let first = [Exit::Config, Exit::Model, Exit::Data].into_iter().find(|exit| self.exits.contains(exit));
         first.unwrap_or(Exit::Done)
     }
 
-    /// Takes in what was found by looking further. A key that is blamed already is blamed once.
+    /// Merges the report of further checks. A key with a problem gets no second one.
     pub fn add(&mut self, further: Report) {
         for (problem, exit) in further.problems.into_iter().zip(further.exits) {
             if problem.key.is_empty() || !self.problems.iter().any(|known| known.key == problem.key) {
                 self.fail(exit, problem);
             }
         }
-        // In the order of the file; what stands nowhere comes last.
+        // In file order; problems without a line come last.
         self.problems.sort_by_key(|problem| problem.line.unwrap_or(usize::MAX));
         let Report { notes, mask_token, validation_samples, plan, models, .. } = further;
         self.notes.extend(notes);
@@ -57,7 +59,10 @@ impl Report {
             (mask_token, validation_samples, plan, models);
     }
 
-    /// This report, or all its problems as the reason not to begin.
+    /// Returns this report if it has no problem.
+    ///
+    /// # Errors
+    /// All problems.
     pub fn sound(self) -> Result<Report, Failure> {
         match self.exit() {
             Exit::Done => Ok(self),
@@ -65,7 +70,7 @@ impl Report {
         }
     }
 
-    /// The forecast as a table; empty where there is none.
+    /// Returns the forecast as a table; empty without a forecast.
     pub fn table(&self) -> String {
         let mut text = String::new();
         if let Some(plan) = &self.plan {
@@ -79,21 +84,26 @@ impl Report {
         let size = |bytes: u64| ByteSize(bytes).rounded();
         let mut row = |name: &str, value: String| writeln!(text, "{name:<24}{value}");
         let validation = self.validation_samples.unwrap_or(0);
-        row("samples", format!("{} for training, {validation} for validation", plan.samples))?;
-        row("tokens", format!("{} per epoch, padding {}", plan.tokens, percent(plan.padding_share)))?;
-        row("jobs", format!("{} per epoch", plan.jobs_per_epoch))?;
+        row(
+            "samples",
+            format!("{} for training, {} held out", grouped(plan.samples as u64), grouped(validation as u64)),
+        )?;
+        row("tokens", format!("{} per epoch, padding {}", grouped(plan.tokens), percent(plan.padding_share)))?;
+        row("jobs", format!("{} per epoch", grouped(plan.jobs_per_epoch as u64)))?;
         row(
             "optimizer steps",
             format!(
-                "{:.1} per epoch of {} micro-batches each, {} in all",
-                plan.steps_per_epoch, plan.micro_batches_per_step, plan.steps
+                "{:.1} per epoch with {} each, {} in total",
+                plan.steps_per_epoch,
+                counted(plan.micro_batches_per_step, "micro-batch"),
+                grouped(plan.steps)
             ),
         )?;
         row(
             "hidden states",
             format!(
                 "{} bytes per token, {} per job on average, {} at most",
-                plan.bytes_per_token,
+                grouped(plan.bytes_per_token),
                 size(plan.mean_job_bytes),
                 size(plan.largest_job_bytes)
             ),
@@ -101,9 +111,9 @@ impl Report {
         row(
             "pool",
             format!(
-                "{} hold about {} jobs; min_ready of the largest take {}",
+                "{} hold about {}; min_ready of the largest jobs take {}",
                 size(plan.pool.max_bytes),
-                plan.pool.typical_batches,
+                counted(plan.pool.typical_batches, "job"),
                 size(plan.pool.min_ready_bytes)
             ),
         )?;
@@ -122,14 +132,15 @@ impl Report {
         if let Some(mask) = &self.mask_token {
             row("mask token", format!("{}, {}", mask.id, mask.reason))?;
         }
-        writeln!(text, "\n{:>10} {:>10} {:>8} {:>12} {:>9}", "bucket up to", "samples", "jobs", "tokens", "padding")?;
+        writeln!(text, "\n{:>12} {:>10} {:>8} {:>12} {:>9}", "bucket up to", "samples", "jobs", "tokens", "padding")?;
         for bucket in &plan.buckets {
             let padding = percent(bucket.padding_share);
-            let (bound, samples) = (bucket.bound, bucket.samples);
-            writeln!(text, "{bound:>12} {samples:>10} {:>8} {:>12} {padding:>9}", bucket.jobs, bucket.tokens)?;
+            let [bound, samples, jobs, tokens] =
+                [bucket.bound.into(), bucket.samples as u64, bucket.jobs as u64, bucket.tokens].map(grouped);
+            writeln!(text, "{bound:>12} {samples:>10} {jobs:>8} {tokens:>12} {padding:>9}")?;
         }
         if !plan.devices.is_empty() {
-            writeln!(text, "\nmemory of weights and buffers (working memory of forward and backward comes on top)")?;
+            writeln!(text, "\nmemory of weights and buffers (without the working memory of forward and backward)")?;
         }
         for device in &plan.devices {
             writeln!(text, "{:<24}{}", device.device, parts(device))?;
@@ -138,14 +149,14 @@ impl Report {
     }
 }
 
-/// "4.10 GiB: 1 target 2.00 GiB, hidden states 100 MiB, pool 2.00 GiB".
+/// Formats "4.10 GiB: 1 target 2.00 GiB, hidden states 100 MiB, pool 2.00 GiB".
 fn parts(memory: &DeviceMemory) -> String {
     let parts = [
-        (format!("{} x target", memory.targets), memory.target_weights),
+        (counted(memory.targets as u64, "target"), memory.target_weights),
         ("hidden states".into(), memory.features),
-        (format!("{} x drafter", memory.drafters), memory.drafter_weights),
+        (counted(memory.drafters as u64, "drafter"), memory.drafter_weights),
         ("optimizer".into(), memory.optimizer),
-        ("measures ([eval])".into(), memory.evaluation),
+        ("evaluation".into(), memory.evaluation),
         ("pool".into(), memory.pool),
     ];
     let parts = parts.iter().filter(|(_, bytes)| *bytes > 0);
@@ -154,7 +165,7 @@ fn parts(memory: &DeviceMemory) -> String {
 }
 
 impl From<Problems> for Report {
-    /// A configuration that could not be read at all.
+    /// Report of a configuration that could not be read.
     fn from(problems: Problems) -> Self {
         let mut report = Report::default();
         problems.0.into_iter().for_each(|problem| report.fail(Exit::Config, problem));

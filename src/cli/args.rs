@@ -1,4 +1,4 @@
-//! The arguments of every command, with the texts of `--help`.
+//! Arguments of every command, with the texts of `--help`.
 
 use super::{doctor::DoctorArgs, simulate::PolicyName};
 use crate::{
@@ -14,11 +14,11 @@ use clap::{
 use draftmill_actors::messages::types::JobId;
 use std::{path::PathBuf, str::FromStr};
 
-/// Trains the draft model of a speculative decoder while the frozen target model produces its training signal.
+/// Trains draft models for speculative decoding, while the frozen target model produces the training signal.
 ///
-/// In the usual order: `import` a GGUF file (not needed for a Hugging Face folder), `generate` answers to your prompts where the data come
-/// from elsewhere, `prepare` the data, `check` the configuration, `train`, `export`, `eval`; `runs` and `ledger` look at runs,
-/// `doctor` at the machine.
+/// Usual order: `import` a GGUF file (not needed for a Hugging Face folder), `generate` answers if another model or a person
+/// wrote the data, `prepare` the data, `check` the configuration, `train`, `export`, `eval`. `runs` and `ledger` show runs,
+/// `doctor` checks the machine, `simulate` predicts throughput.
 #[derive(Debug, Parser)]
 #[command(version, after_help = exit::help(), disable_help_subcommand = true)]
 pub struct Cli {
@@ -43,53 +43,53 @@ pub enum Command {
     Eval(EvalArgs),
 }
 
-/// How much is logged.
+/// Log level.
 #[derive(Args, Clone, Debug, Default)]
 pub struct LogArgs {
-    /// Log more: -v = debug, -vv = trace
+    /// Set the log level: -v = debug, -vv = trace
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub verbose: u8,
-    /// Log filter in the place of log.level: error, warn, info, debug, trace, or by module ("info,draftmill::data=debug")
+    /// Log filter instead of log.level: error, warn, info, debug, trace, or by module ("info,draftmill::data=debug")
     #[arg(long, global = true, value_name = "FILTER", conflicts_with = "verbose")]
     pub log_level: Option<String>,
 }
 
-/// Where the configuration comes from.
+/// Source of the configuration.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ConfigArgs {
-    /// Configuration; every key that is not in it has its default (configs/example.toml lists them all)
+    /// Configuration file. Missing keys have their default; configs/example.toml lists all keys
     #[arg(short, long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Overrides one key; may be repeated. The value is TOML; a bare word is a string, and one value will do for a list
+    /// Override one key; may be repeated. The value is TOML, a bare word is a string, a single value is a list of one
     #[arg(short, long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
 }
 
-/// Turns a GGUF file into a Hugging Face folder, or a drafter of any layout into one to start from
+/// Converts a GGUF file to a Hugging Face folder, or a drafter of either layout to the z-lab layout
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A GGUF file becomes config.json, model.safetensors, tokenizer.json and a chat template. A drafter's folder, as z-lab, \
-speculators or draftmill write it, is held to every name and shape and becomes a folder of z-lab's layout with the same bits; \
-training starts from it with drafter.init_from.
+--gguf writes config.json, model.safetensors, tokenizer.json and a chat template. --draft reads a drafter of z-lab, \
+speculators or draftmill, checks every tensor name and shape, and writes the same bits in the z-lab layout. To train from \
+the result, set drafter.init_from.
 
 Examples:
   draftmill import --gguf SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2
   draftmill import --draft downloads/Qwen3-8B-speculator --target models/qwen3-8b --out drafters/start
   draftmill train --config my.toml --set drafter.init_from=drafters/start")]
 pub struct ImportArgs {
-    /// The file to read; quantised weights are turned into numbers
+    /// GGUF file to read; quantised weights are dequantised
     #[arg(long, value_name = "FILE", required_unless_present = "draft")]
     pub gguf: Option<PathBuf>,
-    /// Folder of a drafter to read
+    /// Folder of the drafter to read
     #[arg(long, value_name = "DIR", conflicts_with_all = ["gguf", "dtype"])]
     pub draft: Option<PathBuf>,
-    /// Folder of the drafter's target, to compare it with; files of speculators do not say how many layers it has
+    /// Folder of the drafter's target, for a check of the sizes; speculators files do not contain its number of layers
     #[arg(long, value_name = "DIR", requires = "draft", conflicts_with = "gguf")]
     pub target: Option<PathBuf>,
-    /// The folder to write
+    /// Folder to write
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// Number type of the written weights
+    /// Dtype of the written weights
     #[arg(long, value_name = "DTYPE", default_value = "f32",
           value_parser = PossibleValuesParser::new(["f32", "bf16"]).try_map(|word| Dtype::from_str(&word)))]
     pub dtype: Dtype,
@@ -98,17 +98,17 @@ pub struct ImportArgs {
     pub force: bool,
 }
 
-/// Lets the target answer prompts: the data from which its drafter learns best
+/// Generates answers to prompts with the target: the best training data for its drafter
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Prompts are rows of OpenAI `messages`, ShareGPT `conversations`, MT-Bench `turns` or HumanEval `prompt` (JSONL or JSON arrays, also \
-.gz). Answers that a row brings along are dropped; its questions are asked turn by turn, with the target's own answers in between, \
-in the target's chat template with thinking off. A row that asks nothing, or more than fits, is left out and counted by reason. \
-Each answer becomes a row of `input_ids` and `loss_mask`, the very tokens that were said: `prepare` takes the file as it is, and an \
-answer that --max-new-tokens cut (`cut`) teaches no end.
+Prompts are rows of OpenAI `messages`, ShareGPT `conversations`, MT-Bench `turns` or HumanEval `prompt` (JSONL or JSON arrays, \
+also .gz). The target answers the questions of a row turn by turn, in its chat template with thinking off. Existing answers of \
+a row are not used. A row without a question, or with a prompt above the limit, is skipped and counted by reason. Each answer \
+is one row of `input_ids` and `loss_mask`, which `prepare` reads without changes. An answer that reached --max-new-tokens is \
+marked `cut` and has no end token.
 
-The file grows as FILE.jsonl.part; the same command goes on where it was interrupted or killed. Answers do not depend on --rows \
-and --workers, rounding aside.
+The output grows as FILE.jsonl.part. After an interrupt or a kill, the same command resumes. Answers do not depend on --rows \
+and --workers, except for rounding.
 
 Examples:
   draftmill generate --target models/target --prompts sharegpt.json --limit 5000 --out answers.jsonl
@@ -121,57 +121,57 @@ pub struct GenerateArgs {
     /// Files of prompts
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     pub prompts: Vec<PathBuf>,
-    /// The file to write
+    /// JSONL file to write
     #[arg(long, value_name = "FILE.jsonl")]
     pub out: PathBuf,
-    /// Only so many conversations; rows that are left out do not count
+    /// Maximum number of conversations; skipped rows do not count
     #[arg(long, value_name = "COUNT")]
     pub limit: Option<usize>,
-    /// Tokens of an answer at most
+    /// Maximum tokens of an answer
     #[arg(long, value_name = "COUNT", default_value = "256", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
-    /// Leave out prompts with more tokens [default: what the target's positions leave beside --max-new-tokens]
+    /// Skip prompts with more tokens [default: the target's positions minus --max-new-tokens]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_prompt_tokens: Option<u32>,
-    /// Questions of a conversation that are asked at most [default: all]
+    /// Maximum questions of a conversation [default: all]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     pub turns: Option<u32>,
-    /// 0 takes the most likely token; any other value samples
+    /// Sampling temperature; 0 = the most likely token
     #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
     pub temperature: f64,
-    /// Seed of the samples
+    /// Seed of the sampling
     #[arg(long, value_name = "SEED", default_value = "0")]
     pub seed: u64,
-    /// Answers that grow side by side
+    /// Answers that are generated at the same time
     #[arg(long, value_name = "COUNT", default_value = "32", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub rows: u32,
-    /// Forwards at a time, each of its share of the rows [default: on CPU one for each core, else one]
+    /// Parallel forwards; each has an equal part of the rows [default: on CPU one per core, else 1]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub workers: Option<u32>,
-    /// Where the target computes: cpu, cuda or cuda:N
+    /// Device of the target: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: Device,
-    /// Number type of the forward: auto (f32 on CPU, bf16 on CUDA), f32, bf16 or f16
+    /// Dtype of the forward: auto (f32 on CPU, bf16 on CUDA), f32, bf16 or f16
     #[arg(long, value_name = "DTYPE", default_value = "auto", hide_possible_values = true,
           value_parser = PossibleValuesParser::new(["auto", "f32", "bf16", "f16"]).try_map(|word| match word.as_str() {
               "auto" => Ok(Auto::Auto),
               word => Dtype::from_str(word).map(Auto::Set),
           }))]
     pub dtype: Auto<Dtype>,
-    /// Replace the file if it exists, and throw away a part that was begun with other options
+    /// Replace the file if it exists, and discard a partial file of other options
     #[arg(long)]
     pub force: bool,
-    /// Write the closing table to stdout as JSON
+    /// Write the summary table to stdout as JSON
     #[arg(long)]
     pub json: bool,
 }
 
-/// Turns conversations into the store of token ids that `train` reads
+/// Converts conversations to the store of token ids that `train` reads
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Reads data.inputs (JSONL or JSON arrays, also .gz; OpenAI `messages`, ShareGPT `conversations`, or rows of `input_ids` \
 and `loss_mask`), applies the target's chat template and tokenizer, supervises the assistant's turns, and writes \
-data.store. Rejected rows are counted by reason in the closing table and kept with their line number in a rejects file.
+data.store. The summary table counts rejected rows by reason; a rejects file contains them with their line numbers.
 
 Examples:
   draftmill prepare --config configs/demo.toml --set 'data.inputs=[\"chats.jsonl\", \"more.json.gz\"]'
@@ -179,16 +179,16 @@ Examples:
 pub struct PrepareArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
-    /// Write the closing table to stdout as JSON
+    /// Write the summary table to stdout as JSON
     #[arg(long)]
     pub json: bool,
 }
 
-/// Validates everything and runs nothing, then tells what a run would do
+/// Validates configuration, models, data and machine, and forecasts the run
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Every problem is told at once, each with file, key, value and remedy. Then come samples, buckets and padding, jobs and \
-steps, bytes of hidden states, the pool's arithmetic, memory of each device, and disk.
+Reports all problems at once, each with file, line, key, value and remedy. The forecast lists samples, buckets and padding, \
+jobs and steps, bytes of hidden states, the pool's capacity, memory of each device, and disk. Nothing is trained or written.
 
 Examples:
   draftmill check --config configs/qwen3-8b-8gpu.toml
@@ -196,16 +196,16 @@ Examples:
 pub struct CheckArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
-    /// Write problems and table to stdout as one JSON object
+    /// Write problems and forecast to stdout as one JSON object
     #[arg(long)]
     pub json: bool,
 }
 
-/// Tells how a node would do before it is rented: the real pipeline with engines that follow a cost model
+/// Predicts the throughput of a node: the real pipeline with engines that follow a cost model
 #[derive(Args, Debug)]
 #[command(after_help = "\
 The numbers of targets and drafters, the pool and the plan come from the configuration, the costs from its section \
-[simulate]; neither model nor data nor GPU is needed. The result is a function of the configuration and run.seed alone.
+[simulate]. No model, data or GPU is needed. The result depends on the configuration and run.seed only.
 
 Examples:
   draftmill simulate --config configs/sim-8gpu.toml
@@ -215,68 +215,68 @@ Examples:
 pub struct SimulateArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
-    /// Who gets the next job
+    /// Dispatch policy of jobs to targets
     #[arg(long, value_enum, default_value = "pull")]
     pub policy: PolicyName,
-    /// Jobs that wait for each target under round-robin
+    /// Queue of each target with --policy round-robin, in jobs
     #[arg(long, value_name = "JOBS", default_value = "4")]
     pub queue_depth: usize,
-    /// Which batch answers a draw, in the place of pool.draw_policy: uniform, proportional or replay
+    /// Draw policy instead of pool.draw_policy: uniform, proportional or replay
     #[arg(long, value_name = "POLICY")]
     pub draw_policy: Option<String>,
-    /// Number of targets, in the place of target.devices
+    /// Number of targets instead of that of target.devices
     #[arg(long, value_name = "COUNT")]
     pub targets: Option<usize>,
-    /// Number of drafters, in the place of drafter.devices
+    /// Number of drafters instead of that of drafter.devices
     #[arg(long, value_name = "COUNT")]
     pub drafters: Option<usize>,
-    /// Jobs of an epoch, in the place of simulate.jobs
+    /// Jobs per epoch instead of simulate.jobs
     #[arg(long, value_name = "COUNT")]
     pub jobs: Option<u32>,
     /// One run for each value: targets=1..7 (the other workers are drafters), or queue-depth=1,4,20 (round-robin)
     #[arg(long, value_name = "SETTING=VALUES")]
     pub sweep: Option<Sweep>,
-    /// Write the figures to stdout as JSON; of a sweep, as an array
+    /// Write the report to stdout as JSON; a sweep is an array of reports
     #[arg(long)]
     pub json: bool,
 }
 
-/// Trains a drafter, or goes on with a run that was interrupted
+/// Trains a drafter, or resumes an interrupted run
 #[derive(Args, Debug)]
 #[command(after_help = "\
-The run lives in run.dir. Started again with the same configuration, it goes on from its last checkpoint. SIGINT or \
-SIGTERM finish the running work and write a checkpoint; a second one stops at once. After SIGTERM an orderly end is no \
-failure: the exit code is 0.
+The run is stored in run.dir. A new start with the same configuration resumes from the last checkpoint. On SIGINT or SIGTERM \
+the run finishes its current work and writes a checkpoint; a second signal stops it at once. After SIGTERM with a checkpoint \
+the exit code is 0.
 
 Examples:
   draftmill train --config configs/demo.toml
   draftmill train --config my.toml --set run.dir=runs/second --set run.seed=7
-  draftmill train --config my.toml --fresh --force      # throw the old run away")]
+  draftmill train --config my.toml --fresh --force      # delete the old run")]
 pub struct TrainArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
-    /// Begin anew instead of going on; refused while run.dir holds a run, unless --force is given as well
+    /// Start a new run instead of resuming; if run.dir holds a run, --force is needed as well
     #[arg(long)]
     pub fresh: bool,
-    /// With --fresh: delete the run that run.dir holds
+    /// With --fresh: delete the run in run.dir
     #[arg(long, requires = "fresh")]
     pub force: bool,
-    /// Write the closing figures to stdout as JSON (they also lie in summary.json of the run)
+    /// Write the summary to stdout as JSON; summary.json in run.dir has the same content
     #[arg(long)]
     pub json: bool,
 }
 
-/// Lists runs: where each stands, and how its last start ended
+/// Lists runs with their state, progress and last end
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A run is running, finished, at its step-limit, stopped (by a signal), failed, or killed (it ended without a word). Reading \
-never disturbs a run.
+States: running, finished, step-limit (run.max_steps), stopped (by a signal), failed, or killed (no end recorded). The \
+command only reads, also from a running run.
 
 Examples:
   draftmill runs runs
   draftmill runs runs/demo --json")]
 pub struct RunsArgs {
-    /// A run folder, or a folder of run folders
+    /// Run folder, or a folder of run folders
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
     /// Write the list to stdout as JSON
@@ -284,10 +284,10 @@ pub struct RunsArgs {
     pub json: bool,
 }
 
-/// Tells what became of a run's jobs, or of one of them, or whether nothing was lost
+/// Shows the outcomes of a run's jobs or the history of one job, or verifies the ledger
 #[derive(Args, Debug)]
 #[command(after_help = "\
-It reads state.db as it is at this moment, also while the run goes on, and never disturbs it.
+The command reads the current state.db, also of a running run, and changes nothing.
 
 Examples:
   draftmill ledger runs/demo
@@ -297,29 +297,30 @@ pub struct LedgerArgs {
     /// Folder of the run (run.dir)
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
-    /// The history of one job, the first of the first epoch being 0/0
+    /// Show the history of one job; the first job of the first epoch is 0/0
     #[arg(long, value_name = "EPOCH/INDEX", value_parser = job_id, conflicts_with = "verify")]
     pub job: Option<JobId>,
-    /// Hold the whole file to the invariants P1, D1, T1 and R1; ends with 6 where one is broken
+    /// Check the invariants P1, D1, T1 and R1 of the whole ledger; the exit code is 6 if one is violated
     #[arg(long)]
     pub verify: bool,
-    /// Write the answer to stdout as JSON
+    /// Write the result to stdout as JSON
     #[arg(long)]
     pub json: bool,
 }
 
 fn job_id(text: &str) -> Result<JobId, String> {
     let parts = text.split_once('/').and_then(|(epoch, index)| Some((epoch.parse().ok()?, index.parse().ok()?)));
-    let (epoch, index) = parts.ok_or("write epoch and place, for example 0/17")?;
+    let (epoch, index) = parts.ok_or("write epoch and index, for example 0/17")?;
     Ok(JobId { epoch, index })
 }
 
 /// Writes a trained drafter as a model folder that inference engines load, or checks such a folder
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Layouts: z-lab's DFlash format (config.json and model.safetensors), which SGLang, vLLM and transformers load, or that of \
-speculators, which brings the target's embedding and head along. Before an export exists it is loaded anew and decodes a few \
-prompts with its target: its logits and its acceptance must be those of the drafter that was trained.
+Layouts: zlab = z-lab's DFlash format (config.json and model.safetensors), which SGLang, vLLM and transformers load. \
+speculators = the format of speculators, which also contains the target's embedding and head. The self-check loads the export \
+and decodes a few prompts with the target before the folder gets its name. Its logits and acceptance must equal those of the \
+trained drafter.
 
 Examples:
   draftmill export --run runs/demo --out drafters/demo
@@ -333,10 +334,10 @@ pub struct ExportArgs {
     /// Checkpoint to export: "latest", "best" (by measured acceptance), or an optimizer step
     #[arg(long, value_name = "STEP", default_value = "latest", conflicts_with = "check")]
     pub checkpoint: WhichCheckpoint,
-    /// The folder to write
+    /// Folder to write
     #[arg(long, value_name = "DIR", requires = "run")]
     pub out: Option<PathBuf>,
-    /// Number type of the weights [default: checkpoint.export_dtype of the run]
+    /// Dtype of the weights [default: checkpoint.export_dtype of the run]
     #[arg(long, value_name = "DTYPE", conflicts_with = "check",
           value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|word| Dtype::from_str(&word)))]
     pub dtype: Option<Dtype>,
@@ -347,16 +348,16 @@ pub struct ExportArgs {
               _ => Layout::Zlab,
           }))]
     pub format: Layout,
-    /// Folder of the target [default: target.dir of the run]; with --check: the folder must be a drafter of it
+    /// Folder of the target [default: target.dir of the run]; with --check: target that the drafter must match
     #[arg(long, value_name = "DIR")]
     pub target: Option<PathBuf>,
-    /// Do not serve the export before it exists
+    /// Skip the self-check
     #[arg(long, conflicts_with = "check")]
     pub no_self_check: bool,
     /// Replace the folder if it exists
     #[arg(long, conflicts_with = "check")]
     pub force: bool,
-    /// Check this folder instead: names, shapes and number types of all tensors, and the keys of config.json
+    /// Check this folder instead: names, shapes and dtypes of all tensors, and the keys of config.json
     #[arg(long, value_name = "DIR", conflicts_with_all = ["run", "out"])]
     pub check: Option<PathBuf>,
     /// Write the result to stdout as JSON
@@ -364,13 +365,13 @@ pub struct ExportArgs {
     pub json: bool,
 }
 
-/// Measures what a drafter is worth: tokens per verification, and speed, in speculative decoding with its target
+/// Measures acceptance (tokens per verification) and speed of a drafter in speculative decoding with its target
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Prompts are rows of OpenAI `messages`, MT-Bench `turns` or HumanEval `prompt`, also gzipped; the target's chat template is \
-applied, with thinking off. Every response is decoded with the drafter and by the target alone, in f32, one at a time; at \
-temperature 0 both must be the same tokens. Acceptance counts the target's own token, so it lies between 1 and the block \
-size. It is told beside what training's accuracies would predict.
+Prompts are rows of OpenAI `messages`, MT-Bench `turns` or HumanEval `prompt`, also gzipped, in the target's chat template with \
+thinking off. Each response is decoded twice in f32, one prompt at a time: with the drafter, and by the target alone. At \
+temperature 0 both must have the same tokens. Acceptance includes the target's token, so it is between 1 and the block size. \
+The report compares it with the acceptance that the accuracies by position predict.
 
 Examples:
   draftmill eval --target models/target --draft runs/mine/export --prompts question.jsonl --limit 20
@@ -385,25 +386,25 @@ pub struct EvalArgs {
     /// JSONL file of prompts
     #[arg(long, value_name = "FILE")]
     pub prompts: PathBuf,
-    /// Tokens of a response at most
+    /// Maximum tokens of a response
     #[arg(long, value_name = "COUNT", default_value = "256", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
-    /// 0 takes the most likely token; any other value samples
+    /// Sampling temperature; 0 = the most likely token
     #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
     pub temperature: f64,
-    /// Seed of the samples
+    /// Seed of the sampling
     #[arg(long, value_name = "SEED", default_value = "0")]
     pub seed: u64,
-    /// Only the first prompts of the file
+    /// Number of prompts, from the start of the file [default: all]
     #[arg(long, value_name = "COUNT")]
     pub limit: Option<usize>,
-    /// Where both models compute: cpu, cuda or cuda:N
+    /// Device of both models: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: Device,
-    /// Write the figures to stdout as JSON
+    /// Write the report to stdout as JSON
     #[arg(long)]
     pub json: bool,
-    /// Draw acceptance by position and tokens per step
+    /// Write an SVG plot of acceptance by position and tokens per step
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
 }
@@ -412,10 +413,10 @@ fn temperature(text: &str) -> Result<f64, String> {
     let value: Option<f64> = text.parse().ok();
     value
         .filter(|value| value.is_finite() && *value >= 0.0)
-        .ok_or_else(|| "write a number from 0 on, such as 0.7".into())
+        .ok_or_else(|| "write a number of at least 0, such as 0.7".into())
 }
 
-/// Which checkpoint of a run is meant.
+/// Checkpoint to export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WhichCheckpoint {
     Latest,

@@ -19,7 +19,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         device: args.device,
     };
     let mut done = 0;
-    let report = measured(&options, prompts, &mut |record: &Record| {
+    let report = evaluate(&options, prompts, &mut |record: &Record| {
         done += 1;
         let produced: usize = record.steps.iter().map(|step| step.produced).sum();
         output::tell(&format!("response {done} ({count} prompts): {produced} tokens in {} steps", record.steps.len()));
@@ -33,11 +33,11 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
 }
 
 #[cfg(feature = "torch")]
-use crate::eval::measure as measured;
+use crate::eval::evaluate;
 
 /// What stands in for the measurement in a build without libtorch: a sentence.
 #[cfg(not(feature = "torch"))]
-fn measured(_: &EvalOptions, _: Vec<eval::Prompt>, _: &mut dyn FnMut(&Record)) -> Result<eval::Report, Failure> {
+fn evaluate(_: &EvalOptions, _: Vec<eval::Prompt>, _: &mut dyn FnMut(&Record)) -> Result<eval::Report, Failure> {
     Err(Failure::new(
         Exit::Usage,
         "this draftmill was built without libtorch, which decoding needs; build with the default features",

@@ -12,7 +12,7 @@ use crate::{
         validate::{self, Severity},
     },
     run_dir::{
-        RunFolder,
+        RunDir,
         checkpoint::{self, Verified},
         eval_log,
     },
@@ -56,7 +56,7 @@ fn belongs(dir: &Path, target: &Path) -> Result<(), Failure> {
 }
 
 fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
-    let folder = RunFolder::new(run);
+    let folder = RunDir::new(run);
     let steps = checkpoint::steps(&folder.checkpoints()).unwrap_or_default();
     if steps.is_empty() {
         let why = match folder.config().exists() {
@@ -152,5 +152,5 @@ fn target(args: &ExportArgs, trained_with: Option<&Config>) -> Option<PathBuf> {
 /// Where the run's first target computed; the CPU, where that device is not here.
 fn device(trained_with: Option<&Config>) -> crate::config::Device {
     let first = trained_with.and_then(|config| config.target.devices.first().copied());
-    first.filter(|device| export::is_here(*device)).unwrap_or(crate::config::Device::Cpu)
+    first.filter(|device| export::device_available(*device)).unwrap_or(crate::config::Device::Cpu)
 }

@@ -1,6 +1,6 @@
 //! Log lines on stderr: for people on a terminal, JSON where a machine reads.
 
-use super::{LogArgs, log_throttle};
+use super::{LogArgs, json_lines::JsonLines, log_throttle};
 use crate::{
     admin::recent_warnings::FaultLayer,
     common::exit::{Exit, Failure},
@@ -29,7 +29,7 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     let lines = fmt::layer().with_writer(move || OverProgress { terminal, begun: false });
     let human = !json(log.format, terminal);
     let lines: Box<dyn Layer<Registry> + Send + Sync> = if !human {
-        lines.json().flatten_event(true).map_event_format(log_throttle::few).boxed()
+        lines.json().map_event_format(|format| log_throttle::few(JsonLines::new(format))).boxed()
     } else {
         lines.with_ansi(terminal).with_target(false).map_event_format(log_throttle::few).boxed()
     };

@@ -10,6 +10,7 @@ mod import;
 mod interruptible;
 mod json_lines;
 mod ledger;
+mod json_lines;
 mod log_throttle;
 mod logging;
 mod output;

@@ -1,4 +1,4 @@
-//! An NCCL of the CPU for tests, one for each thread: it adds and copies, keeps its calls, and fails or lies when told to.
+//! Fake NCCL on the CPU for tests, one per thread: computes, records its calls, and fails or corrupts results on request.
 
 use super::nccl_ffi::{Comm, FLOAT, SUCCESS, SUM, Stream, Table};
 use std::{
@@ -12,15 +12,15 @@ const INVALID_ARGUMENT: c_int = 4;
 const INVALID_USAGE: c_int = 5;
 
 #[derive(Default)]
-struct World {
+struct FakeState {
     calls: Vec<&'static str>,
-    /// The call that fails, by its place in `calls`.
+    /// Index in `calls` of the call that fails.
     fails: Option<usize>,
-    /// The collective that brings a wrong number.
-    lies: Option<&'static str>,
-    /// Those that nobody has destroyed yet.
+    /// Collective whose result has one wrong value.
+    corrupts: Option<&'static str>,
+    /// Communicators that are not destroyed yet.
     comms: Vec<Comm>,
-    /// The calls of the group that is open.
+    /// Calls of the open group.
     group: Option<Vec<Call>>,
 }
 
@@ -35,12 +35,12 @@ struct Call {
 }
 
 thread_local! {
-    static WORLD: RefCell<World> = RefCell::default();
+    static STATE: RefCell<FakeState> = RefCell::default();
 }
 
-/// Of a new world: whatever the thread had before is forgotten.
+/// Function table of a fresh fake; resets the state of this thread.
 pub fn table() -> Table {
-    WORLD.take();
+    STATE.take();
     Table {
         get_version,
         get_error_string,
@@ -54,34 +54,34 @@ pub fn table() -> Table {
     }
 }
 
-/// Every call so far, in order.
+/// All calls of this thread so far, in order.
 pub fn calls() -> Vec<&'static str> {
-    WORLD.with_borrow(|world| world.calls.clone())
+    STATE.with_borrow(|state| state.calls.clone())
 }
 
-/// Has the call fail that will be at this place.
-pub fn fail_at(place: usize) {
-    WORLD.with_borrow_mut(|world| world.fails = Some(place));
+/// Makes the call with this index fail.
+pub fn fail_at(index: usize) {
+    STATE.with_borrow_mut(|state| state.fails = Some(index));
 }
 
-/// Has each such collective bring one wrong number from now on.
-pub fn lie_in(collective: &'static str) {
-    WORLD.with_borrow_mut(|world| world.lies = Some(collective));
+/// Corrupts one value of each later result of `collective`.
+pub fn corrupt(collective: &'static str) {
+    STATE.with_borrow_mut(|state| state.corrupts = Some(collective));
 }
 
-/// One that is to fail fails when its work is done: a group may have begun on some GPU.
-fn call(name: &'static str, work: impl FnOnce(&mut World) -> c_int) -> c_int {
-    WORLD.with_borrow_mut(|world| {
-        let fails = world.fails == Some(world.calls.len());
-        world.calls.push(name);
-        let code = work(world);
+/// Records a call and runs it. A failing call fails after its work, as a group may have started on some GPU.
+fn call(name: &'static str, work: impl FnOnce(&mut FakeState) -> c_int) -> c_int {
+    STATE.with_borrow_mut(|state| {
+        let fails = state.fails == Some(state.calls.len());
+        state.calls.push(name);
+        let code = work(state);
         if fails { INTERNAL_ERROR } else { code }
     })
 }
 
 extern "C" fn get_version(version: *mut c_int) -> c_int {
     call("ncclGetVersion", |_| {
-        // SAFETY: what the caller has room for.
+        // SAFETY: the caller passes a valid pointer.
         unsafe { *version = 22_809 };
         SUCCESS
     })
@@ -97,46 +97,46 @@ extern "C" fn get_error_string(code: c_int) -> *const c_char {
 }
 
 extern "C" fn comm_init_all(comms: *mut Comm, count: c_int, _devices: *const c_int) -> c_int {
-    call("ncclCommInitAll", |world| {
-        world.comms = (1..=count as usize).map(|number| number as Comm).collect();
-        // SAFETY: a list of `count`.
-        unsafe { slice::from_raw_parts_mut(comms, count as usize) }.copy_from_slice(&world.comms);
+    call("ncclCommInitAll", |state| {
+        state.comms = (1..=count as usize).map(|number| number as Comm).collect();
+        // SAFETY: the caller passes an array of `count` entries.
+        unsafe { slice::from_raw_parts_mut(comms, count as usize) }.copy_from_slice(&state.comms);
         SUCCESS
     })
 }
 
 extern "C" fn comm_destroy(comm: Comm) -> c_int {
-    call("ncclCommDestroy", |world| forget(world, comm))
+    call("ncclCommDestroy", |state| forget(state, comm))
 }
 
 extern "C" fn comm_abort(comm: Comm) -> c_int {
-    call("ncclCommAbort", |world| forget(world, comm))
+    call("ncclCommAbort", |state| forget(state, comm))
 }
 
-fn forget(world: &mut World, comm: Comm) -> c_int {
-    let before = world.comms.len();
-    world.comms.retain(|&other| other != comm);
-    assert_eq!(world.comms.len() + 1, before, "destroyed twice");
+fn forget(state: &mut FakeState, comm: Comm) -> c_int {
+    let before = state.comms.len();
+    state.comms.retain(|&other| other != comm);
+    assert_eq!(state.comms.len() + 1, before, "destroyed twice");
     SUCCESS
 }
 
 extern "C" fn group_start() -> c_int {
-    call("ncclGroupStart", |world| {
-        world.group = Some(Vec::new());
+    call("ncclGroupStart", |state| {
+        state.group = Some(Vec::new());
         SUCCESS
     })
 }
 
-/// Nothing happens before. The sum is begun from behind, so that it is another one than that of copies as far as it may be.
+/// Runs the whole group. Sums start with the last rank, so that rounding differs from that of peer copies.
 extern "C" fn group_end() -> c_int {
-    call("ncclGroupEnd", |world| {
-        let Some(group) = world.group.take() else { return INVALID_USAGE };
+    call("ncclGroupEnd", |state| {
+        let Some(group) = state.group.take() else { return INVALID_USAGE };
         let Some(&first) = group.first() else { return SUCCESS };
         let same = |call: &Call| call.name == first.name && call.count == first.count;
-        if !group.iter().map(|call| call.comm).eq(world.comms.iter().copied()) || !group.iter().all(same) {
+        if !group.iter().map(|call| call.comm).eq(state.comms.iter().copied()) || !group.iter().all(same) {
             return INVALID_USAGE;
         }
-        // SAFETY: so many values, which nobody writes; a collective's results lie apart from them.
+        // SAFETY: `count` values, not written meanwhile; a collective's output never overlaps its input.
         let read = |call: &Call| unsafe { slice::from_raw_parts(call.from, call.count) };
         let (mut result, readers) = match first.name {
             "ncclReduce" => {
@@ -148,23 +148,23 @@ extern "C" fn group_end() -> c_int {
             }
             _ => (read(&first).to_vec(), group.len()),
         };
-        for (place, call) in group.iter().take(readers).enumerate() {
-            if world.lies == Some(call.name) && place + 1 == readers {
+        for (rank, call) in group.iter().take(readers).enumerate() {
+            if state.corrupts == Some(call.name) && rank + 1 == readers {
                 result[call.count - 1] += 1.0;
             }
-            // SAFETY: room for so many.
+            // SAFETY: the output buffer holds `count` values.
             unsafe { slice::from_raw_parts_mut(call.to, call.count) }.copy_from_slice(&result);
         }
         SUCCESS
     })
 }
 
-/// Takes a call into the open group.
-fn collect(call: Call, kind: c_int, root: c_int, stream: Stream, world: &mut World) -> c_int {
+/// Adds a call to the open group.
+fn collect(call: Call, kind: c_int, root: c_int, stream: Stream, state: &mut FakeState) -> c_int {
     if kind != FLOAT || root != 0 || !stream.is_null() {
         return INVALID_ARGUMENT;
     }
-    let Some(group) = &mut world.group else { return INVALID_USAGE };
+    let Some(group) = &mut state.group else { return INVALID_USAGE };
     group.push(call);
     SUCCESS
 }
@@ -180,8 +180,8 @@ extern "C" fn reduce(
     stream: Stream,
 ) -> c_int {
     let one = Call { name: "ncclReduce", from: from.cast(), to: to.cast(), count, comm };
-    call(one.name, |world| match operation {
-        SUM => collect(one, kind, root, stream, world),
+    call(one.name, |state| match operation {
+        SUM => collect(one, kind, root, stream, state),
         _ => INVALID_ARGUMENT,
     })
 }
@@ -196,5 +196,5 @@ extern "C" fn broadcast(
     stream: Stream,
 ) -> c_int {
     let one = Call { name: "ncclBroadcast", from: from.cast(), to: to.cast(), count, comm };
-    call(one.name, |world| collect(one, kind, root, stream, world))
+    call(one.name, |state| collect(one, kind, root, stream, state))
 }

@@ -1,4 +1,4 @@
-//! Collectives between GPUs: NCCL, and copies between two devices.
+//! Collectives between GPUs: NCCL and peer copies.
 
 #[cfg(test)]
 pub(crate) mod fake_nccl;

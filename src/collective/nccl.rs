@@ -1,4 +1,4 @@
-//! Sums and copies between several GPUs of this process by NCCL, whose library is opened when it is asked for.
+//! Reduce and broadcast between the GPUs of this process by NCCL, whose library is loaded on demand.
 
 use super::nccl_ffi::{Comm, FLOAT, NcclError, SUCCESS, SUM, Stream, Table};
 use super::peer_copy;
@@ -16,16 +16,16 @@ use std::{
 };
 use tch::{Device, Kind, Tensor};
 
-/// NCCL's number of the first GPU, where sums go and from where copies come.
-const FIRST: c_int = 0;
-/// Values that a trial sends: 4 MiB, and no round number of them.
-const TRIAL: usize = (1 << 20) + 3;
-/// Largest number that a trial sends: f32 holds the sum of 256 of them exactly.
-const LARGEST: i32 = 1 << 16;
-/// A call takes milliseconds, of the largest drafters seconds. Where GPUs do not reach each other, or one is lost, it would wait for ever.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// How often one looks whether it is done.
-const LOOK: Duration = Duration::from_micros(100);
+/// Rank that receives sums and sends copies.
+const ROOT: c_int = 0;
+/// Number of values in the self-test: about 4 MiB, and not a multiple of a power of two.
+const TEST_VALUES: usize = (1 << 20) + 3;
+/// Largest value of the self-test: f32 holds the sum of 256 of them exactly.
+const MAX_TEST_VALUE: i32 = 1 << 16;
+/// Limit for one call, which takes seconds at most. Without a limit it would hang if GPUs cannot reach each other.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Interval between two checks for completion.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 impl From<tch::TchError> for NcclError {
     fn from(error: tch::TchError) -> NcclError {
@@ -40,16 +40,16 @@ impl From<draftmill_torch_ext::Error> for NcclError {
 }
 
 impl NcclError {
-    /// What helps.
+    /// Remedy to print with the error.
     pub fn remedy(&self) -> String {
         match self {
-            NcclError::Missing(_) => "fetch libtorch again, with CUDA, which brings it, or install libnccl2".into(),
+            NcclError::Missing(_) => "fetch libtorch again, with CUDA, which includes NCCL, or install libnccl2".into(),
             NcclError::Failed { .. } | NcclError::Model(_) => {
-                "its own log (NCCL_DEBUG=INFO in the environment) tells why".into()
+                "set NCCL_DEBUG=INFO in the environment to see NCCL's own log".into()
             }
-            NcclError::Wrong | NcclError::Hangs(_) => {
+            NcclError::SelfTest | NcclError::Timeout(_) => {
                 format!(
-                    "set NCCL_P2P_DISABLE=1 in the environment, which goes by way of the host; or {}",
+                    "set NCCL_P2P_DISABLE=1 in the environment, which copies through the host; or {}",
                     peer_copy::REMEDY
                 )
             }
@@ -58,38 +58,41 @@ impl NcclError {
     }
 }
 
-/// Several GPUs that compute one sum and share one copy; the first of them is where the sum goes and the copy comes from.
+/// NCCL communicator over several GPUs. Rank 0 receives sums and sends copies.
 ///
-/// One call that fails is its end: what it began on some GPU is ended there, and every further call fails, too.
+/// A failed call aborts the communicator on all GPUs, and every later call fails.
 pub struct Communicator {
     table: Table,
     devices: Vec<Device>,
-    /// One for each device; none once a call failed.
+    /// One per device; empty after a failed call.
     comms: Vec<Comm>,
 }
 
-// SAFETY: any thread may call NCCL, one at a time, and a call takes `&mut self`.
+// SAFETY: NCCL may be called from any thread, one at a time, and each call takes `&mut self`.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Over these GPUs, tried out: what random whole numbers add up to, and their copies, are right. NCCL's own start has no bound in
-    /// time, so this one gives it up where it does not come to an end.
+    /// Opens a communicator over `devices` and runs the self-test. NCCL's initialisation has no timeout of its own, so it runs
+    /// on another thread with one.
+    ///
+    /// # Errors
+    /// Returns an error if NCCL fails, does not finish in time, or fails the self-test.
     pub fn open(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
         let devices = devices.to_vec();
-        within(PATIENCE, move || Communicator::start(table, &devices))
+        with_timeout(TIMEOUT, move || Communicator::start(table, &devices))
     }
 
-    /// The same on this thread, however long it takes.
+    /// Opens and self-tests on the calling thread, without a timeout.
     pub(crate) fn start(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
-        Communicator::new(table, devices)?.tried()
+        Communicator::new(table, devices)?.self_test()
     }
 
     pub(crate) fn new(table: Table, devices: &[Device]) -> Result<Communicator, NcclError> {
         let numbers: Vec<c_int> = devices.iter().map(|&device| number(device)).collect();
         let mut comms = vec![null_mut(); devices.len()];
-        // SAFETY: both lists have as many entries as is said. A number that names no GPU, or one twice, is an error.
+        // SAFETY: both arrays have `devices.len()` entries. NCCL rejects an unknown or repeated GPU.
         let code = unsafe { (table.comm_init_all)(comms.as_mut_ptr(), devices.len() as c_int, numbers.as_ptr()) };
-        table.done("ncclCommInitAll", code)?;
+        table.check("ncclCommInitAll", code)?;
         Ok(Communicator { table, devices: devices.to_vec(), comms })
     }
 
@@ -97,51 +100,62 @@ impl Communicator {
         &self.devices
     }
 
+    /// Version of the NCCL library.
+    ///
+    /// # Errors
+    /// Returns an error if NCCL does not report its version.
     pub fn version(&self) -> Result<String, NcclError> {
         self.table.version()
     }
 
-    /// The sum of one tensor on each GPU, on the first one. In storage of its own: what was to be added is whole, whatever fails.
+    /// Returns the sum of one f32 tensor per GPU on rank 0, in new storage: the inputs stay intact if the call fails.
+    ///
+    /// # Errors
+    /// Returns an error if a tensor has another size, dtype or device, or NCCL fails. `NcclError::Timeout` after 60 s.
     pub fn reduce(&mut self, parts: &[Tensor]) -> Result<Tensor, NcclError> {
-        self.fits(parts)?;
+        self.check_tensors(parts)?;
         let (first, count) = (&parts[0], parts[0].numel());
         let sum = first.f_empty_like()?;
         let (reduce, from) = (self.table.reduce, parts.iter().map(Tensor::data_ptr).collect::<Vec<_>>());
         let to = sum.data_ptr();
-        // SAFETY: as many values of f32 on each GPU as is said, and as much room on the first one; others write nothing.
-        self.together("ncclReduce", |place, comm| unsafe {
-            let to = if place == 0 { to } else { null_mut() };
-            reduce(from[place], to, count, FLOAT, SUM, FIRST, comm, DEFAULT_STREAM)
+        // SAFETY: `count` f32 values on each GPU and in `sum` on rank 0, checked above; other ranks write nothing.
+        self.group_call("ncclReduce", |rank, comm| unsafe {
+            let to = if rank == 0 { to } else { null_mut() };
+            reduce(from[rank], to, count, FLOAT, SUM, ROOT, comm, DEFAULT_STREAM)
         })?;
-        self.ended()?;
+        self.wait_finished()?;
         Ok(sum)
     }
 
-    /// A copy of a tensor of the first GPU on each one, the first included.
+    /// Returns one copy of an f32 tensor of rank 0 per GPU, rank 0 included.
+    ///
+    /// # Errors
+    /// Returns an error if the tensor is not contiguous f32 on rank 0, or NCCL fails. `NcclError::Timeout` after 60 s.
     pub fn broadcast(&mut self, tensor: &Tensor) -> Result<Vec<Tensor>, NcclError> {
         let (size, count, from) = (tensor.size(), tensor.numel(), tensor.data_ptr());
         let copies = self.devices.iter().map(|&device| Tensor::f_empty(size.as_slice(), (Kind::Float, device)));
         let copies = copies.collect::<Result<Vec<_>, _>>()?;
-        self.fits(&copies)?;
-        self.one_of(0, tensor, count)?;
+        self.check_tensors(&copies)?;
+        self.check_tensor(0, tensor, count)?;
         let (broadcast, to) = (self.table.broadcast, copies.iter().map(Tensor::data_ptr).collect::<Vec<_>>());
-        // SAFETY: as many values of f32 on the first GPU as is said, and as much room on each; others read nothing.
-        self.together("ncclBroadcast", |place, comm| unsafe {
-            let from = if place == 0 { from } else { to[place] };
-            broadcast(from, to[place], count, FLOAT, FIRST, comm, DEFAULT_STREAM)
+        // SAFETY: `count` f32 values on rank 0 and in each copy, checked above; other ranks read nothing.
+        self.group_call("ncclBroadcast", |rank, comm| unsafe {
+            let from = if rank == 0 { from } else { to[rank] };
+            broadcast(from, to[rank], count, FLOAT, ROOT, comm, DEFAULT_STREAM)
         })?;
-        self.ended()?;
+        self.wait_finished()?;
         Ok(copies)
     }
 
-    /// Adds and copies random whole numbers, whose sums are exact in whatever order, and has the host read back what every GPU got.
-    fn tried(mut self) -> Result<Communicator, NcclError> {
+    /// Reduces and broadcasts random integers, whose sums are exact in any order, and compares every GPU's copy on the host.
+    fn self_test(mut self) -> Result<Communicator, NcclError> {
         let _no_grad = tch::no_grad_guard();
         let mut rng = ChaCha8Rng::from_seed(stream_seed(0, "nccl", &[]));
-        let mut sum = Tensor::f_zeros([TRIAL as i64], (Kind::Float, Device::Cpu))?;
+        let mut sum = Tensor::f_zeros([TEST_VALUES as i64], (Kind::Float, Device::Cpu))?;
         let mut parts = Vec::new();
         for &device in &self.devices {
-            let values: Vec<f32> = (0..TRIAL).map(|_| rng.random_range(-LARGEST..=LARGEST) as f32).collect();
+            let values: Vec<f32> =
+                (0..TEST_VALUES).map(|_| rng.random_range(-MAX_TEST_VALUE..=MAX_TEST_VALUE) as f32).collect();
             let part = Tensor::f_from_slice(&values)?;
             let _ = sum.f_add_(&part)?;
             parts.push(part.f_to_device(device)?);
@@ -150,73 +164,73 @@ impl Communicator {
         let copies = self.broadcast(&got)?;
         for copy in copies {
             if !copy.f_to_device(Device::Cpu)?.f_equal(&sum)? {
-                return Err(NcclError::Wrong);
+                return Err(NcclError::SelfTest);
             }
         }
         Ok(self)
     }
 
-    /// Waits until every GPU is done with what was asked of it so far.
-    fn ended(&mut self) -> Result<(), NcclError> {
-        let ended = marks(&self.devices).and_then(|marks| {
-            awaited(PATIENCE, || {
-                for mark in &marks {
-                    if !mark.is_passed()? {
+    /// Waits until every GPU is done with what was asked of it so device.
+    fn wait_finished(&mut self) -> Result<(), NcclError> {
+        let finished = record_events(&self.devices).and_then(|events| {
+            poll_until(TIMEOUT, || {
+                for event in &events {
+                    if !event.is_complete()? {
                         return Ok(false);
                     }
                 }
                 Ok(true)
             })
         });
-        if ended.is_err() {
-            self.leave_off();
+        if finished.is_err() {
+            self.abort();
         }
-        ended
+        finished
     }
 
-    /// Makes one call for each GPU, as one group: from one thread each would wait for the others, which never come.
-    fn together(&mut self, name: &'static str, call: impl Fn(usize, Comm) -> c_int) -> Result<(), NcclError> {
-        // SAFETY: takes nothing.
-        let begun = self.table.done("ncclGroupStart", unsafe { (self.table.group_start)() });
+    /// Makes one call per GPU in one NCCL group: without a group, the first call would block for the others for ever.
+    fn group_call(&mut self, name: &'static str, call: impl Fn(usize, Comm) -> c_int) -> Result<(), NcclError> {
+        // SAFETY: no arguments.
+        let begun = self.table.check("ncclGroupStart", unsafe { (self.table.group_start)() });
         let done = begun.and_then(|()| {
-            let mut codes = self.comms.iter().enumerate().map(|(place, &comm)| call(place, comm));
+            let mut codes = self.comms.iter().enumerate().map(|(rank, &comm)| call(rank, comm));
             let code = codes.find(|&code| code != SUCCESS).unwrap_or(SUCCESS);
-            // SAFETY: takes nothing. What was begun has to be ended, whatever became of it.
+            // SAFETY: no arguments. A started group must be ended even after a failed call.
             let ended = unsafe { (self.table.group_end)() };
-            self.table.done(name, code)?;
-            self.table.done("ncclGroupEnd", ended)
+            self.table.check(name, code)?;
+            self.table.check("ncclGroupEnd", ended)
         });
         if done.is_err() {
-            self.leave_off();
+            self.abort();
         }
         done
     }
 
-    fn fits(&self, tensors: &[Tensor]) -> Result<(), NcclError> {
+    fn check_tensors(&self, tensors: &[Tensor]) -> Result<(), NcclError> {
         if self.comms.is_empty() || tensors.len() != self.comms.len() {
             let (given, gpus) = (tensors.len(), self.comms.len());
             return Err(NcclError::Unsuitable(format!("{given} tensors do not fit a communicator of {gpus} GPUs")));
         }
         let count = tensors[0].numel();
-        tensors.iter().enumerate().try_for_each(|(place, tensor)| self.one_of(place, tensor, count))
+        tensors.iter().enumerate().try_for_each(|(rank, tensor)| self.check_tensor(rank, tensor, count))
     }
 
-    /// Whether NCCL may be told of a tensor as one of `count` values of f32 on that GPU.
-    fn one_of(&self, place: usize, tensor: &Tensor, count: usize) -> Result<(), NcclError> {
+    /// Checks that `tensor` is `count` contiguous f32 values on the device of `rank`.
+    fn check_tensor(&self, rank: usize, tensor: &Tensor, count: usize) -> Result<(), NcclError> {
         let (kind, device, values) = (tensor.f_kind()?, tensor.device(), tensor.numel());
-        if kind != Kind::Float || device != self.devices[place] || values != count || !tensor.is_contiguous() {
-            let (device, wanted) = (peer_copy::name(device), peer_copy::name(self.devices[place]));
+        if kind != Kind::Float || device != self.devices[rank] || values != count || !tensor.is_contiguous() {
+            let (device, wanted) = (peer_copy::name(device), peer_copy::name(self.devices[rank]));
             return Err(NcclError::Unsuitable(format!(
-                "{values} values of {kind:?} on {device} cannot be exchanged as {count} of f32 in one piece on {wanted}"
+                "{values} values of {kind:?} on {device}, expected {count} contiguous values of f32 on {wanted}"
             )));
         }
         Ok(())
     }
 
-    /// Ends what runs on any GPU and frees all that belongs to it.
-    fn leave_off(&mut self) {
+    /// Cancels the work on all GPUs and frees the communicator.
+    fn abort(&mut self) {
         for comm in self.comms.drain(..) {
-            // SAFETY: made by NCCL, and not known to anybody from here on. Nothing can be done about an error.
+            // SAFETY: created by NCCL and used for the last time here. An error has no remedy.
             let _ = unsafe { (self.table.comm_abort)(comm) };
         }
     }
@@ -231,49 +245,48 @@ impl Drop for Communicator {
     }
 }
 
-/// Behind all that each GPU has to do; none of what is no GPU.
-fn marks(devices: &[Device]) -> Result<Vec<Event>, NcclError> {
-    let mark = |&device: &Device| -> Result<Option<Event>, NcclError> {
-        Ok(draftmill_torch_ext::Stream::current(device)?.map(Event::in_stream).transpose()?)
+/// Records an event on the current stream of each GPU; skips other devices.
+fn record_events(devices: &[Device]) -> Result<Vec<Event>, NcclError> {
+    let event = |&device: &Device| -> Result<Option<Event>, NcclError> {
+        Ok(draftmill_torch_ext::Stream::current(device)?.map(Event::record).transpose()?)
     };
-    devices.iter().filter_map(|device| mark(device).transpose()).collect()
+    devices.iter().filter_map(|device| event(device).transpose()).collect()
 }
 
-/// What `call` gives on a thread of its own, which is left to itself where that takes longer than `patience`.
-fn within<T: Send + 'static>(
-    patience: Duration,
+/// Runs `call` on a new thread and returns its result. The thread is detached if it takes longer than `timeout`.
+fn with_timeout<T: Send + 'static>(
+    timeout: Duration,
     call: impl FnOnce() -> Result<T, NcclError> + Send + 'static,
 ) -> Result<T, NcclError> {
-    let failed = |text: &str| NcclError::Failed { call: "its start", text: text.to_owned() };
-    let (done, answer) = sync_channel(1);
-    // Who gave it up is not there any more to be told.
-    let asked = thread::Builder::new().name("nccl".into()).spawn(move || done.send(call()).ok());
-    asked.map_err(|error| failed(&error.to_string()))?;
-    answer.recv_timeout(patience).map_err(|error| match error {
-        RecvTimeoutError::Timeout => NcclError::Hangs(patience),
-        RecvTimeoutError::Disconnected => failed("its thread panicked"),
+    let failed = |text: &str| NcclError::Failed { call: "ncclCommInitAll", text: text.to_owned() };
+    let (sender, receiver) = sync_channel(1);
+    // After a timeout the receiver is gone.
+    let spawned = thread::Builder::new().name("nccl".into()).spawn(move || sender.send(call()).ok());
+    spawned.map_err(|error| failed(&error.to_string()))?;
+    receiver.recv_timeout(timeout).map_err(|error| match error {
+        RecvTimeoutError::Timeout => NcclError::Timeout(timeout),
+        RecvTimeoutError::Disconnected => failed("the NCCL thread panicked"),
     })?
 }
 
-/// Asks again and again, for about so long at most.
-fn awaited(patience: Duration, mut done: impl FnMut() -> Result<bool, NcclError>) -> Result<(), NcclError> {
+/// Polls `done` until it returns true or about `timeout` has passed.
+fn poll_until(timeout: Duration, mut done: impl FnMut() -> Result<bool, NcclError>) -> Result<(), NcclError> {
     let mut waited = Duration::ZERO;
     while !done()? {
-        if waited >= patience {
-            return Err(NcclError::Hangs(patience));
+        if waited >= timeout {
+            return Err(NcclError::Timeout(timeout));
         }
-        thread::sleep(LOOK);
-        waited += LOOK;
+        thread::sleep(POLL_INTERVAL);
+        waited += POLL_INTERVAL;
     }
     Ok(())
 }
 
-/// libtorch's default stream of whichever GPU a call is for, where gradients and weights are made and used. So a collective begins when
-/// what it reads is computed, who uses its result waits for it, and memory that is freed after the call is not used again before
-/// it is done.
+/// Default stream of the call's GPU, on which gradients and weights are computed and read. Stream order therefore makes a
+/// collective wait for its inputs, makes readers wait for its result, and delays reuse of memory that is freed meanwhile.
 const DEFAULT_STREAM: Stream = null_mut();
 
-/// CUDA's, which is libtorch's; a number that is nobody's for whatever is no GPU.
+/// CUDA index of a device, which equals libtorch's; -1 for other devices.
 fn number(device: Device) -> c_int {
     match device {
         Device::Cuda(index) => c_int::try_from(index).unwrap_or(c_int::MAX),
@@ -295,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_collective_is_one_group_with_one_call_for_each_gpu() {
+    fn collective_is_one_group_with_one_call_per_gpu() {
         let mut three = communicator(3);
         let parts = [1.0f32, 10.0, 100.0].map(|x| Tensor::from_slice(&[x, 2.0 * x]));
         let sum = three.reduce(&parts).unwrap();
@@ -314,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_before_nccl_hears_of_it() {
+    fn wrong_tensors_are_rejected_before_any_nccl_call() {
         let mut two = communicator(2);
         let before = fake_nccl::calls().len();
         let (one, longer) = (Tensor::from_slice(&[1.0f32]), Tensor::from_slice(&[1.0f32, 2.0]));
@@ -322,9 +335,9 @@ mod tests {
         let apart = square.reshape([2, 2]).select(1, 0);
         for (parts, text) in [
             (vec![&one], "1 tensors do not fit a communicator of 2 GPUs"),
-            (vec![&one, &longer], "2 values of Float on cpu cannot be exchanged as 1 of f32"),
+            (vec![&one, &longer], "2 values of Float on cpu, expected 1 contiguous values of f32"),
             (vec![&double, &one], "1 values of Double"),
-            (vec![&longer, &apart], "in one piece"),
+            (vec![&longer, &apart], "expected 2 contiguous"),
         ] {
             let parts: Vec<Tensor> = parts.into_iter().map(Tensor::shallow_clone).collect();
             let error = two.reduce(&parts).unwrap_err().to_string();
@@ -336,9 +349,9 @@ mod tests {
         assert_eq!(fake_nccl::calls().len(), before);
     }
 
-    /// A group that was begun is ended, and what may still run on some GPU is ended, too.
+    /// A started group is ended, and work that may still run on some GPU is aborted.
     #[test]
-    fn one_failure_is_the_end_of_all_gpus() {
+    fn one_failure_aborts_all_gpus() {
         let parts = [1.0f32, 2.0].map(|x| Tensor::from_slice(&[x]));
         for (at, call) in [(0, "ncclGroupStart"), (1, "ncclReduce"), (2, "ncclReduce"), (3, "ncclGroupEnd")] {
             let mut two = communicator(2);
@@ -361,54 +374,54 @@ mod tests {
     }
 
     #[test]
-    fn a_trial_sees_a_sum_or_a_copy_that_is_wrong() {
-        assert!(communicator(3).tried().is_ok());
+    fn self_test_detects_a_wrong_sum_or_copy() {
+        assert!(communicator(3).self_test().is_ok());
         for call in ["ncclReduce", "ncclBroadcast"] {
             let three = communicator(3);
-            fake_nccl::lie_in(call);
-            let error = three.tried().err().unwrap();
-            assert!(matches!(error, NcclError::Wrong) && error.remedy().contains("NCCL_P2P_DISABLE=1"), "{error:?}");
+            fake_nccl::corrupt(call);
+            let error = three.self_test().err().unwrap();
+            assert!(matches!(error, NcclError::SelfTest) && error.remedy().contains("NCCL_P2P_DISABLE=1"), "{error:?}");
         }
     }
 
     #[test]
-    fn what_does_not_end_is_given_up() {
-        let mut asked = 0;
+    fn polling_stops_after_the_timeout() {
+        let mut polls = 0;
         let third = || {
-            asked += 1;
-            Ok(asked == 3)
+            polls += 1;
+            Ok(polls == 3)
         };
-        assert!(awaited(LOOK * 5, third).is_ok());
-        assert_eq!(asked, 3);
-        let error = awaited(LOOK * 5, || Ok(false)).unwrap_err();
-        assert!(matches!(error, NcclError::Hangs(_)) && error.remedy().contains("NCCL_P2P_DISABLE=1"), "{error:?}");
-        assert!(matches!(awaited(PATIENCE, || Err(NcclError::Wrong)), Err(NcclError::Wrong)));
+        assert!(poll_until(POLL_INTERVAL * 5, third).is_ok());
+        assert_eq!(polls, 3);
+        let error = poll_until(POLL_INTERVAL * 5, || Ok(false)).unwrap_err();
+        assert!(matches!(error, NcclError::Timeout(_)) && error.remedy().contains("NCCL_P2P_DISABLE=1"), "{error:?}");
+        assert!(matches!(poll_until(TIMEOUT, || Err(NcclError::SelfTest)), Err(NcclError::SelfTest)));
     }
 
     #[test]
-    fn a_start_that_does_not_end_is_left_to_itself() {
-        assert!(matches!(within(PATIENCE, || Ok(3)), Ok(3)));
-        assert!(matches!(within(PATIENCE, || Err::<(), _>(NcclError::Wrong)), Err(NcclError::Wrong)));
+    fn hanging_start_is_detached_after_the_timeout() {
+        assert!(matches!(with_timeout(TIMEOUT, || Ok(3)), Ok(3)));
+        assert!(matches!(with_timeout(TIMEOUT, || Err::<(), _>(NcclError::SelfTest)), Err(NcclError::SelfTest)));
         let (let_go, held) = sync_channel::<()>(0);
         let (ended, end) = sync_channel(1);
         let endless = move || {
             let _ = held.recv();
             Ok(ended)
         };
-        assert!(matches!(within(LOOK, endless), Err(NcclError::Hangs(LOOK))));
+        assert!(matches!(with_timeout(POLL_INTERVAL, endless), Err(NcclError::Timeout(POLL_INTERVAL))));
         drop(let_go);
-        // What came too late is dropped where it was made.
-        assert!(end.recv_timeout(PATIENCE) == Err::<(), _>(RecvTimeoutError::Disconnected));
-        let error = within(PATIENCE, || -> Result<(), _> { panic!("on purpose") }).unwrap_err();
-        assert_eq!(error.to_string(), "its start failed: its thread panicked");
+        // A result after the timeout is dropped on its own thread.
+        assert!(end.recv_timeout(TIMEOUT) == Err::<(), _>(RecvTimeoutError::Disconnected));
+        let error = with_timeout(TIMEOUT, || -> Result<(), _> { panic!("on purpose") }).unwrap_err();
+        assert_eq!(error.to_string(), "ncclCommInitAll failed: the NCCL thread panicked");
     }
 
-    /// A GPU that cannot be asked any more is one that is lost.
+    /// A GPU that cannot be queried is lost.
     #[test]
-    fn where_the_end_cannot_be_waited_for_all_gpus_are_told_to_leave_off() {
+    fn all_gpus_are_aborted_if_completion_cannot_be_queried() {
         let mut two = communicator(2);
         two.devices = vec![Device::Cuda(4096); 2];
-        assert!(matches!(two.ended(), Err(NcclError::Model(_))));
+        assert!(matches!(two.wait_finished(), Err(NcclError::Model(_))));
         assert_eq!(fake_nccl::calls()[1..], ["ncclCommAbort"; 2]);
     }
 }

@@ -1,4 +1,4 @@
-//! The functions of NCCL that Draftmill calls, as `nccl.h` declares them, and the library that they come from.
+//! Bindings to the NCCL functions that Draftmill calls, as declared in `nccl.h`, loaded at run time.
 
 use crate::model::{ModelError, libtorch};
 use libloading::os::unix::Library;
@@ -9,10 +9,10 @@ use std::{
 };
 use thiserror::Error;
 
-/// The ABI of all NCCL 2.
+/// Library name of every NCCL 2 release.
 const LIBRARY: &str = "libnccl.so.2";
 
-/// `ncclComm_t`: one GPU's part of a communicator.
+/// `ncclComm_t`: one rank of a communicator.
 pub type Comm = *mut c_void;
 /// `cudaStream_t`.
 pub type Stream = *mut c_void;
@@ -24,35 +24,35 @@ pub const FLOAT: c_int = 7;
 /// `ncclSum`.
 pub const SUM: c_int = 0;
 
-/// Why NCCL does not do what was asked.
+/// Failure of NCCL or of its use.
 #[derive(Debug, Error)]
 pub enum NcclError {
-    /// No library, or one that lacks a function.
-    #[error("NCCL is not there ({0})")]
+    /// Library that is absent or lacks a function.
+    #[error("NCCL is not available ({0})")]
     Missing(String),
     #[error("{call} failed: {text}")]
     Failed { call: &'static str, text: String },
-    #[error("in its trial other numbers arrived than those that were sent")]
-    Wrong,
-    #[error("NCCL did not come to an end within {} s", .0.as_secs())]
-    Hangs(Duration),
-    /// Something in the caller's hands.
+    #[error("the NCCL self-test received other values than were sent")]
+    SelfTest,
+    #[error("NCCL did not finish within {} s", .0.as_secs())]
+    Timeout(Duration),
+    /// Arguments that NCCL cannot take.
     #[error("{0}")]
     Unsuitable(String),
     #[error(transparent)]
     Model(#[from] ModelError),
 }
 
-/// Declares the table and the lookup of each name in it.
+/// Declares the function table and the symbol lookup of each entry.
 macro_rules! functions {
     ($($field:ident: $name:literal, fn($($argument:ty),*) -> $result:ty;)*) => {
-        /// Where each function is. Tests put functions of their own here.
+        /// Table of NCCL function pointers. Tests fill it with a fake.
         #[derive(Clone, Copy, Debug)]
         pub struct Table { $(pub $field: unsafe extern "C" fn($($argument),*) -> $result,)* }
 
         impl Table {
-            fn of(library: &Library) -> Result<Table, libloading::Error> {
-                // SAFETY: NCCL's own names, with the types of its header.
+            fn load(library: &Library) -> Result<Table, libloading::Error> {
+                // SAFETY: names and types as in NCCL's header.
                 Ok(unsafe { Table { $($field: *library.get($name)?,)* } })
             }
         }
@@ -67,49 +67,58 @@ functions! {
     comm_abort: "ncclCommAbort", fn(Comm) -> c_int;
     group_start: "ncclGroupStart", fn() -> c_int;
     group_end: "ncclGroupEnd", fn() -> c_int;
-    // From, to, values, their type, operation, root.
+    // Send buffer, receive buffer, count, dtype, operation, root.
     reduce: "ncclReduce", fn(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Comm, Stream) -> c_int;
-    // From, to, values, their type, root.
+    // Send buffer, receive buffer, count, dtype, root.
     broadcast: "ncclBroadcast", fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int;
 }
 
 impl Table {
-    /// Of the library that lies beside libtorch, which is the one that libtorch's CUDA half has open, else of the machine's.
+    /// Opens the library next to libtorch, which libtorch's CUDA half has loaded already, else the system's.
+    ///
+    /// # Errors
+    /// `NcclError::Missing` if no library is found or it lacks a function.
     pub fn open() -> Result<Table, NcclError> {
-        let beside = beside_libtorch().filter(|path| path.exists());
-        let path = beside.unwrap_or_else(|| LIBRARY.into());
-        let missing = |error: libloading::Error| NcclError::Missing(libtorch::loaders_words(&error));
-        // SAFETY: NVIDIA's library, whose initialisers only set it up.
+        let bundled = next_to_libtorch().filter(|path| path.exists());
+        let path = bundled.unwrap_or_else(|| LIBRARY.into());
+        let missing = |error: libloading::Error| NcclError::Missing(libtorch::loader_message(&error));
+        // SAFETY: NVIDIA's library, whose initialisers have no effect outside it.
         let library = unsafe { Library::new(&path) }.map_err(missing)?;
-        let table = Table::of(&library).map_err(missing)?;
-        // It has threads of its own, and must stay open as long as the process lives.
+        let table = Table::load(&library).map_err(missing)?;
+        // The library starts its own threads, so it must stay open until the process exits.
         std::mem::forget(library);
         Ok(table)
     }
 
-    /// As it is written: "2.28.9".
+    /// Version text, for example "2.28.9".
+    ///
+    /// # Errors
+    /// `NcclError::Failed` if NCCL does not report its version.
     pub fn version(&self) -> Result<String, NcclError> {
         let mut version = 0;
-        // SAFETY: fills an int.
-        self.done("ncclGetVersion", unsafe { (self.get_version)(&mut version) })?;
+        // SAFETY: writes one int.
+        self.check("ncclGetVersion", unsafe { (self.get_version)(&mut version) })?;
         Ok(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
     }
 
-    /// What a call gave, with NCCL's own words where it failed.
-    pub fn done(&self, call: &'static str, code: c_int) -> Result<(), NcclError> {
+    /// Converts the return code of `call` to a result.
+    ///
+    /// # Errors
+    /// `NcclError::Failed` with NCCL's own text for the code.
+    pub fn check(&self, call: &'static str, code: c_int) -> Result<(), NcclError> {
         if code == SUCCESS {
             return Ok(());
         }
-        // SAFETY: a constant text that ends with a zero, for every number.
+        // SAFETY: NCCL returns a constant C string for every code.
         let text = unsafe { CStr::from_ptr((self.get_error_string)(code)) };
         Err(NcclError::Failed { call, text: text.to_string_lossy().into_owned() })
     }
 }
 
-/// In `nvidia/nccl/lib` beside `torch/lib`: so pip lays it out, and so does scripts/fetch.py.
-fn beside_libtorch() -> Option<PathBuf> {
-    let half = libtorch::beside_cpu_library()?;
-    half.ancestors().nth(3).map(|packages| packages.join("nvidia/nccl/lib").join(LIBRARY))
+/// Path of NCCL in `nvidia/nccl/lib` next to `torch/lib`: the layout of pip and of scripts/fetch.py.
+fn next_to_libtorch() -> Option<PathBuf> {
+    let cuda_library = libtorch::cuda_library_path()?;
+    cuda_library.ancestors().nth(3).map(|packages| packages.join("nvidia/nccl/lib").join(LIBRARY))
 }
 
 #[cfg(test)]
@@ -119,7 +128,7 @@ mod tests {
     use tch::Device;
 
     #[test]
-    fn a_version_is_read_as_it_is_written() {
+    fn version_number_is_formatted() {
         let table = fake_nccl::table();
         assert_eq!(table.version().unwrap(), "2.28.9");
         fake_nccl::fail_at(1);
@@ -127,16 +136,16 @@ mod tests {
     }
 
     #[test]
-    fn it_is_looked_for_beside_the_folder_of_libtorch() {
-        let path = beside_libtorch().unwrap();
+    fn library_is_searched_next_to_libtorch() {
+        let path = next_to_libtorch().unwrap();
         assert!(path.ends_with("nvidia/nccl/lib/libnccl.so.2"), "{path:?}");
         let packages = path.ancestors().nth(4).unwrap();
-        assert!(libtorch::beside_cpu_library().unwrap().starts_with(packages), "{path:?}");
+        assert!(libtorch::cuda_library_path().unwrap().starts_with(packages), "{path:?}");
     }
 
-    /// Whatever this machine has: no library, no GPU, or no GPU of that number.
+    /// Covers machines without the library, without a GPU, or without a GPU of that index.
     #[test]
-    fn without_a_gpu_the_real_library_gives_a_sentence() {
+    fn real_library_without_the_gpu_returns_an_error() {
         let error = match Table::open() {
             Ok(table) => {
                 assert!(table.version().unwrap().starts_with("2."));

@@ -1,24 +1,24 @@
-//! Writes a configuration as TOML with the comment of every key.
+//! Annotated TOML: writes a configuration with the comment of every key, and compares two configurations.
 
 use super::wire::{Apply, FIELDS, Field, SECTIONS, Wire};
 use draftmill_actors::planner::ledger::Change;
 use std::fmt::Write;
 use toml::Table;
 
-/// Head of `configs/example.toml`.
+/// Header of `configs/example.toml`.
 pub const EXAMPLE_HEAD: &str = "\
 # Every key with its default. Generated from src/config/wire.rs, do not edit: UPDATE_EXPECT=1 cargo test example_is_true
-# Sizes have units (\"2 GiB\"), and so have times (\"30s\"). \"auto\" means: derived as the comment says.
-# On the command line: --set section.key=value
-# A running service takes up changes of \"live\" keys when the file is saved; \"restart\" keys hold from the next start.
+# Sizes and times have units: \"2 GiB\", \"30s\". \"auto\" = the value is derived as the comment describes.
+# To override a key on the command line: --set section.key=value
+# A running service applies a change of a \"live\" key when the file is saved. A \"restart\" key needs a new start.
 ";
 
-/// The text of `configs/example.toml`.
+/// Returns the text of `configs/example.toml`.
 pub fn example() -> String {
     format!("{EXAMPLE_HEAD}{}", annotated(&Wire::default()))
 }
 
-/// The values of `wire` in the order of the declarations, each under its comment. Reading it gives `wire` again.
+/// Writes the values of `wire` in declaration order, each below its comment. The text reads back as `wire`.
 pub fn annotated(wire: &Wire) -> String {
     let values = Table::try_from(wire).unwrap_or_default();
     let mut text = String::new();
@@ -36,7 +36,7 @@ pub fn annotated(wire: &Wire) -> String {
     text
 }
 
-/// The keys in which two configurations differ, those that need a restart first.
+/// Returns the keys that differ between two configurations, "restart" keys first.
 pub fn differences(old: &Wire, new: &Wire) -> Vec<&'static Field> {
     let (old, new) = (Table::try_from(old).unwrap_or_default(), Table::try_from(new).unwrap_or_default());
     let value = |table: &Table, field: &Field| table.get(field.section).and_then(|keys| keys.get(field.key)).cloned();
@@ -45,7 +45,7 @@ pub fn differences(old: &Wire, new: &Wire) -> Vec<&'static Field> {
     differing
 }
 
-/// The keys in which two configurations differ, with both values, those that need a restart first.
+/// Returns the keys that differ between two configurations with both values, "restart" keys first.
 pub fn changes(old: &Wire, new: &Wire) -> Vec<Change> {
     let tables = [old, new].map(|wire| Table::try_from(wire).unwrap_or_default());
     let value = |table: &Table, field: &Field| {

@@ -1,20 +1,24 @@
-//! A drafter to start from: whether it is the one that the configuration describes, and what it brings along.
+//! Check of the drafter in `drafter.init_from`: its sizes and tapped layers must match the configuration.
 
 use super::{load::Written, problem::Problems};
 use crate::hf::{HfError, draft::DraftConfig, layout::DraftFolder};
 use std::path::Path;
 
-/// The shape of a run that starts from the drafter in `folder`: `shape`, with the rotary base and the epsilon that its weights
-/// were trained with; or what does not fit, with the settings that would.
+/// Returns the shape of a run that starts from the drafter in `folder`: `shape` with the folder's rotary base and epsilon.
 ///
-/// The block size may be another one: no weight depends on it. So may the mask token, which the target's frozen embedding holds.
+/// Block size and mask token may differ: no weight of the drafter depends on them.
+///
+/// # Errors
+/// If the folder cannot be read, has a value that is not finite, belongs to another target, or has another shape. The
+/// remedy lists the settings that match.
 pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Result<DraftConfig, Problems> {
-    let problem = |message: String, remedy: String| Problems(vec![written.problem("drafter.init_from", message, remedy)]);
+    let problem =
+        |message: String, remedy: String| Problems(vec![written.problem("drafter.init_from", message, remedy)]);
     let unusable = |error: HfError| problem(error.to_string(), String::new());
     let found = DraftFolder::open(folder, Some(shape.num_target_layers)).map_err(unusable)?;
     if let Some(tensor) = found.not_finite().map_err(unusable)? {
         let message = format!("{tensor} holds a NaN or an infinite value");
-        return Err(problem(message, "give a drafter from before its training diverged".into()));
+        return Err(problem(message, "use a drafter from before its training diverged".into()));
     }
     let init = found.config;
     let mut sets = Vec::new();
@@ -38,15 +42,18 @@ pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Resu
     ];
     if let Some((key, found, wanted)) = of_target.into_iter().find(|(_, found, wanted)| found != wanted) {
         let message =
-            format!("it is a drafter of another target: its `{key}` is {found}, and this target needs {wanted}");
-        return Err(problem(message, "give a drafter of target.dir".into()));
+            format!("this drafter belongs to another target: its `{key}` is {found}, this target has {wanted}");
+        return Err(problem(message, "use a drafter of the model in target.dir".into()));
     }
     if init.slides() {
-        let message = "its layers slide over the context, and a run trains layers that see all of it".into();
-        return Err(problem(message, "give a drafter whose layers are all full".into()));
+        let message = "this drafter has sliding attention layers, and a run trains full attention layers only".into();
+        return Err(problem(message, "use a drafter with full attention in all layers".into()));
     }
     if !sets.is_empty() {
-        return Err(problem("it has another shape than this configuration".into(), format!("set {}", sets.join(", "))));
+        return Err(problem(
+            "the shape of this drafter differs from the configuration".into(),
+            format!("set {}", sets.join(", ")),
+        ));
     }
     Ok(DraftConfig { rope_theta: init.rope_theta, rms_norm_eps: init.rms_norm_eps, ..shape.clone() })
 }

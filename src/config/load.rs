@@ -1,4 +1,4 @@
-//! From TOML text and `--set` overrides to the wire types. Every mistake is collected; none hides another.
+//! Reads TOML text and `--set` overrides into the wire types, and collects every mistake.
 
 use super::{
     problem::{Problem, Problems},
@@ -26,27 +26,27 @@ const RENAMED_KEYS: [(&str, &str, &str); 4] = [
 const RENAMED_VALUES: [(&str, &str, &str, &str); 2] =
     [("drafter", "init_method", "fitted", "least-squares"), ("drafter", "collectives", "copies", "copy")];
 
-/// No configuration is longer, and every key of ours together is a hundredth of it.
+/// Maximum length of a configuration file. All keys with their comments take 2 % of it.
 const MAX_FILE: u64 = 1 << 20;
 
-/// The wire types with the place where each value was written.
+/// Wire values with the file, line or override that sets each of them.
 #[derive(Clone, Debug, Default)]
 pub struct Written {
     pub wire: Wire,
-    /// The name of the file, for messages.
+    /// Name of the file, for messages.
     file: String,
-    /// Keys that were written, `section.key`, and where. Absent keys have their default.
-    places: BTreeMap<String, Place>,
+    /// Origin of each written key (`section.key`). Absent keys have their default.
+    origins: BTreeMap<String, Origin>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum Origin {
     Line(usize),
     Set,
 }
 
 impl Written {
-    /// A problem with the value of `key` (`section.key`).
+    /// Returns a problem with the value of `key` (`section.key`).
     pub fn problem(&self, key: &str, message: impl Into<String>, remedy: impl Into<String>) -> Problem {
         let value = key.split_once('.').and_then(|(section, key)| {
             Table::try_from(&self.wire).ok()?.get(section)?.get(key).map(ToString::to_string)
@@ -54,7 +54,7 @@ impl Written {
         self.problem_with(key, value.unwrap_or_default(), message, remedy)
     }
 
-    /// Puts the defaults in the place of these keys.
+    /// Resets these keys to their defaults.
     pub(super) fn reset<'a>(&mut self, keys: impl Iterator<Item = &'a str>) {
         let Ok(mut table) = Table::try_from(&self.wire) else { return };
         for (section, key) in keys.filter_map(|key| key.split_once('.')) {
@@ -74,18 +74,18 @@ impl Written {
         message: impl Into<String>,
         remedy: impl Into<String>,
     ) -> Problem {
-        let (file, line) = match self.places.get(key) {
-            Some(Place::Line(line)) => (self.file.clone(), Some(*line)),
-            Some(Place::Set) => ("--set".into(), None),
+        let (file, line) = match self.origins.get(key) {
+            Some(Origin::Line(line)) => (self.file.clone(), Some(*line)),
+            Some(Origin::Set) => ("--set".into(), None),
             None => ("default".into(), None),
         };
         Problem { file, line, key: key.into(), value: value.into(), message: message.into(), remedy: remedy.into() }
     }
 }
 
-/// Reads a file, if there is one, and puts the overrides over it.
+/// Reads a file, if one is given, and applies the overrides.
 ///
-/// With the problems comes what could be read in spite of them, so that the caller can look for more.
+/// Returns all readable values next to the problems, so that the caller can continue the check.
 pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
     let Some(path) = file else { return read("", "", sets) };
     let name = path.display().to_string();
@@ -101,7 +101,7 @@ pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
                     key: String::new(),
                     value: String::new(),
                     message: format!("the configuration cannot be read: {error}"),
-                    remedy: "give the path of a TOML file with --config; configs/example.toml shows every key".into(),
+                    remedy: "pass a TOML file with --config; configs/example.toml lists every key".into(),
                 },
             );
             (written, problems)
@@ -109,7 +109,10 @@ pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
     }
 }
 
-/// The whole file, unless it is far too long for a configuration: parsing and listing its mistakes would take for ever.
+/// Reads a configuration file as text.
+///
+/// # Errors
+/// If the file cannot be read, or is longer than 1 MiB: parsing it and listing its mistakes would take too long.
 pub fn read_text(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     let length = File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)? as u64;
@@ -119,7 +122,7 @@ pub fn read_text(path: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Reads TOML text named `file` and puts the overrides over it.
+/// Reads TOML text named `file` and applies the overrides.
 pub fn read(text: &str, file: &str, sets: &[String]) -> (Written, Problems) {
     let mut written = Written { file: file.into(), ..Written::default() };
     let mut problems = Vec::new();
@@ -136,7 +139,7 @@ pub fn read(text: &str, file: &str, sets: &[String]) -> (Written, Problems) {
             });
         }
     }
-    let clean = keep_readable(table, &written, &mut problems);
+    let clean = remove_unreadable(table, &written, &mut problems);
     match Wire::deserialize(clean) {
         Ok(wire) => written.wire = wire,
         Err(error) => problems.push(written.problem_with("", "", error.message(), "")),
@@ -144,7 +147,7 @@ pub fn read(text: &str, file: &str, sets: &[String]) -> (Written, Problems) {
     (written, Problems(problems))
 }
 
-/// Parses the text, notes the line of every key, and turns every syntax error into a problem.
+/// Parses the text, records the line of every key, and adds a problem for every syntax error.
 fn parse(text: &str, written: &mut Written, problems: &mut Vec<Problem>) -> Table {
     let line_of = |offset: usize| text.as_bytes().iter().take(offset).filter(|&&byte| byte == b'\n').count() + 1;
     let (spanned, errors) = DeTable::parse_recoverable(text);
@@ -161,15 +164,15 @@ fn parse(text: &str, written: &mut Written, problems: &mut Vec<Problem>) -> Tabl
     for (section, value) in spanned.get_ref() {
         let name = section.get_ref().to_string();
         for (key, _) in value.get_ref().as_table().into_iter().flatten() {
-            written.places.insert(format!("{name}.{}", key.get_ref()), Place::Line(line_of(key.span().start)));
+            written.origins.insert(format!("{name}.{}", key.get_ref()), Origin::Line(line_of(key.span().start)));
         }
-        written.places.insert(name, Place::Line(line_of(section.span().start)));
+        written.origins.insert(name, Origin::Line(line_of(section.span().start)));
     }
     if errors.is_empty() { toml::from_str(text).unwrap_or_default() } else { Table::new() }
 }
 
-/// Puts `section.key=value` into the table. The value is TOML; what is no TOML is taken as a string, and a single value
-/// for a key that is a list as a list of one.
+/// Sets `section.key=value` in the table. The value is TOML. Other text is a string, and a single value for a list key is
+/// a list of one.
 fn apply_set(set: &str, table: &mut Table, written: &mut Written) -> Result<(), &'static str> {
     let (path, text) = set.split_once('=').ok_or("there is no \"=\" in it")?;
     let (section, key) = path.trim().split_once('.').ok_or("the key has no section")?;
@@ -181,15 +184,15 @@ fn apply_set(set: &str, table: &mut Table, written: &mut Written) -> Result<(), 
         _ => value,
     };
     let entry = table.entry(section).or_insert_with(|| Value::Table(Table::new()));
-    let entry = entry.as_table_mut().ok_or("the file has a plain value in the place of the section")?;
+    let entry = entry.as_table_mut().ok_or("the file has a value with the name of the section")?;
     entry.insert(key.into(), value);
-    written.places.insert(path.trim().into(), Place::Set);
-    written.places.entry(section.into()).or_insert(Place::Set);
+    written.origins.insert(path.trim().into(), Origin::Set);
+    written.origins.entry(section.into()).or_insert(Origin::Set);
     Ok(())
 }
 
-/// Takes out of the table what has an unknown name or a value of the wrong type, with a problem for each.
-fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -> Table {
+/// Removes unknown keys and values of a wrong type from the table, and adds a problem for each.
+fn remove_unreadable(table: Table, written: &Written, problems: &mut Vec<Problem>) -> Table {
     let mut clean = Table::new();
     for (section, value) in table {
         if !SECTIONS.iter().any(|(name, _)| *name == section) {
@@ -228,7 +231,7 @@ fn keep_readable(table: Table, written: &Written, problems: &mut Vec<Problem>) -
     clean
 }
 
-/// The problem that an old key or an old value is, with its new name.
+/// Returns the problem of an old key or an old value. The remedy contains the new name.
 fn renamed(section: &str, key: &str, value: &Value, written: &Written) -> Option<Problem> {
     let old_key = RENAMED_KEYS.iter().find(|(of, old, _)| *of == section && *old == key);
     let new_key = old_key.map_or(key, |(_, _, new)| new);
@@ -242,8 +245,8 @@ fn renamed(section: &str, key: &str, value: &Value, written: &Written) -> Option
         (Some(_), _) => format!("{path} is now {section}.{new_key}"),
         (None, Some(_)) => format!("{value} is now {new_value}"),
     };
-    let remedy = match written.places.get(&path) {
-        Some(Place::Set) => match new_value.as_str() {
+    let remedy = match written.origins.get(&path) {
+        Some(Origin::Set) => match new_value.as_str() {
             Some(word) => format!("write --set {section}.{new_key}={word}"),
             None => format!("write --set '{section}.{new_key}={new_value}'"),
         },
@@ -252,7 +255,7 @@ fn renamed(section: &str, key: &str, value: &Value, written: &Written) -> Option
     Some(written.problem_with(&path, value.to_string(), message, remedy))
 }
 
-/// serde's names of types as a person says them.
+/// Replaces serde's type names with plain words.
 fn in_words(message: &str) -> String {
     let words = [
         ("u16", "a whole number of at least 0"),
@@ -262,7 +265,7 @@ fn in_words(message: &str) -> String {
         ("a sequence", "a list, for example [\"a\", \"b\"]"),
         ("unknown variant", "there is no choice"),
     ];
-    words.iter().fold(message.to_owned(), |text, (word, said)| text.replace(word, said))
+    words.iter().fold(message.to_owned(), |text, (word, plain)| text.replace(word, plain))
 }
 
 fn default_of(section: &str, key: &str) -> Option<Value> {
@@ -278,7 +281,7 @@ fn unknown_section(name: &str, value: &Value, written: &Written) -> Problem {
         };
         return written.problem_with(name, "", "there is no such section", remedy);
     }
-    let message = "a key must stand in a section";
+    let message = "a key must be in a section";
     let remedy = match FIELDS.iter().find(|field| field.key == name) {
         Some(field) => format!("put it under [{}]", field.section),
         None => "see configs/example.toml".into(),
@@ -286,7 +289,7 @@ fn unknown_section(name: &str, value: &Value, written: &Written) -> Problem {
     written.problem_with(name, value.to_string(), message, remedy)
 }
 
-/// The key that was probably meant: one of the section that is spelt almost the same, or the same name elsewhere.
+/// Suggests a key: one of the section with a similar spelling, or the same name in another section.
 fn suggest_key(section: &str, key: &str) -> String {
     let keys = || FIELDS.iter().filter(move |field| field.section == section).map(|field| field.key);
     if let Some(close) = closest(key, keys()) {
@@ -298,7 +301,7 @@ fn suggest_key(section: &str, key: &str) -> String {
     format!("the keys of [{section}] are {}", keys().collect::<Vec<_>>().join(", "))
 }
 
-/// The candidate that is fewest edits away, if that is few for its length.
+/// Returns the candidate with the smallest edit distance, if that is at most a third of the length.
 fn closest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     candidates
         .map(|candidate| (edits(word, candidate), candidate))
@@ -342,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistake_is_told_with_its_line_and_the_key_that_was_meant() {
+    fn every_mistake_is_reported_with_line_and_suggestion() {
         let text = "[pool]\nmax_byte = 1\nmin_ready = \"many\"\n\n[dispatsh]\n[plan]\norder = \"random\"\nepochs = 2\n";
         let (_, problems) = read(text, "x.toml", &sets(&["pool.nothing=1", "seed=1", "run.seed"]));
         let shown = lines(&problems).join("\n");
@@ -411,7 +414,7 @@ mod tests {
             lines(&problems),
             [
                 "x.toml:2: pool = 4: \"pool\" is a section, not a key; write [pool]",
-                "x.toml:1: seed = 3: a key must stand in a section; put it under [run]",
+                "x.toml:1: seed = 3: a key must be in a section; put it under [run]",
             ]
         );
     }
@@ -430,7 +433,7 @@ mod tests {
         let (written, problems) = read("[run]\nseed = 1\n", "x.toml", &sets);
         assert_eq!(problems, Problems::default());
         assert_eq!(written.wire.run.seed, 7);
-        assert_eq!(written.wire.plan.order, draftmill_actors::planner::plan::Order::Shuffle);
+        assert_eq!(written.wire.plan.order, draftmill_actors::planner::plan::JobOrder::Shuffle);
         assert_eq!(written.wire.pool.max_bytes.0, 3 << 30);
         assert_eq!(written.wire.data.inputs.len(), 2);
         assert_eq!(written.wire.target.devices, [crate::config::Device::Cuda(1)]);
@@ -445,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_configuration_is_not_read_to_its_end() {
+    fn a_file_that_is_too_long_is_refused() {
         let (_, problems) = read_file(Some(Path::new("/dev/zero")), &[]);
         assert!(problems.to_string().contains("longer than 1 MiB"), "{problems}");
     }

@@ -1,7 +1,7 @@
-//! The rule behind `drafter.mask_token_id = "auto"`: a row of the target's embedding that ordinary text never uses.
+//! Rule for `drafter.mask_token_id = "auto"`: selects a row of the target's embedding that ordinary text never uses.
 //!
-//! The row has to exist in the target's file and is frozen with it, so it must not be one that text gives a meaning:
-//! falling back to padding, which often is the end of text, quietly costs acceptance (Automodel 2461).
+//! The row is frozen with the target, so text must not give it a meaning. A fallback to the padding token, which is often
+//! the end of text, reduces acceptance without an error (Automodel#2461).
 
 use crate::hf::{HfError, config::TargetConfig, read_json};
 use serde::Serialize;
@@ -11,23 +11,26 @@ use std::{
     path::Path,
 };
 
-/// The row that stands for "to be predicted", and why it was taken.
+/// Embedding row that marks a slot to predict, and the reason for the choice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MaskToken {
     pub id: u32,
-    /// A phrase for people: "the first embedding row that has no token".
+    /// Phrase for the report: "the first embedding row that has no token".
     pub reason: String,
 }
 
-/// How tokenizers spell a token that is meant for the purpose.
+/// Spellings of a tokenizer's mask token.
 const MASK_WORDS: [&str; 5] = ["<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<|mask_token|>"];
 
-/// Chooses the row for the model folder that `target` was read from; `None` as in [`mask_token`].
+/// Selects the row for the model folder that `target` was read from; `None` as in [`mask_token`].
+///
+/// # Errors
+/// If tokenizer.json is missing or malformed.
 pub fn mask_token_of(folder: &Path, target: &TargetConfig) -> Result<Option<MaskToken>, HfError> {
     let tokenizer = read_json(&folder.join("tokenizer.json"))?;
     let template = std::fs::read_to_string(folder.join("chat_template.jinja")).unwrap_or_default();
     let settings = read_json(&folder.join("tokenizer_config.json")).unwrap_or_default();
-    // Older folders keep the template, or a list of them, in this key. Its JSON text shows every token that it uses.
+    // Older folders store the template, or a list of templates, in this key. Its JSON text contains every token it uses.
     let template = template + &settings.get("chat_template").map(Value::to_string).unwrap_or_default();
     let mut taken = target.eos_token_ids.clone();
     taken.extend([target.bos_token_id, target.pad_token_id].into_iter().flatten());
@@ -35,10 +38,10 @@ pub fn mask_token_of(folder: &Path, target: &TargetConfig) -> Result<Option<Mask
     Ok(mask_token(&tokenizer, rows, &taken, &template))
 }
 
-/// Chooses the row. `tokenizer` is the content of tokenizer.json, `rows` the rows of the embedding, `taken` the ids that
-/// config.json gives a role (begin, end, padding), `template` the chat template.
+/// Selects the row. `tokenizer` is the content of tokenizer.json, `rows` the number of embedding rows, `taken` the ids
+/// with a role in config.json (begin, end, padding), `template` the chat template.
 ///
-/// `None` where every row has a token that text may use: then the id has to be configured.
+/// Returns `None` if text may use every row; then the id must be configured.
 pub fn mask_token(tokenizer: &Value, rows: u32, taken: &[u32], template: &str) -> Option<MaskToken> {
     let mut tokens = BTreeMap::new();
     for (text, id) in tokenizer.pointer("/model/vocab").and_then(Value::as_object).into_iter().flatten() {
@@ -91,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rules_apply_in_their_order() {
+    fn rules_apply_in_order() {
         let special = [("<end>", 2), ("<start>", 3), ("<reserved_7>", 4), ("<repo>", 5), ("[MASK]", 6)];
         assert_eq!(id(&tokenizer(&["a", "b"], &special), 9), Some(6), "a mask token");
         assert_eq!(id(&tokenizer(&["a", "b"], &special[..4]), 9), Some(6), "a padded row, as in Qwen3");
@@ -100,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_text_or_template_use_is_never_taken() {
+    fn rows_used_by_text_or_template_are_never_selected() {
         assert_eq!(id(&tokenizer(&["a", "b"], &[("<end>", 2), ("<start>", 3)]), 4), None);
         assert_eq!(id(&tokenizer(&["a", "b", "c", "d", "<repo>"], &[("<repo>", 4)]), 4), None, "row 4 does not exist");
         assert_eq!(id(&json!({}), 8), None, "no tokenizer");

@@ -1,17 +1,17 @@
-//! The configuration: TOML and `--set` in, settings with nothing left open out, every mistake told at once.
+//! Configuration: reads TOML and `--set`, reports all mistakes at once, and resolves every "auto".
 //!
 //! ```text
-//! file, --set ──load──▶ Written (wire types + places) ──rules, resolve──▶ Config ──shape──▶ hf::DraftConfig
+//! file, --set ──load──▶ Written (wire types + lines) ──rules, resolve──▶ Config ──shape──▶ hf::DraftConfig
 //! ```
-//! The wire types are declared in [`wire`], once; what depends on the target's own config.json waits for [`shape`].
+//! [`wire`] declares the keys. [`shape`] resolves the values that depend on the target's config.json.
 
 mod example;
 mod init;
-mod keep;
 mod load;
 pub mod mask;
 mod problem;
 mod resolve;
+mod retention;
 mod rules;
 pub mod shape;
 pub mod values;
@@ -20,10 +20,10 @@ pub mod wire;
 pub use self::{
     example::{annotated, changes, differences, example},
     init::start_from,
-    keep::Keep,
     load::{Written, read_text},
     problem::{Problem, Problems},
     resolve::{Config, Data, Drafter, Eval, Plan, Run, Target, resolve},
+    retention::RetentionPolicy,
     shape::{
         ROW_BYTES, draft_config, feature_bytes_per_token, pool_problem, pool_settings, replay_window, step_problem,
     },
@@ -34,24 +34,28 @@ pub use crate::common::device::Device;
 
 use std::path::{Path, PathBuf};
 
-/// A configuration that can be worked with.
+/// Valid configuration.
 #[derive(Clone, Debug)]
 pub struct Loaded {
     pub config: Config,
-    /// What was written and where, to point at it: a value that turns out wrong later gives [`Written::problem`].
+    /// Wire values with their lines. [`Written::problem`] reports a value that a later check refuses.
     pub written: Written,
 }
 
-/// Reads the file (none: all defaults), puts the overrides (`section.key=value`) over it, and resolves.
+/// Reads the file, applies the overrides (`section.key=value`), and resolves. `None` as file gives the defaults.
+///
+/// # Errors
+/// All problems of file and overrides: syntax, unknown keys, wrong types, broken rules.
 pub fn load(file: Option<&Path>, sets: &[String]) -> Result<Loaded, Problems> {
     finish(load::read_file(file, sets))
 }
 
-/// For those who look for every mistake: what could be read, with defaults in the place of bad values, and the problems.
-/// `None` where even that gives nothing to go on with.
+/// Reads as much as possible: returns the configuration with defaults for bad values, and all problems.
+///
+/// Returns `None` if the defaults do not lead to a valid configuration.
 pub fn load_leniently(file: Option<&Path>, sets: &[String]) -> (Option<Loaded>, Problems) {
     let (mut written, mut problems) = load::read_file(file, sets);
-    // A rule may blame a key that depends on another one, so one round may not be enough.
+    // A rule may blame a key that depends on another bad key, so one round may not suffice.
     for _ in 0..FIELDS.len() {
         match resolve(&written) {
             Ok(config) => return (Some(Loaded { config, written }), problems),
@@ -70,14 +74,17 @@ pub fn load_leniently(file: Option<&Path>, sets: &[String]) -> (Option<Loaded>, 
     (None, problems)
 }
 
-/// Where a configuration comes from, to read it again.
+/// File and overrides of a configuration, for a reload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Source {
     pub file: Option<PathBuf>,
     pub sets: Vec<String>,
 }
 
-/// The same from text; `name` stands for the file in messages.
+/// Reads a configuration from text. Messages use `name` as the file name.
+///
+/// # Errors
+/// As [`load`].
 pub fn load_text(text: &str, name: &str, sets: &[String]) -> Result<Loaded, Problems> {
     finish(load::read(text, name, sets))
 }
@@ -87,7 +94,7 @@ fn finish((written, mut problems): (Written, Problems)) -> Result<Loaded, Proble
         Ok(config) if problems.0.is_empty() => Ok(Loaded { config, written }),
         Ok(_) => Err(problems),
         Err(more) => {
-            // A key that could not be read stands at its default here: what follows from that is no finding.
+            // An unreadable key has its default here, so a rule that blames it reports nothing new.
             let more = more.0.into_iter().filter(|new| !problems.0.iter().any(|old| old.key == new.key));
             let more: Vec<_> = more.collect();
             problems.0.extend(more);

@@ -1,27 +1,27 @@
-//! What is wrong with a setting: where it was written, what it says, why that cannot work, and what to do instead.
+//! Problem report of a setting: file, line, key, value, message and remedy.
 
 use crate::common::exit::{Exit, Failure};
 use serde::Serialize;
 use std::fmt;
 
-/// One finding. Shown as `file:line: key = value: message; remedy`.
+/// One problem, displayed as `file:line: key = value: message; remedy`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// The file that holds the value, "--set", or "default".
+    /// File of the value, "--set", or "default".
     pub file: String,
-    /// Line in that file, where it is known. Counted from 1.
+    /// Line in that file, counted from 1; `None` if unknown.
     pub line: Option<usize>,
-    /// `section.key`, or what else is at fault.
+    /// `section.key`, a section, or the text of a malformed `--set`.
     pub key: String,
-    /// The value as TOML writes it; empty where there is none.
+    /// Value in TOML syntax; empty if there is none.
     pub value: String,
-    /// Why it cannot work.
+    /// Reason why the value is refused.
     pub message: String,
-    /// What to do instead.
+    /// Change that solves the problem.
     pub remedy: String,
 }
 
-/// Everything that is wrong at once; never empty where it is an error.
+/// All problems of a configuration. As an error it is never empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Problems(pub Vec<Problem>);
 
@@ -32,7 +32,7 @@ impl fmt::Display for Problem {
             write!(f, ":{line}")?;
         }
         f.write_str(": ")?;
-        // One finding is one line, whatever was written.
+        // One problem is one line, also if the value contains line breaks.
         let (key, value) = (self.key.replace('\n', "\\n"), self.value.replace('\n', "\\n"));
         match (key.is_empty(), value.is_empty()) {
             (true, _) => {}

@@ -1,19 +1,18 @@
-//! From the wire types to settings with nothing left open, or everything that cannot work.
+//! Resolution of the wire values: replaces every "auto" that does not depend on a model.
 
-use super::Keep;
 use super::{
+    RetentionPolicy,
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Dtype, Engine, Collectives, Labels, Overlong, SlotWeights, InitMethod, TopK, UnknownRole},
+    values::{Collectives, Dtype, Engine, InitMethod, Labels, Overlong, SlotWeights, TopK, UnknownRole},
     wire::{self, Wire},
 };
-use crate::common::device::Device;
-use crate::common::token::Token;
+use crate::common::{device::Device, token::Token};
 use draftmill_actors::{messages::engine::FeatureDtype, planner::plan::Order};
 use std::{collections::BTreeSet, num::NonZeroUsize, path::PathBuf};
 
-/// The settings of a run. Sections that the file already writes without gaps are taken as they are.
+/// Resolved settings of a run. Sections without "auto" keys keep their wire type.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     pub run: Run,
@@ -38,7 +37,7 @@ pub struct Run {
     pub dir: PathBuf,
     pub seed: u64,
     pub epochs: u32,
-    /// `None`: only the epochs end the run.
+    /// `None`: no limit but the epochs.
     pub max_steps: Option<u64>,
     pub engine: Engine,
     /// CPU threads of one libtorch operation.
@@ -62,10 +61,10 @@ pub struct Data {
 pub struct Target {
     pub dir: PathBuf,
     pub devices: Vec<Device>,
-    /// Those that get no jobs for now.
+    /// Indices of targets that get no jobs.
     pub paused: Vec<usize>,
     pub dtype: Dtype,
-    /// `None`: by the formula, once the number of layers is known ([`super::shape::draft_config`]).
+    /// `None`: [`super::shape::draft_config`] computes them from the number of layers.
     pub layer_ids: Option<Vec<u32>>,
     pub feature_dtype: FeatureDtype,
 }
@@ -74,21 +73,21 @@ pub struct Target {
 pub struct Plan {
     pub job_tokens: u32,
     pub buckets: u16,
-    /// `None`: computed from the lengths.
+    /// `None`: the planner computes them from the lengths.
     pub bucket_bounds: Option<Vec<u32>>,
     pub order: Order,
     pub epoch_barrier: bool,
 }
 
-/// What is `None` follows the target: [`super::shape::draft_config`] fills it in.
+/// Drafter settings. [`super::shape::draft_config`] replaces a `None` by the target's value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Drafter {
     pub devices: Vec<Device>,
     /// Folder of a drafter to start from.
     pub init_from: Option<PathBuf>,
-    /// What new weights are.
+    /// Initialisation of new weights.
     pub init_method: InitMethod,
-    /// Those that draw nothing for now.
+    /// Indices of drafters that draw no batches.
     pub paused: Vec<usize>,
     pub layers: u32,
     pub block_size: u32,
@@ -99,40 +98,40 @@ pub struct Drafter {
     pub intermediate_size: Option<u32>,
     pub mask_token_id: Option<u32>,
     pub dtype: Dtype,
-    /// `None`: all slots weigh the same.
+    /// `None`: equal weights.
     pub loss_decay_gamma: Option<f64>,
-    /// D-PACE's alpha where slots are weighed by it.
+    /// Alpha of D-PACE; `None`: D-PACE is off.
     pub d_pace: Option<f64>,
     pub recompute_layers: bool,
-    /// What the target says of each place; `None`: the data's tokens are the labels.
+    /// Labels from the target; `None`: the tokens of the data are the labels.
     pub labels: Option<TopK>,
     pub prefetch: u32,
-    /// How gradients and weights travel where there are several.
+    /// Collectives of several drafters.
     pub collectives: Collectives,
-    /// 0: never.
+    /// Steps; 0: never.
     pub replica_check_every: u64,
 }
 
-/// Measures beside the steps.
+/// Evaluation during training.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Eval {
-    /// `None`: nothing is measured on held-out samples.
+    /// `None`: no evaluation on held-out samples.
     pub every_steps: Option<u64>,
     pub samples: u32,
-    /// `None`: nothing is decoded.
+    /// `None`: no evaluation by decoding.
     pub decode_every_steps: Option<u64>,
     pub prompts: u32,
-    /// `None`: the beginnings of held-out samples.
+    /// `None`: the beginnings of held-out samples are the prompts.
     pub prompt_file: Option<PathBuf>,
     pub max_new_tokens: u32,
     pub device: Device,
-    /// In 0..=1.
+    /// Fraction of the run's time, in `0..=1`.
     pub max_share: f64,
 }
 
 impl Config {
-    /// Whether anything is measured beside the steps, where `held_out` samples are kept apart.
-    pub fn measures(&self, held_out: bool) -> bool {
+    /// Returns true if the run evaluates. `held_out`: the store has held-out samples.
+    pub fn evaluates(&self, held_out: bool) -> bool {
         let eval = &self.eval;
         let any =
             held_out && eval.every_steps.is_some() || eval.can_decode(held_out) && eval.decode_every_steps.is_some();
@@ -141,7 +140,7 @@ impl Config {
 }
 
 impl Eval {
-    /// Whether there are prompts to decode, where `held_out` samples are kept apart.
+    /// Returns true if there are prompts to decode. `held_out`: the store has held-out samples.
     pub fn can_decode(&self, held_out: bool) -> bool {
         held_out || self.prompt_file.is_some()
     }
@@ -157,7 +156,10 @@ impl From<Dtype> for FeatureDtype {
     }
 }
 
-/// Fills in what does not depend on a model, or tells everything that cannot work.
+/// Resolves all values that do not depend on a model.
+///
+/// # Errors
+/// All broken rules ([`broken_rules`]).
 pub fn resolve(written: &Written) -> Result<Config, Problems> {
     let problems = broken_rules(written);
     if !problems.0.is_empty() {
@@ -167,8 +169,8 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
     let Wire { run, data, target, plan, drafter, eval, .. } = written.wire.clone();
     let store = data.store.or(|| run.dir.join("data.safetensors"));
     let first = target.devices.first().copied().unwrap_or(Device::Cpu);
-    let often = |steps: u64| (steps > 0).then_some(steps);
-    let target_dtype = target.dtype.or(|| natural_dtype(&target.devices));
+    let every = |steps: u64| (steps > 0).then_some(steps);
+    let target_dtype = target.dtype.or(|| default_dtype(&target.devices));
     let gamma = drafter.loss_decay_gamma.or(|| published_gamma(drafter.block_size));
     let threads = run.threads.given().map(|&threads| threads as usize);
     Ok(Config {
@@ -194,7 +196,7 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         target: Target {
             dir: target.dir,
             devices: target.devices,
-            paused: places(&target.paused),
+            paused: unique(&target.paused),
             dtype: target_dtype,
             layer_ids: target.layer_ids.given().cloned(),
             feature_dtype: target.feature_dtype.or(|| target_dtype).into(),
@@ -207,11 +209,11 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             epoch_barrier: plan.epoch_barrier,
         },
         drafter: Drafter {
-            dtype: drafter.dtype.or(|| natural_dtype(&drafter.devices)),
+            dtype: drafter.dtype.or(|| default_dtype(&drafter.devices)),
             devices: drafter.devices,
             init_from: drafter.init_from.given().cloned(),
             init_method: drafter.init_method,
-            paused: places(&drafter.paused),
+            paused: unique(&drafter.paused),
             layers: drafter.layers,
             block_size: drafter.block_size,
             anchors: drafter.anchors,
@@ -233,9 +235,9 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
         optimizer: written.wire.optimizer.clone(),
         checkpoint: written.wire.checkpoint.clone(),
         eval: Eval {
-            every_steps: often(eval.every_steps),
+            every_steps: every(eval.every_steps),
             samples: eval.samples,
-            decode_every_steps: often(eval.decode_every_steps.or(|| written.wire.checkpoint.every_steps)),
+            decode_every_steps: every(eval.decode_every_steps.or(|| written.wire.checkpoint.every_steps)),
             prompts: eval.prompts,
             prompt_file: eval.prompt_file.given().cloned(),
             max_new_tokens: eval.max_new_tokens,
@@ -251,38 +253,41 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
 }
 
 impl wire::Admin {
-    /// The token that orders must carry, where a file is named, or why there is none.
+    /// Reads the token that commands must carry; `None` if no file is configured.
+    ///
+    /// # Errors
+    /// The inner result holds the reason why the file has no valid token.
     pub fn token(&self) -> Option<Result<Token, String>> {
         (!self.token_file.as_os_str().is_empty()).then(|| Token::read(&self.token_file))
     }
 }
 
 impl Config {
-    /// Micro-batches of a step.
+    /// Returns the micro-batches of a step.
     pub fn micro_batches_per_step(&self) -> u64 {
         u64::from(self.optimizer.accumulation) * (self.drafter.devices.len() - self.drafter.paused.len()) as u64
     }
 }
 
-/// Each once, in order.
-fn places(paused: &[u32]) -> Vec<usize> {
-    let places: BTreeSet<usize> = paused.iter().map(|&index| index as usize).collect();
-    places.into_iter().collect()
+/// Sorts indices and removes duplicates.
+fn unique(paused: &[u32]) -> Vec<usize> {
+    let unique: BTreeSet<usize> = paused.iter().map(|&index| index as usize).collect();
+    unique.into_iter().collect()
 }
 
 impl wire::Checkpoint {
-    /// What is kept when a run ends.
-    pub fn keep(&self) -> Keep {
-        Keep { last: self.keep_last as usize, every: self.keep_every, best: self.keep_best as usize }
+    /// Returns the retention policy at the end of a run.
+    pub fn retention(&self) -> RetentionPolicy {
+        RetentionPolicy { last: self.keep_last as usize, every: self.keep_every, best: self.keep_best as usize }
     }
 }
 
-/// bf16 where every device has it in hardware.
-fn natural_dtype(devices: &[Device]) -> Dtype {
+/// Returns bf16 if all devices are GPUs, else f32.
+fn default_dtype(devices: &[Device]) -> Dtype {
     if devices.contains(&Device::Cpu) { Dtype::F32 } else { Dtype::Bf16 }
 }
 
-/// The paper's decay for the block sizes that it gives (4 at 8, 5 at 10, 7 at 16); the nearest one otherwise.
+/// Returns gamma of the DFlash paper (4 at block size 8, 5 at 10, 7 at 16), or that of the nearest published size.
 fn published_gamma(block_size: u32) -> f64 {
     match block_size {
         ..=8 => 4.0,
@@ -291,7 +296,7 @@ fn published_gamma(block_size: u32) -> f64 {
     }
 }
 
-/// All cores for one worker on the CPU; an equal share each for several, because they compute at the same time.
+/// Divides the cores by the number of CPU workers, because all of them compute at the same time.
 fn threads_per_worker(targets: &[Device], drafters: &[Device]) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let workers = targets.iter().chain(drafters).filter(|device| **device == Device::Cpu).count();
@@ -308,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn the_defaults_are_the_papers_recipe_and_leave_nothing_open() {
+    fn defaults_are_the_published_recipe() {
         let config = config("");
         assert_eq!(config.run.max_steps, None);
         assert_eq!(config.data.store, PathBuf::from("runs/run/data.safetensors"));
@@ -330,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_and_resolving_report_together_and_a_bad_key_only_once() {
+    fn a_bad_key_is_reported_once() {
         let text = "[pool]\nmin_ready = \"x\"\nmax_batches = 2\n[run]\nepochs = 0\n";
         let problems = load_text(text, "x.toml", &[]).unwrap_err().0;
         let keys: Vec<_> = problems.iter().map(|problem| (problem.line, problem.key.as_str())).collect();

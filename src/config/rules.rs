@@ -1,4 +1,4 @@
-//! The rules that a setting has to obey, alone or together with another one, whatever the model.
+//! Rules for settings that hold for every model.
 
 use super::{
     load::Written,
@@ -6,12 +6,13 @@ use super::{
     values::{Auto, ByteSize, Dtype, InitMethod, Labels, TimeSpan, TopK},
     wire::Wire,
 };
+use crate::common::text::grouped;
 use std::time::Duration;
 
-/// Of `draftmill simulate`: with a few dozen samples each they take a few gigabytes.
-const MOST_SIMULATED_JOBS: u32 = 5_000_000;
+/// Maximum of simulate.jobs. With a few dozen samples per job a plan of this size takes a few gigabytes.
+const MAX_SIMULATED_JOBS: u32 = 5_000_000;
 
-/// Every rule that is broken; empty where the configuration can be worked with.
+/// Returns a problem for every broken rule.
 pub fn broken_rules(written: &Written) -> Problems {
     let mut audit = Audit { written, problems: vec![] };
     audit.ranges();
@@ -37,7 +38,7 @@ impl Audit<'_> {
         }
     }
 
-    /// Rules that look at one number alone.
+    /// Checks the range of single numbers.
     fn ranges(&mut self) {
         let w = &self.written.wire;
         let positive: [(&str, u64); 29] = [
@@ -72,9 +73,9 @@ impl Audit<'_> {
             ("simulate.jobs", w.simulate.jobs.into()),
         ];
         for (key, value) in positive {
-            self.require(value >= 1, key, "must be at least 1", "leave it out for the default");
+            self.require(value >= 1, key, "must be at least 1", "remove the key for the default");
         }
-        // Far above every machine and model, and low enough that no product overflows and no loop over layers hangs.
+        // Above every machine and model, and low enough that no product overflows and no loop over layers hangs.
         let at_most = [
             ("run.threads", w.run.threads.or(|| 1), 1 << 10),
             ("pool.max_batches", w.pool.max_batches, 1 << 15),
@@ -86,7 +87,7 @@ impl Audit<'_> {
             ("drafter.intermediate_size", w.drafter.intermediate_size.or(|| 1), 1 << 22),
         ];
         for (key, value, most) in at_most {
-            self.require(value <= most, key, "is more than any machine or model has", format!("choose at most {most}"));
+            self.require(value <= most, key, "exceeds every machine and model", format!("choose at most {most}"));
         }
         let fractions = [
             ("data.max_reject_fraction", w.data.max_reject_fraction),
@@ -94,7 +95,7 @@ impl Audit<'_> {
             ("optimizer.warmup_fraction", w.optimizer.warmup_fraction),
         ];
         for (key, value) in fractions {
-            self.require((0.0..=1.0).contains(&value), key, "is a share", "choose a number from 0 to 1");
+            self.require((0.0..=1.0).contains(&value), key, "is not a fraction", "choose a number from 0 to 1");
         }
         let below_one = [
             ("data.validation_fraction", w.data.validation_fraction),
@@ -104,7 +105,12 @@ impl Audit<'_> {
             ("simulate.micro_batch_failures", w.simulate.micro_batch_failures),
         ];
         for (key, value) in below_one {
-            self.require((0.0..1.0).contains(&value), key, "is out of range", "choose a number from 0 to below 1");
+            self.require(
+                (0.0..1.0).contains(&value),
+                key,
+                "is out of range",
+                "choose a number of at least 0 and below 1",
+            );
         }
     }
 
@@ -114,48 +120,48 @@ impl Audit<'_> {
         self.require(
             longest <= budget,
             "plan.job_tokens",
-            format!("a sample of data.max_length = {longest} tokens does not fit into a job of {budget}"),
+            format!("a sample of data.max_length = {longest} tokens does not fit into a job of {budget} tokens"),
             format!("raise it to at least {longest}, or lower data.max_length"),
         );
         self.require(
             data.min_supervised <= longest,
             "data.min_supervised",
-            format!("no sample of at most data.max_length = {longest} tokens has that many"),
-            "lower it",
+            format!("is more than data.max_length = {longest}, so no sample has enough supervised tokens"),
+            format!("choose at most {longest}"),
         );
         if let Auto::Set(bounds) = &plan.bucket_bounds {
             let ascending = bounds.windows(2).all(|pair| pair[0] < pair[1]) && bounds.first() != Some(&0);
             self.require(
                 ascending && !bounds.is_empty(),
                 "plan.bucket_bounds",
-                "must be a list of lengths that rise, each at least 1",
-                "sort it and take out repetitions, or write \"auto\"",
+                "must be an ascending list of lengths of at least 1",
+                "sort it and remove duplicates, or write \"auto\"",
             );
             self.require(
                 bounds.last().is_none_or(|&last| last >= longest),
                 "plan.bucket_bounds",
-                format!("samples longer than the last bound, up to data.max_length = {longest}, have no bucket"),
+                format!("samples above the last bound, up to data.max_length = {longest}, have no bucket"),
                 format!("append {longest}, or lower data.max_length"),
             );
             self.require(
                 bounds.len() <= usize::from(u16::MAX),
                 "plan.bucket_bounds",
-                format!("{} buckets are too many", bounds.len()),
-                "give fewer",
+                format!("has {} buckets", bounds.len()),
+                format!("choose at most {}", u16::MAX),
             );
         }
         if let Auto::Set(ids) = &target.layer_ids {
             self.require(
                 !ids.is_empty() && ids.windows(2).all(|pair| pair[0] < pair[1]),
                 "target.layer_ids",
-                "must be a list of layers that rise",
-                "sort it and take out repetitions, or write \"auto\"",
+                "must be an ascending list of layers",
+                "sort it and remove duplicates, or write \"auto\"",
             );
         }
         self.require(
             !target.devices.is_empty(),
             "target.devices",
-            "there is no target",
+            "names no device, so there is no target",
             "name at least one device, for example [\"cpu\"]",
         );
     }
@@ -167,7 +173,7 @@ impl Audit<'_> {
             ready <= most,
             "pool.min_ready",
             format!(
-                "the run would stop for good: draws wait for {ready} ready batches, and the pool never holds more than \
+                "the run would stop permanently: draws wait for {ready} ready batches, and the pool holds at most \
                  pool.max_batches = {most}"
             ),
             format!("lower it to at most {most}, or raise pool.max_batches to at least {ready}"),
@@ -177,8 +183,8 @@ impl Audit<'_> {
             window <= most,
             "pool.replay_window",
             format!(
-                "the run would stop for good: the batch that is next may be the last of {window} to arrive, and the pool \
-                 never holds more than pool.max_batches = {most}"
+                "the run would stop permanently: the next batch to draw may be the last of {window} to arrive, and the \
+                 pool holds at most pool.max_batches = {most}"
             ),
             format!("lower it to at most {most}, or raise pool.max_batches to at least {window}"),
         );
@@ -190,19 +196,19 @@ impl Audit<'_> {
         self.require(
             (2..=data.max_length.max(2)).contains(&block),
             "drafter.block_size",
-            "a block is one known token and at least one predicted, and fits into a sample",
+            "a block has one known and at least one predicted token, and must fit into a sample",
             format!("choose from 2 to data.max_length = {}", data.max_length),
         );
         self.require(
             !drafter.devices.is_empty(),
             "drafter.devices",
-            "there is no drafter",
+            "names no device, so there is no drafter",
             "name at least one device, for example [\"cpu\"]",
         );
         self.require(
             drafter.head_dim.given().is_none_or(|dim| dim.is_multiple_of(2)),
             "drafter.head_dim",
-            "rotary positions need an even number",
+            "is odd, and rotary position embeddings need an even number",
             "choose an even number",
         );
         self.require(
@@ -215,37 +221,37 @@ impl Audit<'_> {
             drafter.loss_decay_gamma.or(|| 0.0).is_finite() && drafter.loss_decay_gamma.or(|| 0.0) >= 0.0,
             "drafter.loss_decay_gamma",
             "is out of range",
-            "choose a number from 0 (no decay) up, or \"auto\"",
+            "choose a number of at least 0 (no decay), or \"auto\"",
         );
         self.require(
             drafter.d_pace_alpha > 0.0 && drafter.d_pace_alpha <= 1.0,
             "drafter.d_pace_alpha",
-            "is out of range: at 0 a drafter that knows nothing yet would weigh, and learn, nothing",
-            "choose a number above 0, up to 1",
+            "is out of range: at 0 an untrained drafter would have weights of almost 0 and learn nothing",
+            "choose a number above 0 and at most 1",
         );
         self.require(
             drafter.init_method == InitMethod::Random || drafter.layers >= 2,
             "drafter.init_method",
-            "the first layer brings the anchor, the second one the context",
-            "choose \"random\", or two layers or more",
+            "least-squares initialisation needs two layers: one for the anchor, one for the context",
+            "choose \"random\", or set drafter.layers to at least 2",
         );
         self.require(
             drafter.init_method == InitMethod::Random || drafter.init_from == Auto::Auto,
             "drafter.init_method",
-            "drafter.init_from brings weights already",
-            "choose \"random\", or leave drafter.init_from at \"auto\"",
+            "has no effect, because drafter.init_from provides the weights",
+            "choose \"random\", or set drafter.init_from = \"auto\"",
         );
         self.require(
-            !matches!(drafter.label_top_k, TopK::Likeliest(0 | 1025..)),
+            !matches!(drafter.label_top_k, TopK::Tokens(0 | 1025..)),
             "drafter.label_top_k",
             "is out of range",
-            "choose a number from 1 to 1024 (16 is plenty), or \"all\"",
+            "choose a number from 1 to 1024 (16 is usually enough), or \"all\"",
         );
         self.require(
-            matches!(drafter.label_top_k, TopK::Likeliest(0 | 1)) || drafter.labels == Labels::Target,
+            matches!(drafter.label_top_k, TopK::Tokens(0 | 1)) || drafter.labels == Labels::Target,
             "drafter.label_top_k",
-            "the data's tokens come without shares",
-            "set drafter.labels = \"target\", or leave this at 1",
+            "labels from the data have no probabilities",
+            "set drafter.labels = \"target\", or set this key to 1",
         );
     }
 
@@ -259,15 +265,15 @@ impl Audit<'_> {
             self.require(
                 unknown.is_none(),
                 &key,
-                format!("there are {devices} {section}s, counted from 0, and no {section} {}", unknown.unwrap_or(&0)),
-                format!("name places in {section}.devices"),
+                format!("there is no {section} {}: {section}.devices has {devices} entries", unknown.unwrap_or(&0)),
+                format!("use indices into {section}.devices, counted from 0"),
             );
             let all = unknown.is_none() && devices > 0 && (0..devices as u32).all(|index| paused.contains(&index));
             self.require(
                 !all,
                 &key,
-                format!("no {section} would be left, and the run would stand still"),
-                format!("leave a {section} out of it; a POST to /pause stops the whole run for a while"),
+                format!("pauses every {section}, so the run would make no progress"),
+                format!("keep one {section} active; a POST to /pause pauses the whole run"),
             );
         }
     }
@@ -280,7 +286,7 @@ impl Audit<'_> {
             ("optimizer.max_grad_norm", optimizer.max_grad_norm),
         ];
         for (key, value) in positive {
-            self.require(value > 0.0 && value.is_finite(), key, "must be above 0", "leave it out for the default");
+            self.require(value > 0.0 && value.is_finite(), key, "must be above 0", "remove the key for the default");
         }
         self.require(
             optimizer.weight_decay >= 0.0 && optimizer.weight_decay.is_finite(),
@@ -289,20 +295,20 @@ impl Audit<'_> {
             "choose 0 for none",
         );
         let drafters = self.written.wire.drafter.devices.len().max(1);
-        // Half of what the planner follows at once: the other half is for what is queued, extracted and drawn.
+        // Half of the planner's jobs in flight; the other half is for queued, extracted and drawn jobs.
         let most = draftmill_actors::planner::IN_FLIGHT / 2 / drafters;
         self.require(
             optimizer.accumulation as usize <= most,
             "optimizer.accumulation",
-            format!("with {drafters} drafters a step would have more micro-batches than can be under way at once"),
+            format!("with {drafters} drafters a step would have more micro-batches than can be in flight"),
             format!("choose at most {most}"),
         );
         let (low, peak) = (optimizer.min_learning_rate, optimizer.learning_rate);
         self.require(
             (0.0..=peak.max(0.0)).contains(&low),
             "optimizer.min_learning_rate",
-            format!("the cosine falls from optimizer.learning_rate = {peak}, so its end lies between 0 and that"),
-            "lower it",
+            format!("is not between 0 and the peak, optimizer.learning_rate = {peak}"),
+            format!("choose a number from 0 to {peak}"),
         );
     }
 
@@ -312,10 +318,10 @@ impl Audit<'_> {
             admin.listen.0.is_none_or(|address| address.ip().is_loopback()) || !admin.token_file.as_os_str().is_empty(),
             "admin.token_file",
             format!(
-                "admin.listen = \"{}\" can be reached from other machines, and orders would need no token",
+                "admin.listen = \"{}\" is reachable from other machines, and commands would need no token",
                 admin.listen
             ),
-            "name a file that holds a token, or listen on 127.0.0.1",
+            "name a file with a token, or listen on 127.0.0.1",
         );
         let Wire { run, data, target, drafter, eval, .. } = &self.written.wire;
         let paths = [
@@ -327,33 +333,34 @@ impl Audit<'_> {
         ];
         for (key, path) in paths {
             let named = path.is_none_or(|path| !path.as_os_str().is_empty());
-            self.require(named, key, "names nothing", "write a path, or leave the key out");
+            self.require(named, key, "is empty", "write a path, or remove the key");
         }
         let log = &self.written.wire.log;
         self.require(
             tracing_subscriber::EnvFilter::try_new(&log.level).is_ok(),
             "log.level",
-            "is no log filter",
+            "is not a log filter",
             "choose error, warn, info, debug or trace, or \"info,draftmill::data=debug\"",
         );
         let share = self.written.wire.eval.max_share;
         self.require(
             share > 0.0 && share <= 1.0,
             "eval.max_share",
-            "is a share of the run's time",
-            "choose a number above 0, up to 1; to measure nothing, set eval.every_steps and eval.decode_every_steps to 0",
+            "is not a fraction of the run's time",
+            "choose a number above 0 and at most 1; to disable evaluation, set eval.every_steps and \
+             eval.decode_every_steps to 0",
         );
         let factor = self.written.wire.dispatch.straggler_factor;
         self.require(
             factor == 0.0 || (1.0..1e6).contains(&factor),
             "dispatch.straggler_factor",
-            "a straggler takes longer than others",
-            "choose a number from 1 up, or 0 for none",
+            "is out of range: a straggler takes longer than other forwards of the same length",
+            "choose a number of at least 1, or 0 for no straggler detection",
         );
         self.require(
             log.progress_every > Default::default(),
             "log.progress_every",
-            "must be longer than nothing",
+            "must be above 0",
             "write for example \"5s\"",
         );
     }
@@ -364,13 +371,13 @@ impl Audit<'_> {
         self.require(
             largest.is_some_and(|bytes| bytes < 1 << 50),
             "simulate.feature_bytes_per_token",
-            "the hidden states of one job would be larger than any machine",
+            "the hidden states of one job would exceed every machine",
             format!("lower it, or plan.job_tokens; the default is {}", ByteSize(40 << 10)),
         );
         self.require(
             simulate.feature_bytes_per_token.0.is_multiple_of(2),
             "simulate.feature_bytes_per_token",
-            "is odd, and a value has two bytes",
+            "is odd, and each value has two bytes",
             "choose an even number",
         );
         for (key, speeds) in
@@ -379,27 +386,27 @@ impl Audit<'_> {
             self.require(
                 speeds.iter().all(|speed| (0.001..=1000.0).contains(speed)),
                 key,
-                "a speed is a factor: 1 is what the times of this section say, 0.5 half as fast",
+                "holds a speed that is out of range; 1 = the times of this section, 0.5 = half the speed",
                 "choose numbers from 0.001 to 1000",
             );
         }
         self.require(
             (0.0..=0.3).contains(&simulate.jitter),
             "simulate.jitter",
-            "is a relative standard deviation",
+            "is out of range for a relative standard deviation",
             "choose a number from 0 to 0.3",
         );
         self.require(
             (0.0..=3.0).contains(&simulate.length_sigma),
             "simulate.length_sigma",
-            "is a standard deviation of the logarithm of a length",
-            "choose a number from 0 (all of the median) to 3",
+            "is out of range for the standard deviation of a logarithm of lengths",
+            "choose a number from 0 (all lengths equal the median) to 3",
         );
         self.require(
-            simulate.jobs <= MOST_SIMULATED_JOBS,
+            simulate.jobs <= MAX_SIMULATED_JOBS,
             "simulate.jobs",
-            "a plan of that many jobs does not fit into memory",
-            format!("choose at most {MOST_SIMULATED_JOBS}"),
+            "a plan of this size does not fit into memory",
+            format!("choose at most {}", grouped(MAX_SIMULATED_JOBS.into())),
         );
         let hour = TimeSpan(Duration::from_secs(3600));
         for (key, time) in [
@@ -410,7 +417,7 @@ impl Audit<'_> {
             ("simulate.reduce", simulate.reduce),
             ("simulate.step", simulate.step),
         ] {
-            self.require(time <= hour, key, "is longer than any such work", format!("choose at most {hour}"));
+            self.require(time <= hour, key, "is longer than one operation can take", format!("choose at most {hour}"));
         }
     }
 }

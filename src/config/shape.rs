@@ -1,4 +1,4 @@
-//! What the configuration leaves to the target: the drafter's shape, the tapped layers, and bytes per token.
+//! Settings that depend on the target: the drafter's shape, tapped layers, bytes per token, and limits of pool and step.
 
 use super::{
     ByteSize, Config, Pool, TopK,
@@ -14,28 +14,31 @@ use draftmill_actors::{
     pool::{self, Deadlock, Draw},
 };
 
-/// An i32 token id and a byte of loss mask, which wait in the pool beside the hidden states.
+/// Bytes of an i32 token id and a u8 loss mask, which the pool stores with the hidden states.
 const TOKEN_BYTES: u64 = 5;
-/// An i32 label and its f32 share, where they come from the target.
+/// Bytes of an i32 label and its f32 probability.
 const LABEL_BYTES: u64 = 8;
-/// The length of a row.
+/// Bytes of the length of a row.
 pub const ROW_BYTES: u64 = 4;
 
-/// Bytes that one real token takes in the pool: `taps` hidden states of `width` values, its id, its loss mask, and what the
-/// target says of it: so many labels, or the hidden state from which all that it says is made.
+/// Returns the pool bytes of one real token: `taps` hidden states of `width` values, the id, the loss mask, and the labels
+/// from the target: either the given number of labels, or the last hidden state for the whole distribution.
 pub fn feature_bytes_per_token(taps: usize, width: usize, dtype: FeatureDtype, labels: Option<TopK>) -> u64 {
     let state = width as u64 * dtype.bytes();
-    let said = match labels {
+    let label_bytes = match labels {
         None => 0,
-        Some(TopK::Likeliest(each)) => u64::from(each) * LABEL_BYTES,
+        Some(TopK::Tokens(each)) => u64::from(each) * LABEL_BYTES,
         Some(TopK::All) => state,
     };
-    taps as u64 * state + TOKEN_BYTES + said
+    taps as u64 * state + TOKEN_BYTES + label_bytes
 }
 
-/// The drafter with nothing left open, or everything that does not fit the target.
+/// Returns the drafter's shape with every "auto" resolved.
 ///
-/// `mask_token_id` is what [`super::mask::mask_token`] chose; a configured one wins over it.
+/// `mask_token_id` is the choice of [`super::mask::mask_token`]; a configured id overrides it.
+///
+/// # Errors
+/// All settings that do not fit the target.
 pub fn draft_config(
     config: &Config,
     written: &Written,
@@ -62,7 +65,7 @@ pub fn draft_config(
     if !heads.is_multiple_of(kv_heads.max(1)) {
         problems.push(written.problem(
             if drafter.kv_heads.is_some() { "drafter.kv_heads" } else { "drafter.heads" },
-            format!("{heads} heads cannot be shared among {kv_heads} heads of keys and values"),
+            format!("{heads} attention heads are not divisible by {kv_heads} heads of keys and values"),
             "choose heads as a multiple of kv_heads",
         ));
     }
@@ -70,18 +73,18 @@ pub fn draft_config(
         problems.push(written.problem(
             "drafter.mask_token_id",
             format!("the target's embedding has {} rows, so row {mask} does not exist", target.vocab_size),
-            "choose a row that exists and that text never uses, or \"auto\"",
+            "choose an existing row that text never uses, or \"auto\"",
         ));
     }
-    if matches!(drafter.labels, Some(TopK::Likeliest(each)) if each as usize > target.vocab_size) {
+    if matches!(drafter.labels, Some(TopK::Tokens(each)) if each as usize > target.vocab_size) {
         problems.push(written.problem(
             "drafter.label_top_k",
-            format!("the target's vocabulary has {} tokens only", target.vocab_size),
+            format!("is more than the {} tokens of the target's vocabulary", target.vocab_size),
             "choose a smaller number, or \"all\"",
         ));
     }
     if problems.is_empty() {
-        // What the format itself demands; the checks above say it in terms of this configuration.
+        // Rules of the file format. The checks above report the same mistakes with the keys of this configuration.
         problems.extend(shape.validate().err().map(|error| written.problem("drafter.layers", error.to_string(), "")));
     }
     if problems.is_empty() { Ok(shape) } else { Err(Problems(problems)) }
@@ -93,7 +96,7 @@ fn layer_problem(config: &Config, written: &Written, shape: &DraftConfig) -> Opt
     if config.target.layer_ids.is_none() && !ids.windows(2).all(|pair| pair[0] < pair[1]) {
         return Some(written.problem(
             "target.layer_ids",
-            format!("a target of {layers} layers has no {} different layers to tap by the formula", ids.len()),
+            format!("a target of {layers} layers has no {} different layers for the \"auto\" formula", ids.len()),
             "list the layers, for example [1, 2], or lower drafter.layers",
         ));
     }
@@ -101,40 +104,40 @@ fn layer_problem(config: &Config, written: &Written, shape: &DraftConfig) -> Opt
     Some(written.problem(
         "target.layer_ids",
         format!(
-            "layer {id} cannot be tapped: the target has layers 0 to {last}, and its last one is never tapped because \
-             engines hand it over normalised"
+            "layer {id} cannot be tapped: the target has layers 0 to {last}, and inference engines return the last one \
+             normalised"
         ),
         format!("choose layers below {last}"),
     ))
 }
 
-/// The rules that keep the pool from stopping for good, for the largest job of a plan.
+/// Returns the problem of a pool that would deadlock with the largest job of a plan.
 ///
-/// A reservation may wait while `min_ready - 1` batches are ready; if it then still finds no room, no draw ever makes
-/// any. So `min_ready` of the largest job have to fit. In draw `replay` the batch that is next may be the last of its window
-/// to arrive, so it is the window that has to fit.
+/// A reservation may wait while `min_ready - 1` batches are ready. If it does not fit then, no draw ever frees bytes. Hence
+/// `min_ready` batches of the largest job must fit. With draw policy `replay` the next batch to draw may be the last of its
+/// window to arrive, so the whole window must fit.
 pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) -> Option<Problem> {
     let settings = pool_settings(config, largest_job_bytes, 0);
     let (job, most, batches) = (ByteSize(largest_job_bytes), config.pool.max_bytes, settings.at_once());
     let (message, remedy) = match settings.deadlock(largest_job_bytes)? {
         Deadlock::LargeBatch => (
-            format!("one job of up to {job} can never enter a pool of {most}"),
+            format!("a job of up to {job} never fits into a pool of {most}"),
             format!(
                 "raise it to at least {}, or lower plan.job_tokens or target.feature_dtype",
                 mebibytes(job.0.into())
             ),
         ),
-        // Refused before, where the settings were read: it does not depend on the job.
+        // `broken_rules` refuses this case; it does not depend on the job.
         Deadlock::FewBatches => return None,
         Deadlock::FewBytes { needed } => {
             let (name, why) = match config.pool.draw_policy {
-                Draw::Replay => ("pool.replay_window", "the batch that is next may be the last to arrive of"),
+                Draw::Replay => ("pool.replay_window", "the next batch to draw may be the last to arrive of"),
                 _ => ("pool.min_ready", "draws wait for"),
             };
             let needed = mebibytes(needed);
             (
                 format!(
-                    "the run could stop for good: {why} {name} = {batches} batches, the largest takes {job}, and \
+                    "the run could stop permanently: {why} {name} = {batches} batches, the largest takes {job}, and \
                      {batches} x {job} = {needed} is more than {most}"
                 ),
                 format!("raise it to at least {needed}, or lower {name}, plan.job_tokens or target.feature_dtype"),
@@ -144,7 +147,7 @@ pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) 
     Some(written.problem("pool.max_bytes", message, remedy))
 }
 
-/// The pool's settings, for the largest job of a plan; `start_step` steps are in the weights already.
+/// Returns the pool's settings for the largest job of a plan. `start_step` is the step of the initial weights.
 pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -> pool::Settings {
     let pool = &config.pool;
     pool::Settings {
@@ -158,19 +161,19 @@ pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -
     }
 }
 
-/// Rounded up, so that a remedy suffices.
+/// Formats bytes in MiB, rounded up so that the remedy suffices.
 fn mebibytes(bytes: u128) -> String {
     format!("{} MiB", bytes.div_ceil(1 << 20))
 }
 
-/// Jobs among which draw `replay` shuffles: as configured, or as many of the largest job as the pool surely holds.
+/// Returns the window of draw policy `replay` in jobs: as configured, or the number of largest jobs that fit.
 pub fn replay_window(pool: &Pool, largest_job_bytes: u64) -> u32 {
     let fit = pool.max_bytes.0 / largest_job_bytes.max(1);
     let most = u32::try_from(fit).unwrap_or(u32::MAX).min(pool.max_batches);
     pool.replay_window.or(|| most.max(1))
 }
 
-/// The rule that a step can fill at all: a run has to hold as many jobs as one step has micro-batches.
+/// Returns the problem of a step with more micro-batches than the whole run has jobs.
 pub fn step_problem(config: &Config, written: &Written, jobs_per_epoch: usize) -> Option<Problem> {
     let (accumulation, step) = (u64::from(config.optimizer.accumulation), config.micro_batches_per_step());
     let drafters = step / accumulation;
@@ -180,12 +183,12 @@ pub fn step_problem(config: &Config, written: &Written, jobs_per_epoch: usize) -
         written.problem(
             "optimizer.accumulation",
             format!(
-                "no step could ever fill: {accumulation} x {drafters} drafters = {step} micro-batches, and the whole run has \
-                 {epochs} epochs x {jobs_per_epoch} jobs = {jobs}"
+                "no step would ever be complete: {accumulation} x {drafters} drafters = {step} micro-batches, and the whole \
+                 run has {epochs} epochs x {jobs_per_epoch} jobs = {jobs}"
             ),
             match jobs / drafters {
-                0 => format!("use at most {jobs} drafters, lower plan.job_tokens so that there are more jobs, or prepare more data"),
-                most => format!("lower it to at most {most}, or lower plan.job_tokens so that there are more jobs"),
+                0 => format!("use at most {jobs} drafters, lower plan.job_tokens to get more jobs, or prepare more data"),
+                most => format!("lower it to at most {most}, or lower plan.job_tokens to get more jobs"),
             },
         )
     })
@@ -197,7 +200,7 @@ mod tests {
     use crate::config::load_text;
     use serde_json::json;
 
-    /// Numbers of Qwen3-8B's config.json.
+    /// Values of Qwen3-8B's config.json.
     fn qwen3_8b(layers: usize) -> TargetConfig {
         TargetConfig::from_json(&json!({
             "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": layers,
@@ -221,7 +224,7 @@ mod tests {
         let parameters: usize = shape.tensor_shapes().values().map(|dims| dims.iter().product::<usize>()).sum();
         assert_eq!(parameters / 1_000_000, 1_048);
         assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, None), 40_960 + 5);
-        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Some(TopK::Likeliest(3))), 40_960 + 29);
+        assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Some(TopK::Tokens(3))), 40_960 + 29);
         assert_eq!(feature_bytes_per_token(5, 4096, FeatureDtype::Bf16, Some(TopK::All)), 6 * 8192 + 5);
     }
 
@@ -234,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_does_not_fit_the_target_is_told_at_once() {
+    fn all_misfits_with_the_target_are_reported_at_once() {
         let text = "[target]\nlayer_ids = [1, 35]\n[drafter]\nkv_heads = 5\nmask_token_id = 151936\n";
         let keys: Vec<_> = shape(text, &qwen3_8b(36)).unwrap_err().0.into_iter().map(|p| (p.line, p.key)).collect();
         let expected = [(2, "target.layer_ids"), (4, "drafter.kv_heads"), (5, "drafter.mask_token_id")];
@@ -249,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_would_stop_for_good_is_refused_with_the_arithmetic() {
+    fn a_pool_that_would_deadlock_is_refused() {
         let loaded = load_text("[pool]\nmax_bytes = \"3 GiB\"\nmin_ready = 4", "x.toml", &[]).unwrap();
         let fits = 3 << 28;
         assert_eq!(pool_problem(&loaded.config, &loaded.written, fits), None);
@@ -262,22 +265,22 @@ mod tests {
     }
 
     #[test]
-    fn a_job_larger_than_the_pool_has_a_sentence_of_its_own() {
+    fn a_job_larger_than_the_pool_is_refused() {
         let loaded = load_text("[pool]\nmax_bytes = \"1 GiB\"\nmin_ready = 1", "x.toml", &[]).unwrap();
         assert_eq!(pool_problem(&loaded.config, &loaded.written, 1 << 30), None);
         let problem = pool_problem(&loaded.config, &loaded.written, (1 << 30) + 1).unwrap().to_string();
-        assert!(problem.contains("one job of up to 1073741825 B can never enter a pool of 1 GiB"), "{problem}");
+        assert!(problem.contains("a job of up to 1073741825 B never fits into a pool of 1 GiB"), "{problem}");
         assert!(problem.contains("raise it to at least 1025 MiB"), "{problem}");
     }
 
     #[test]
-    fn a_replay_window_that_the_pool_cannot_hold_is_refused_with_the_arithmetic() {
+    fn a_replay_window_larger_than_the_pool_is_refused() {
         let replay = |window: &str| {
             let text = format!("[pool]\nmax_bytes = \"2 GiB\"\ndraw_policy = \"replay\"\nmin_ready = 16\n{window}");
             load_text(&text, "x.toml", &[]).unwrap()
         };
         let loaded = replay("replay_window = 8");
-        // min_ready has no part in it.
+        // min_ready has no effect.
         assert_eq!(pool_problem(&loaded.config, &loaded.written, 1 << 28), None);
         let problem = pool_problem(&loaded.config, &loaded.written, (1 << 28) + 1).unwrap().to_string();
         assert!(problem.contains("8 x 268435457 B = 2049 MiB is more than 2 GiB"), "{problem}");
@@ -290,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_can_never_fill_is_refused_with_the_arithmetic() {
+    fn a_step_that_never_completes_is_refused() {
         let text = "[run]\nepochs = 3\n[drafter]\ndevices = [\"cpu\", \"cpu\"]\n[optimizer]\naccumulation = 8";
         let loaded = load_text(text, "x.toml", &[]).unwrap();
         assert_eq!(step_problem(&loaded.config, &loaded.written, 6), None);

@@ -1,17 +1,17 @@
-//! Values with a unit or a closed set of words: what a person writes in TOML and what the code computes with.
+//! Value types of the configuration: numbers with a unit, closed sets of words, and their TOML forms.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::DeserializeOwned};
 use std::{fmt, net::SocketAddr, str::FromStr, time::Duration};
 
-/// A number of bytes, written with its unit ("2 GiB") or as a plain integer.
+/// Number of bytes, written with its unit ("2 GiB") or as a plain integer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 
-/// A length of time, written with its unit: "30s", "500ms", "2m".
+/// Duration, written with its unit: "30s", "500ms", "2m".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct TimeSpan(pub Duration);
 
-/// A setting that is either given or derived ("auto") by the rule in its comment.
+/// Setting that is either given or derived ("auto").
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Auto<T> {
     #[default]
@@ -19,20 +19,20 @@ pub enum Auto<T> {
     Set(T),
 }
 
-/// How many of the target's tokens are learned at each place.
+/// Number of the target's most likely tokens that are labels at each position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TopK {
-    /// So many of the likeliest ones, written as a number.
-    Likeliest(u32),
-    /// Its whole vocabulary, written "all".
+    /// The given number of most likely tokens, written as a number.
+    Tokens(u32),
+    /// The whole vocabulary, written "all".
     All,
 }
 
-/// An address to listen on, or "off".
+/// Address to listen on, or "off".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listen(pub Option<SocketAddr>);
 
-/// Declares an enum whose variants are written as one word each.
+/// Declares an enum with one TOML word per variant.
 macro_rules! words {
     ($(#[$meta:meta])* $name:ident { $($(#[$variant_meta:meta])* $variant:ident = $word:literal),* $(,)? }) => {
         $(#[$meta])*
@@ -59,98 +59,98 @@ macro_rules! words {
 }
 
 words! {
-    /// Number type of a tensor.
+    /// Dtype of a tensor.
     Dtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
 }
 words! {
-    /// What does the work of targets and drafters.
+    /// Engine that does the work of targets and drafters.
     Engine {
         /// libtorch, on CPU or CUDA.
         Torch = "torch",
-        /// A cost model that sleeps: the whole pipeline without a model.
+        /// Cost model that sleeps: the whole pipeline without a model.
         Simulated = "simulated",
     }
 }
 words! {
-    /// What becomes of a sample that is longer than `data.max_length`.
+    /// Treatment of a sample that is longer than `data.max_length`.
     Overlong {
-        /// Its end is cut off.
+        /// Removes the end of the sample.
         Cut = "cut",
-        /// It is left out and counted.
+        /// Removes the sample and counts it.
         Drop = "drop",
     }
 }
 words! {
-    /// What becomes of a turn whose role the chat template does not know.
+    /// Treatment of a turn with a role that the chat template does not know.
     UnknownRole {
-        /// The whole row is rejected, with the role named.
+        /// Rejects the row and reports the role.
         Reject = "reject",
-        /// The turn is left out, the rest of the row stays.
+        /// Removes the turn.
         Skip = "skip",
     }
 }
 words! {
-    /// Where `draftmill simulate` has the lengths of its samples from.
+    /// Source of the sample lengths of `draftmill simulate`.
     Lengths {
-        /// A distribution.
+        /// Lognormal distribution.
         Lognormal = "lognormal",
-        /// The prepared store.
+        /// Prepared store.
         Store = "store",
     }
 }
 words! {
-    /// What the drafter learns to say.
+    /// Source of the drafter's labels.
     Labels {
-        /// The tokens of the data.
+        /// Tokens of the data.
         Data = "data",
-        /// What the target itself would say at each place.
+        /// Predictions of the target.
         Target = "target",
     }
 }
 words! {
-    /// How gradients and weights travel between the optimizer and several drafters.
+    /// Method of gradient sums and weight distribution between the optimizer and several drafters.
     Collectives {
-        /// Each by a copy of its own.
+        /// One copy per gradient and per set of weights.
         Copy = "copy",
-        /// By NCCL's reduce and broadcast.
+        /// NCCL reduce and broadcast.
         Nccl = "nccl",
     }
 }
 words! {
-    /// What new weights are.
+    /// Method of weight initialisation.
     InitMethod {
-        /// Random.
+        /// Random weights.
         Random = "random",
-        /// Fitted to what is linear in the target.
+        /// Least-squares fit to the target's hidden states.
         LeastSquares = "least-squares",
     }
 }
 words! {
-    /// How much each slot of a block counts in the loss.
+    /// Weights of a block's slots in the loss.
     SlotWeights {
-        /// Less with its distance from the anchor.
+        /// Exponential decay with the distance from the anchor.
         Decay = "decay",
-        /// By what it is worth to the tokens accepted, as the drafter stands.
+        /// D-PACE: the slot's effect on the expected number of accepted tokens.
         DPace = "d-pace",
     }
 }
 words! {
-    /// How the learning rate runs after the warm-up.
+    /// Learning rate after the warm-up.
     Schedule { Cosine = "cosine", Constant = "constant" }
 }
 words! {
-    /// What becomes of the batches in the pool when a signal asks for the end.
-    Ending {
-        /// Their jobs are open again at the next start.
+    /// Treatment of the pool's batches after SIGINT or SIGTERM.
+    PoolAtShutdown {
+        /// The next start extracts their jobs again.
         Reopen = "reopen",
-        /// They are trained before the last checkpoint.
+        /// Drafters train them before the last checkpoint.
         Train = "train",
     }
 }
 words! {
-    /// How log lines look.
+    /// Format of log lines.
     LogFormat {
-        /// For people where stderr is a terminal, JSON otherwise.
+        /// Human-readable if stderr is a terminal, else JSON.
         Auto = "auto",
         Human = "human",
         Json = "json",
@@ -158,7 +158,7 @@ words! {
 }
 
 impl Dtype {
-    /// Bytes of one value.
+    /// Returns the bytes of one value.
     pub fn bytes(self) -> u64 {
         match self {
             Dtype::F32 => 4,
@@ -168,7 +168,7 @@ impl Dtype {
 }
 
 impl<T> Auto<T> {
-    /// What was given, if anything.
+    /// Returns the given value; `None` for "auto".
     pub fn given(&self) -> Option<&T> {
         match self {
             Auto::Auto => None,
@@ -176,7 +176,7 @@ impl<T> Auto<T> {
         }
     }
 
-    /// What was given, or else what the rule says.
+    /// Returns the given value, or the value of `rule` for "auto".
     pub fn or(&self, rule: impl FnOnce() -> T) -> T
     where
         T: Clone,
@@ -208,7 +208,7 @@ const TIME_UNITS: [(&str, u64); 6] = [
     ("ns", 1),
 ];
 
-/// Splits "2 GiB" into its number and its unit and gives their product, rounded to a whole number.
+/// Parses "2 GiB" as number and unit, and returns their product, rounded to an integer.
 fn number_with_unit(text: &str, units: &[(&str, u64)]) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
@@ -243,7 +243,7 @@ impl FromStr for ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// The largest binary unit that divides it exactly, so that nothing is lost.
+    /// Writes the largest binary unit that divides the value exactly.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let binary = BYTE_UNITS.iter().filter(|(name, _)| name.ends_with("iB"));
         match binary.into_iter().find(|(_, scale)| self.0 >= *scale && self.0.is_multiple_of(*scale)) {
@@ -254,7 +254,7 @@ impl fmt::Display for ByteSize {
 }
 
 impl ByteSize {
-    /// For people: three digits and a binary unit, rounded ("1.36 GiB").
+    /// Returns three digits and a binary unit, rounded ("1.36 GiB").
     pub fn rounded(self) -> String {
         match BYTE_UNITS.iter().take(4).find(|(_, scale)| self.0 >= *scale) {
             Some((name, scale)) => {
@@ -276,7 +276,7 @@ impl FromStr for TimeSpan {
 }
 
 impl fmt::Display for TimeSpan {
-    /// The largest unit that divides it exactly, so that nothing is lost.
+    /// Writes the largest unit that divides the value exactly.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nanos = self.0.as_nanos();
         match TIME_UNITS.iter().find(|(_, scale)| nanos > 0 && nanos.is_multiple_of(u128::from(*scale))) {
@@ -292,7 +292,7 @@ impl FromStr for TopK {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "all" => Ok(TopK::All),
-            _ => text.parse().map(TopK::Likeliest).map_err(|_| format!("{text:?} is neither a number nor \"all\"")),
+            _ => text.parse().map(TopK::Tokens).map_err(|_| format!("{text:?} is neither a number nor \"all\"")),
         }
     }
 }
@@ -300,7 +300,7 @@ impl FromStr for TopK {
 impl fmt::Display for TopK {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            TopK::Likeliest(tokens) => tokens.fmt(f),
+            TopK::Tokens(tokens) => tokens.fmt(f),
             TopK::All => f.write_str("all"),
         }
     }
@@ -315,7 +315,7 @@ impl FromStr for Listen {
             _ => text
                 .parse()
                 .map(|address| Listen(Some(address)))
-                .map_err(|_| format!("{text:?} is no address; write for example \"127.0.0.1:9464\", or \"off\"")),
+                .map_err(|_| format!("{text:?} is not an address; write for example \"127.0.0.1:9464\", or \"off\"")),
         }
     }
 }
@@ -329,7 +329,7 @@ impl fmt::Display for Listen {
     }
 }
 
-/// Serde through the text form.
+/// Implements serde via the text form.
 macro_rules! as_text {
     ($($type:ident),*) => { $(
         impl Serialize for $type {
@@ -356,13 +356,13 @@ from_text!(TopK);
 impl Serialize for TopK {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
-            TopK::Likeliest(tokens) => tokens.serialize(serializer),
+            TopK::Tokens(tokens) => tokens.serialize(serializer),
             TopK::All => serializer.collect_str(self),
         }
     }
 }
 
-/// A string as it is; anything else as TOML writes it, for the parser to judge.
+/// Returns a string unchanged, and any other value in TOML syntax for the parser.
 fn text_of(value: toml::Value) -> String {
     match value {
         toml::Value::String(text) => text,
@@ -397,7 +397,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn bytes_are_read_in_both_kinds_of_unit() {
+    fn bytes_are_parsed_in_binary_and_decimal_units() {
         for (text, bytes) in
             [("2 GiB", 2 << 30), ("1.5KiB", 1536), ("3 mb", 3_000_000), ("0 B", 0), ("7B", 7), ("12", 12)]
         {
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_without_sense_are_refused() {
+    fn malformed_bytes_are_refused() {
         for text in ["", "GiB", "2.5", "-2", "2 parsecs", "-1 GiB", "99999999999 TiB", "nan B", "1e400 B"] {
             assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
@@ -422,7 +422,7 @@ mod tests {
 
     #[test]
     fn top_k_is_a_number_or_all() {
-        for (text, value) in [("\"all\"", TopK::All), ("16", TopK::Likeliest(16))] {
+        for (text, value) in [("\"all\"", TopK::All), ("16", TopK::Tokens(16))] {
             let written: toml::Table = format!("x = {text}").parse().unwrap();
             let read: TopK = written["x"].clone().try_into().unwrap();
             assert_eq!((read, toml::Value::try_from(read).unwrap()), (value, written["x"].clone()));

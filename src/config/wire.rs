@@ -1,11 +1,11 @@
-//! The configuration as it is written: every section, key, default and comment, each declared once.
+//! Wire types of the configuration: every section, key, default and comment is declared once, here.
 //!
-//! `sections!` turns the declarations into one serde struct per section and into [`FIELDS`], the table from which the
-//! annotated example, the unknown-key suggestions and the check "may this change while running?" are made.
+//! `sections!` generates one serde struct per section, and the table [`FIELDS`]. The annotated example, the suggestions
+//! for unknown keys and the reload check use the table.
 
 use super::values::{
-    Auto, ByteSize, Dtype, Ending, Engine, Collectives, Labels, Lengths, Listen, LogFormat, Overlong, Schedule,
-    SlotWeights, InitMethod, TimeSpan, TopK, UnknownRole,
+    Auto, ByteSize, Collectives, Dtype, Engine, InitMethod, Labels, Lengths, Listen, LogFormat, Overlong,
+    PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::Order, pool::Draw};
@@ -13,10 +13,10 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// When a changed value takes effect.
+/// Time at which a changed value takes effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Apply {
-    /// At once, in a running service.
+    /// On reload, in a running service.
     Live,
     /// At the next start.
     Restart,
@@ -36,7 +36,7 @@ impl std::fmt::Display for Apply {
 pub struct Field {
     pub section: &'static str,
     pub key: &'static str,
-    /// The comment, one line of text per line, each with its leading space.
+    /// Comment of the key. Each line keeps its leading space.
     pub doc: &'static str,
     pub apply: Apply,
 }
@@ -61,16 +61,16 @@ macro_rules! sections {
             }
         )*
 
-        /// The whole file.
+        /// Configuration file.
         #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
         pub struct Wire { $( $(#[doc = $section_doc])* pub $section: $Section, )* }
 
-        /// The sections and their comments, in the order of the file.
+        /// Sections with their comments, in file order.
         pub const SECTIONS: &[(&str, &str)] =
             &[$( (stringify!($section), concat!($($section_doc, "\n"),*)), )*];
 
-        /// Every key, in the order of the file.
+        /// All keys, in file order.
         pub const FIELDS: &[Field] = &[$( $( Field {
             section: stringify!($section),
             key: stringify!($key),
@@ -83,312 +83,315 @@ macro_rules! sections {
 sections! {
     /// The run as a whole.
     run: Run {
-        /// Folder of the run: resolved configuration, state.db, checkpoints, export. Relative paths start at the working
-        /// directory.
+        /// Folder of the run: resolved configuration, state.db, logs, checkpoints, export. A relative path starts at the
+        /// working directory.
         Restart dir: PathBuf = "runs/run".into();
-        /// Root of all randomness: plan, anchors, initial weights.
+        /// Seed of all random numbers: plan, anchors, initial weights.
         Restart seed: u64 = 42;
-        /// Passes over the data (the paper's recipe: 6).
+        /// Passes over the training samples. 6 is the value of the DFlash paper.
         Restart epochs: u32 = 6;
-        /// Stop after this many optimizer steps; 0 = no limit but the epochs.
+        /// Limit of optimizer steps. 0 = no limit: the run ends with the last epoch.
         Restart max_steps: u64 = 0;
-        /// "torch", or "simulated": a cost model that sleeps instead of computing (section [simulate]).
+        /// "torch" computes with libtorch. "simulated" sleeps by the cost model of section [simulate] and trains no drafter.
         Restart engine: Engine = Engine::Torch;
-        /// CPU threads of one libtorch operation; "auto" = an equal share of the cores for each CPU device in use, which is
-        /// best where all are busy. Where one mostly waits for another, more threads use the cores that it leaves idle.
+        /// CPU threads of one libtorch operation. "auto" = the cores, divided by the number of CPU entries in
+        /// target.devices and drafter.devices. Raise it if one stage mostly waits for the other.
         Restart threads: Auto<u32> = Auto::Auto;
     }
 
-    /// What `draftmill prepare` reads, and the store that it writes.
+    /// Input of `draftmill prepare`, and the store that it writes.
     data: Data {
-        /// JSONL or JSON arrays of conversations or pre-tokenised rows, also gzipped: ["chats.jsonl", "more.json.gz"].
+        /// Conversations or pre-tokenised rows, as JSONL or JSON arrays, also gzipped: ["chats.jsonl", "more.json.gz"].
         Restart inputs: Vec<PathBuf> = vec![];
-        /// The prepared store; "auto" = data.safetensors in run.dir.
+        /// File of prepared samples. "auto" = data.safetensors in run.dir.
         Restart store: Auto<PathBuf> = Auto::Auto;
-        /// Longest sample, in tokens.
+        /// Maximum length of a sample, in tokens. 3072 is the value of the DFlash paper.
         Restart max_length: u32 = 3072;
-        /// Longer samples: "cut" off the end, or "drop" them.
+        /// Samples above max_length: "cut" removes the end, "drop" removes the sample.
         Restart overlong: Overlong = Overlong::Cut;
-        /// A turn whose role is not known: "reject" the row, or "skip" the turn.
+        /// A turn with an unknown role: "reject" rejects the row, "skip" removes the turn.
         Restart unknown_role: UnknownRole = UnknownRole::Reject;
-        /// Samples with fewer supervised tokens are left out (counted, not an error).
+        /// Minimum number of supervised tokens of a sample. `prepare` counts and removes shorter ones; this is no error.
         Restart min_supervised: u32 = 32;
-        /// Share of samples, chosen by a hash of their content, that is kept apart in the store and never trained, for a
-        /// measure of your own.
+        /// Fraction of samples that is held out of training and used by section [eval]. A hash of the content selects them,
+        /// so a sample keeps its side when rows are added.
         Restart validation_fraction: f64 = 0.01;
-        /// More rejected rows than this share end `prepare` with an error.
+        /// `prepare` fails if more than this fraction of the rows is rejected.
         Restart max_reject_fraction: f64 = 0.05;
-        /// Longest row of an input; longer ones are rejected. Bounds the memory of `prepare`.
+        /// Maximum length of one input row. It limits the memory of `prepare`; longer rows are rejected.
         Restart max_row_bytes: ByteSize = ByteSize(16 << 20);
     }
 
-    /// The frozen target model, whose hidden states are the drafter's input.
+    /// The frozen target model. Its hidden states are the input of the drafter.
     target: Target {
         /// Hugging Face folder: config.json, *.safetensors, tokenizer.json, chat template.
         Restart dir: PathBuf = "models/target".into();
-        /// One target per entry: "cpu" or "cuda:0"; "cpu" may be repeated.
+        /// One target per entry: "cpu", "cuda" or "cuda:N". "cpu" may be repeated.
         Restart devices: Vec<Device> = vec![Device::Cpu];
-        /// Targets that get no jobs for now, by their place in devices from 0: [1]. Each finishes what it has; one has to stay.
+        /// Targets that get no new jobs, as indices into devices from 0: [1]. Each finishes its current job. At least one
+        /// target stays active.
         Live paused: Vec<u32> = vec![];
-        /// Number type of the forward; "auto" = f32 on CPU, bf16 on CUDA.
+        /// Dtype of the forward. "auto" = f32 if any entry of devices is a CPU, else bf16.
         Restart dtype: Auto<Dtype> = Auto::Auto;
-        /// Tapped layers, 0-based: id i is the residual stream after layer i. "auto" = one per drafter layer, spread
-        /// from 1 to L-3.
+        /// Tapped layers, counted from 0: layer i gives the residual stream after layer i. "auto" = one per drafter layer,
+        /// evenly spaced from layer 1 to layer L-3 of L.
         Restart layer_ids: Auto<Vec<u32>> = Auto::Auto;
-        /// Number type of hidden states while they wait; "auto" = as target.dtype.
+        /// Dtype of the hidden states in the pool. "auto" = target.dtype.
         Restart feature_dtype: Auto<Dtype> = Auto::Auto;
     }
 
-    /// How an epoch is cut into jobs.
+    /// How the planner splits an epoch into jobs. A job is one target forward and one micro-batch of a drafter.
     plan: Plan {
-        /// Most token slots of one job, padding included. A job is one forward of a target and one micro-batch.
+        /// Maximum token slots of a job, padding included.
         Restart job_tokens: u32 = 16384;
-        /// Number of length buckets.
+        /// Number of length buckets. A job takes its samples from one bucket.
         Restart buckets: u16 = 8;
-        /// Longest sample of each bucket, ascending: [512, 1024, 3072]. "auto" = the bounds that waste least padding.
+        /// Maximum sample length of each bucket, ascending: [512, 1024, 3072]. "auto" = the bounds with the least padding.
         Restart bucket_bounds: Auto<Vec<u32>> = Auto::Auto;
-        /// "spread" = each length evenly over the epoch; "shuffle" = uniformly at random.
+        /// Order of the jobs: "spread" distributes each length evenly over the epoch, "shuffle" is uniformly random.
         Restart order: Order = Order::Spread;
-        /// Let every job of an epoch end before the next epoch begins. false keeps the pool full between epochs.
+        /// true = an epoch starts after all jobs of the previous one have ended. false keeps the pool full between epochs.
         Restart epoch_barrier: bool = false;
     }
 
-    /// The central queue from which targets pull.
+    /// The central job queue from which targets pull, and the handling of failed and slow forwards.
     dispatch: Dispatch {
-        /// Jobs of the plan that wait in the queue: enough that the planner is never waited for.
+        /// Planned jobs in the queue. 64 is enough that no target waits for the planner.
         Live queue_jobs: u32 = 64;
-        /// Jobs padded ahead on CPU threads.
+        /// Jobs that CPU threads pad ahead of the targets.
         Live pad_ahead: u32 = 4;
-        /// A job that failed this often is skipped, with its reason recorded.
+        /// Attempts per job. After that many failures the job is skipped, and the reason is recorded.
         Live max_attempts: u32 = 3;
-        /// A target that panics, is lost or keeps failing is taken out and restarted; after this many restarts in vain it is
-        /// gone for good. When all targets are gone, the run ends.
+        /// Restarts of a target that panics, is lost or keeps failing. After that many failed restarts it stays down. The
+        /// run ends when all targets are down.
         Live max_restarts: u32 = 5;
-        /// Pause before the first restart of a target; each further one doubles it.
+        /// Pause before the first restart of a target. Every further restart doubles it.
         Live restart_pause: TimeSpan = TimeSpan(Duration::from_secs(1));
-        /// A forward that takes this many times longer than others of its length is reported as a straggler; 0 = never.
+        /// A forward that takes more than this multiple of the time for its length is logged as a straggler. 0 = never.
         Live straggler_factor: f64 = 5.0;
-        /// Offer a straggler's job to another target; the first result counts, the other is dropped.
+        /// true = another target may repeat the job of a straggler. The first result counts, the second is dropped.
         Live offer_stragglers: bool = true;
-        /// More skipped jobs than this share of the epoch end the run.
+        /// The run fails if more than this fraction of an epoch's jobs is skipped.
         Live max_skip_fraction: f64 = 0.01;
     }
 
-    /// Where hidden states wait for a drafter.
+    /// The pool: host memory that holds extracted hidden states until a drafter draws them.
     pool: Pool {
-        /// Bytes held and reserved never exceed this.
+        /// Limit of the pool's memory: reserved, waiting and checked-out batches together.
         Live max_bytes: ByteSize = ByteSize(4 << 30);
-        /// Batches held and reserved never exceed this.
+        /// Limit of the number of batches, counted in the same way.
         Live max_batches: u32 = 16;
-        /// Draws wait until this many batches are ready, so that the micro-batches of a step differ in length.
+        /// Number of ready batches that a draw waits for. More ready batches mix more lengths into a step.
         Live min_ready: u32 = 4;
-        /// "proportional" = the bucket that lags its share most, random inside it; "uniform" = any batch; "replay" = an order
-        /// that plan and seed fix, so that two runs train the same steps whatever the timing: it waits for the one batch
-        /// that is next, whatever min_ready says. To "replay" and from it only at a start.
+        /// Order in which batches leave the pool. "proportional" = the bucket that is furthest behind its fraction of the
+        /// plan, a random batch in it. "uniform" = any batch. "replay" = an order fixed by plan and seed, so two runs train
+        /// the same steps; a draw waits for one exact batch and ignores min_ready. A change to or from "replay" needs a
+        /// restart.
         Live draw_policy: Draw = Draw::Proportional;
-        /// For draw_policy = "replay": jobs among which the order is shuffled. "auto" = as many of the largest job as the pool
-        /// surely holds.
+        /// For draw_policy = "replay": size of the window in which jobs are shuffled. "auto" = the number of largest jobs
+        /// that fit into max_bytes, at most max_batches.
         Restart replay_window: Auto<u32> = Auto::Auto;
     }
 
-    /// The drafter (DFlash). Everything that is "auto" follows the target.
+    /// The drafter (DFlash). Keys that are "auto" take their value from the target.
     drafter: Drafter {
-        /// One drafter per entry: "cpu" or "cuda:0"; "cpu" may be repeated.
+        /// One drafter per entry: "cpu", "cuda" or "cuda:N". "cpu" may be repeated.
         Restart devices: Vec<Device> = vec![Device::Cpu];
-        /// Folder of a drafter to start from, as `draftmill import --draft` or an export writes it, in either layout; its sizes
-        /// and taps must be those of this section. "auto" = new weights, which follow from run.seed.
+        /// Folder of a drafter to start from, in the z-lab or speculators layout, as `draftmill import --draft` and
+        /// `draftmill export` write it. Sizes and tapped layers must match this section. "auto" = new weights.
         Restart init_from: Auto<PathBuf> = Auto::Auto;
-        /// New weights are "random", or "least-squares": fitted to what the target says in 32 768 tokens of the data: a whole
-        /// target is loaded for it, and the first thousand steps are saved. Needs two layers or more.
+        /// New weights: "random" from run.seed, or "least-squares" = a linear fit to the target's hidden states on 32,768
+        /// tokens of the data. The fit loads the whole target once, needs two layers, and saves about 1000 steps.
         Restart init_method: InitMethod = InitMethod::Random;
-        /// Drafters that draw nothing for now, by their place in devices from 0: [1]. Each trains what it has in hand; one has to
-        /// stay.
+        /// Drafters that draw no batches, as indices into devices from 0: [1]. Each trains the batches that it has. At least
+        /// one drafter stays active.
         Live paused: Vec<u32> = vec![];
-        /// Decoder layers.
+        /// Number of decoder layers. 5 is the value of the DFlash paper.
         Restart layers: u32 = 5;
-        /// Tokens of a block: one that is known and block_size - 1 that are predicted.
+        /// Tokens of a block: one known token and block_size - 1 predicted ones.
         Restart block_size: u32 = 16;
-        /// Blocks trained in each sample, drawn anew each time (the paper's recipe: 512).
+        /// Blocks per sample, at random positions that change with every pass. 512 is the value of the DFlash paper.
         Live anchors: u32 = 512;
-        /// Attention heads.
+        /// Attention heads. "auto" = those of the target, as for the next three keys.
         Restart heads: Auto<u32> = Auto::Auto;
-        /// Heads of keys and values; divides heads.
+        /// Heads of keys and values. Must divide heads.
         Restart kv_heads: Auto<u32> = Auto::Auto;
-        /// Values of one head; even.
+        /// Values per head. Must be even.
         Restart head_dim: Auto<u32> = Auto::Auto;
         /// Width of the MLP.
         Restart intermediate_size: Auto<u32> = Auto::Auto;
-        /// Token that stands for "to be predicted": a row of the target's embedding that text never uses. "auto" = a mask
-        /// token of the tokenizer, else the first row that has no token, else a reserved or unused special token, else the
-        /// last special token that the chat template does not use.
+        /// Token that marks a slot to predict: a row of the target's embedding that text never uses. "auto" = the first that
+        /// exists of: a mask token of the tokenizer, a row without a token, a reserved or unused special token, the last
+        /// special token that the chat template does not use.
         Restart mask_token_id: Auto<u32> = Auto::Auto;
-        /// Number type of forward and backward (weights and moments are always f32); "auto" = f32 on CPU, bf16 on CUDA.
+        /// Dtype of forward and backward. Weights and moments are always f32. "auto" = f32 if any entry of devices is a
+        /// CPU, else bf16.
         Restart dtype: Auto<Dtype> = Auto::Auto;
-        /// "decay" = by distance from the anchor, see the next key; "d-pace" = by what a slot is worth to the tokens
-        /// accepted, as the drafter stands (arXiv 2605.18810).
+        /// Weight of a slot in the loss: "decay" = by the distance from the anchor, "d-pace" = by the slot's effect on the
+        /// expected number of accepted tokens (arXiv 2605.18810).
         Restart slot_weights: SlotWeights = SlotWeights::Decay;
-        /// For slot_weights = "decay": slot k of a block weighs exp(-(k-1)/gamma); 0 = all the same. "auto" = the paper's
-        /// 4, 5 or 7 for blocks of up to 8, up to 12, or more.
+        /// For slot_weights = "decay": slot k of a block has weight exp(-(k-1)/gamma). 0 = equal weights. "auto" = 4 for
+        /// blocks of up to 8, 5 for up to 12, 7 for longer ones.
         Restart loss_decay_gamma: Auto<f64> = Auto::Auto;
-        /// For slot_weights = "d-pace", above 0, up to 1: how little a slot's own chance counts; 1 = not at all.
+        /// For slot_weights = "d-pace": smoothing alpha, above 0 and at most 1. 1 = the drafter's probabilities have no
+        /// effect.
         Restart d_pace_alpha: f64 = 0.5;
-        /// Keep only each layer's input for the backward pass and compute the layer again there: less memory, more time.
+        /// true = store only the input of each layer for the backward pass and recompute the rest. Saves memory, costs time.
         Restart recompute_layers: bool = false;
-        /// "data" = learn the tokens of the data; "target" = learn what the target would say at each place, for data that the target
-        /// did not write, whose tokens are the wrong teacher. Targets are then computed whole, head included.
+        /// "data" = the labels are the tokens of the data. "target" = the labels are the target's own predictions, for data
+        /// that another model or a person wrote. "target" runs all layers of the target and its head.
         Restart labels: Labels = Labels::Data;
-        /// For labels = "target": so many of its likeliest tokens are learned at each place, each with its share (their
-        /// Kullback-Leibler divergence is the loss); 1 = the likeliest alone. Each takes 8 bytes of the pool. "all" = its
-        /// whole distribution, which takes those of one more tapped layer, and the drafters make it again from that.
-        Restart label_top_k: TopK = TopK::Likeliest(1);
-        /// Batches that each drafter draws ahead while it computes. On a GPU their hidden states are copied to it meanwhile,
-        /// and take room there.
+        /// For labels = "target": number of the target's most likely tokens that are labels at each position, with their
+        /// probabilities (Kullback-Leibler loss). 1 = the most likely token alone. Each takes 8 bytes of the pool per
+        /// position. "all" = the whole distribution: the pool stores one more hidden state, and drafters apply the head.
+        Restart label_top_k: TopK = TopK::Tokens(1);
+        /// Batches that each drafter draws ahead. A drafter on a GPU copies them to its memory during the current batch.
         Live prefetch: u32 = 1;
-        /// With several drafters, each on a GPU of its own: "copy" = a copy of each gradient and each set of weights; "nccl" =
-        /// NCCL adds the gradients and brings the weights to all at once, where its library is there and passes a trial at
-        /// the start; else copies do, and a warning says why. Sums of more than two drafters may differ in their last bits.
+        /// For several drafters on one GPU each: "copy" copies each gradient and each set of weights. "nccl" uses NCCL reduce
+        /// and broadcast if the library exists and passes its self-test; otherwise a warning is logged and copies are used.
+        /// With more than two drafters the sums of "copy" and "nccl" may differ in their last bits.
         Restart collectives: Collectives = Collectives::Copy;
-        /// With several drafters: steps between comparisons of their weights with those that they were given, by checksum, which find
-        /// a device or a copy between devices that brings wrong values; 0 = never.
+        /// For several drafters: steps between checksum comparisons of their weights with the published ones. A difference
+        /// shows a faulty device or a faulty copy between devices. 0 = never.
         Live replica_check_every: u64 = 500;
     }
 
     /// AdamW on f32 weights, one update per step.
     optimizer: Optimizer {
-        /// Peak learning rate (the paper's recipe: 6e-4).
+        /// Peak learning rate. 6e-4 is the value of the DFlash paper.
         Live learning_rate: f64 = 6e-4;
-        /// After the warm-up: "cosine" down to min_learning_rate at the last step, or "constant".
+        /// Learning rate after the warm-up: "cosine" falls to min_learning_rate at the last step, "constant" stays.
         Live schedule: Schedule = Schedule::Cosine;
-        /// Share of all steps over which the learning rate rises linearly.
+        /// Fraction of all steps in which the learning rate rises linearly from 0.
         Live warmup_fraction: f64 = 0.04;
         /// Learning rate at the end of the cosine.
         Live min_learning_rate: f64 = 0.0;
         /// Decoupled weight decay.
         Live weight_decay: f64 = 0.0;
-        /// Decay of the first moment.
+        /// Decay rate of the first moment.
         Restart beta1: f64 = 0.9;
-        /// Decay of the second moment.
+        /// Decay rate of the second moment.
         Restart beta2: f64 = 0.999;
-        /// Added to the root of the second moment.
+        /// Constant that is added to the square root of the second moment.
         Restart eps: f64 = 1e-8;
-        /// Largest global L2 norm of the gradient; larger ones are scaled down to it.
+        /// Maximum global L2 norm of the gradient. A longer gradient is scaled down to it.
         Live max_grad_norm: f64 = 1.0;
-        /// Micro-batches per drafter in one step: a step has accumulation x drafters of them, those that are paused aside.
+        /// Micro-batches per active drafter in one step.
         Live accumulation: u32 = 1;
     }
 
-    /// What is kept on disk.
+    /// Checkpoints and the exported drafter.
     checkpoint: Checkpoint {
-        /// Optimizer steps between checkpoints; one is always written at the end.
+        /// Optimizer steps between checkpoints. The end of a run always writes one.
         Live every_steps: u64 = 500;
-        /// Newest checkpoints that are kept when a run ends, and one more while it goes on; older ones are deleted.
+        /// Number of newest checkpoints to keep. A running run keeps one more.
         Live keep_last: u32 = 3;
-        /// Checkpoints that are kept besides, for good: the first of every so many steps. 0 = none.
+        /// In addition, the first checkpoint of each interval of this many steps is kept permanently. 0 = none.
         Live keep_every: u64 = 0;
-        /// Checkpoints that are kept besides: those whose drafter had the best measured acceptance (section [eval]).
+        /// In addition, this many checkpoints with the best measured acceptance (section [eval]) are kept.
         Live keep_best: u32 = 1;
-        /// Number type of exported weights.
+        /// Dtype of the exported weights.
         Live export_dtype: Dtype = Dtype::Bf16;
     }
 
-    /// What the drafter is worth while it trains, measured beside the steps with a whole target of its own: on held-out samples
-    /// (data.validation_fraction), which are never trained, and by decoding. A measure that is due while another one is under way
-    /// is left out. The weights of the beginning and of the end are always decoded with.
+    /// Evaluation during training, with a separate copy of the whole target: loss and accuracy on held-out samples
+    /// (data.validation_fraction), and acceptance in real decoding. An evaluation that is due during another one is skipped.
+    /// The first and the last weights are always decoded with.
     eval: Eval {
-        /// Optimizer steps between measures of loss, accuracy by position and the acceptance that these predict; 0 = never.
+        /// Optimizer steps between evaluations of loss, accuracy by position and predicted acceptance. 0 = never.
         Live every_steps: u64 = 250;
-        /// Held-out samples of such a measure, the same ones each time.
+        /// Number of held-out samples per evaluation. All evaluations use the same ones.
         Restart samples: u32 = 32;
-        /// Optimizer steps between measures of acceptance by real decoding; 0 = never. "auto" = those of
-        /// checkpoint.every_steps, so that each checkpoint has its acceptance.
+        /// Optimizer steps between evaluations of acceptance by decoding. 0 = never. "auto" = checkpoint.every_steps, so
+        /// each checkpoint has a measured acceptance.
         Live decode_every_steps: Auto<u64> = Auto::Auto;
-        /// Prompts that are decoded, the same ones each time.
+        /// Number of prompts to decode. All evaluations use the same ones.
         Restart prompts: u32 = 8;
-        /// JSONL of prompts, as `draftmill eval` takes them; "auto" = the beginnings of held-out samples.
+        /// JSONL file of prompts, in the formats of `draftmill eval`. "auto" = the beginnings of held-out samples.
         Restart prompt_file: Auto<PathBuf> = Auto::Auto;
-        /// Tokens of a decoded response at most.
+        /// Maximum number of tokens of a decoded response.
         Restart max_new_tokens: u32 = 64;
-        /// Where it computes; "auto" = beside the first target.
+        /// Device of the evaluation. "auto" = the device of the first target.
         Restart device: Auto<Device> = Auto::Auto;
-        /// Most share of the run's time that is spent on it: after a measure it rests as long as that takes.
+        /// Maximum fraction of the run's time for evaluation. A pause after each evaluation enforces it.
         Live max_share: f64 = 0.1;
     }
 
-    /// The HTTP port: status page, /metrics (Prometheus), probes, and orders to the running service.
+    /// The HTTP port: status page, metrics for Prometheus, health probes, and commands to the running service.
     admin: Admin {
-        /// Address to listen on. Whoever reaches it may read; beyond loopback, orders need the token. "off" = no port.
+        /// Address to listen on, or "off". Every client that reaches it may read. If the address is not loopback, commands
+        /// need the token.
         Restart listen: Listen = Listen(Some(([127, 0, 0, 1], 9464).into()));
-        /// File with the token that orders (pause, resume, checkpoint, reload) must carry: at least 16 characters, for example from
-        /// `openssl rand -hex 32`. "" = none, which is for loopback alone.
+        /// File with the token for commands (pause, resume, checkpoint, reload), at least 16 characters, for example from
+        /// `openssl rand -hex 32`. "" = no token, allowed on loopback only.
         Restart token_file: PathBuf = PathBuf::new();
     }
 
-    /// Log lines, on stderr.
+    /// Log lines on stderr.
     log: Log {
-        /// error, warn, info, debug or trace, also per module: "info,draftmill::data=debug".
+        /// error, warn, info, debug or trace, also by module: "info,draftmill::data=debug".
         Live level: String = "info".into();
-        /// "human" or "json"; "auto" = human on a terminal.
+        /// "human" or "json". "auto" = human on a terminal, json otherwise.
         Restart format: LogFormat = LogFormat::Auto;
-        /// Time between progress lines where stderr is no terminal.
+        /// Time between progress lines if stderr is no terminal.
         Live progress_every: TimeSpan = TimeSpan(Duration::from_secs(5));
     }
 
-    /// This file, while the service runs. Keys marked "live" take effect when it is saved: all of them or, where one cannot, none.
-    /// What shapes a step does so at the next step border. SIGHUP has it read at once.
+    /// Reload of this file by a running service. A reload applies all changed "live" keys, or none if one change is refused.
+    /// Changes that affect a step apply at the next step boundary. SIGHUP reloads at once.
     reload: Reload {
-        /// Time between looks at the file; "0s" = only on SIGHUP.
+        /// Time between checks of the file for a change. "0s" = reload on SIGHUP only.
         Live poll: TimeSpan = TimeSpan(Duration::from_secs(1));
     }
 
-    /// What happens on SIGINT and SIGTERM.
+    /// Behaviour on SIGINT and SIGTERM.
     shutdown: Shutdown {
-        /// Time for running work and a last checkpoint; after it the process ends without.
+        /// Time limit for running work and a last checkpoint. After it the process ends without a checkpoint.
         Live grace: TimeSpan = TimeSpan(Duration::from_secs(120));
-        /// Batches that wait in the pool: "reopen" = another start extracts their jobs anew; "train" = targets finish the forward in
-        /// hand, and what is in the pool is trained as far as it makes whole steps, for at most half of grace.
-        Live pool: Ending = Ending::Reopen;
+        /// Batches in the pool: "reopen" = the next start extracts their jobs again. "train" = targets finish their current
+        /// forward, and drafters train the pool's batches as far as they fill whole steps, within half of grace.
+        Live pool: PoolAtShutdown = PoolAtShutdown::Reopen;
     }
 
-    /// The cost model of `draftmill simulate`, and of run.engine = "simulated". Work takes whole milliseconds; what is rounded off
-    /// is added to the work that follows.
+    /// Cost model of `draftmill simulate` and of run.engine = "simulated". Durations are rounded to whole milliseconds; the
+    /// remainder is added to the next operation.
     simulate: Simulate {
-        /// Time of a target per token slot, padding included: "20us".
+        /// Target time per token slot, padding included.
         Restart target_per_token: TimeSpan = TimeSpan(Duration::from_micros(20));
-        /// Attention, quadratic in length: time of a target per token slot for every 1024 tokens of its row.
+        /// Target time of attention: per token slot and per 1024 tokens of row length.
         Restart target_attention: TimeSpan = TimeSpan(Duration::from_nanos(500));
-        /// Bytes of hidden states per token (Qwen3-8B, 5 taps, bf16: 40 KiB). Even: a value has two.
+        /// Bytes of hidden states per token; even, because a value has two bytes. 40 KiB = Qwen3-8B with 5 taps in bf16.
         Restart feature_bytes_per_token: ByteSize = ByteSize(40 << 10);
-        /// Bytes per second at which a target moves its hidden states out; the target pays, it does nothing else meanwhile.
-        /// 0 = in no time.
+        /// Bytes per second from a target to the pool. A target computes nothing during this copy. 0 = the copy takes no time.
         Restart bandwidth: ByteSize = ByteSize(25_000_000_000);
-        /// Time of a drafter per micro-batch, whatever its length.
+        /// Drafter time per micro-batch, independent of its length.
         Restart micro_batch: TimeSpan = TimeSpan(Duration::from_millis(200));
-        /// Time of a drafter per context token of its micro-batch, on top.
+        /// Drafter time per context token of a micro-batch, added to micro_batch.
         Restart per_context_token: TimeSpan = TimeSpan(Duration::ZERO);
-        /// Time in which the gradients of a step are added up; all drafters wait.
+        /// Time to sum the gradients of a step. All drafters wait.
         Restart reduce: TimeSpan = TimeSpan(Duration::from_millis(10));
-        /// Time of the optimizer per step; all drafters wait.
+        /// Time of the optimizer per step. All drafters wait.
         Restart step: TimeSpan = TimeSpan(Duration::from_millis(20));
-        /// Speed of each target, in the order of target.devices: [1.0, 0.5] = the second is half as fast. Those that the list
-        /// leaves out have 1; with fewer targets only the first ones count.
+        /// Speed factors of the targets, in the order of target.devices: [1.0, 0.5] = the second has half the speed. Missing
+        /// entries are 1; surplus entries have no effect.
         Restart target_speeds: Vec<f64> = vec![];
-        /// Speed of each drafter, likewise.
+        /// Speed factors of the drafters, in the order of drafter.devices.
         Restart drafter_speeds: Vec<f64> = vec![];
-        /// Relative standard deviation of every unit of work, from 0 to 0.3.
+        /// Relative standard deviation of every duration, from 0 to 0.3.
         Restart jitter: f64 = 0.02;
-        /// Share of extractions that fail, after they took their time.
+        /// Fraction of extractions that fail. A failed extraction takes its full time.
         Restart job_failures: f64 = 0.0;
-        /// Share of micro-batches that fail, after they took their time.
+        /// Fraction of micro-batches that fail. A failed micro-batch takes its full time.
         Restart micro_batch_failures: f64 = 0.0;
-        /// Lengths of the samples of `draftmill simulate`: "lognormal", or those of data.store.
+        /// Sample lengths of `draftmill simulate`: "lognormal" = random, "store" = those of data.store.
         Restart lengths: Lengths = Lengths::Lognormal;
         /// Median of the lognormal lengths, in tokens.
         Restart median_length: u32 = 1000;
-        /// Standard deviation of their logarithm: 0.8 = every sixth sample is longer than 2.2 times the median.
+        /// Standard deviation of the logarithm of the lengths. 0.8 = one sample in six is longer than 2.2 medians.
         Restart length_sigma: f64 = 0.8;
-        /// Shorter ones are taken as this long, and those longer than data.max_length as long as that.
+        /// Minimum of the lognormal lengths, in tokens. The maximum is data.max_length.
         Restart min_length: u32 = 32;
-        /// Jobs of an epoch with lognormal lengths, give or take a hundredth: as many samples are made as fill them.
+        /// Jobs per epoch with lognormal lengths, within 1 %. The number of samples follows from it.
         Restart jobs: u32 = 2000;
     }
 }

@@ -1,7 +1,7 @@
 //! Checkpoint folder and settings of an optimizer, and the background writing of checkpoints.
 
 use crate::{
-    config::{Keep, Loaded, annotated},
+    config::{RetentionPolicy, Loaded, annotated},
     hf::draft::DraftConfig,
     run_dir::checkpoint::{self, CheckpointError, NamedTensor, State},
 };
@@ -23,14 +23,14 @@ pub struct CheckpointWriter {
 /// Retention policy and configuration text of the next checkpoint.
 #[derive(Clone, Debug)]
 pub struct CheckpointSettings {
-    pub keep: Keep,
+    pub keep: RetentionPolicy,
     /// Resolved configuration, stored in each checkpoint.
     pub config: String,
 }
 
 impl CheckpointSettings {
     pub fn new(loaded: &Loaded) -> CheckpointSettings {
-        CheckpointSettings { keep: loaded.config.checkpoint.keep(), config: annotated(&loaded.written.wire) }
+        CheckpointSettings { keep: loaded.config.checkpoint.retention(), config: annotated(&loaded.written.wire) }
     }
 }
 
@@ -61,7 +61,7 @@ impl CheckpointWriter {
         ];
         let name = checkpoint::write(&folder, &State::new(step, seed, config), &draft, &tensors)?;
         // state.db does not name the new checkpoint yet, so one more than `keep.last` stays until it does.
-        if let Err(error) = checkpoint::retain(&folder, Keep { last: keep.last + 1, ..keep }) {
+        if let Err(error) = checkpoint::retain(&folder, RetentionPolicy { last: keep.last + 1, ..keep }) {
             tracing::warn!(%error, folder = %folder.display(), "old checkpoints not deleted");
         }
         Ok(name)

@@ -194,7 +194,7 @@ mod tests {
     use super::*;
     use crate::{
         collective::{fake_nccl, nccl::Communicator},
-        config::Keep,
+        config::RetentionPolicy,
         engines::checkpointing::CheckpointSettings,
         hf::{config::TargetConfig, draft::DraftConfig},
         model::params::init_params,
@@ -202,7 +202,7 @@ mod tests {
     use tokio::sync::watch;
 
     fn inner(draft: &DraftConfig, exchange: GradientExchange) -> Inner {
-        let settings = watch::channel(CheckpointSettings { keep: Keep::default(), config: String::new() }).1;
+        let settings = watch::channel(CheckpointSettings { keep: RetentionPolicy::default(), config: String::new() }).1;
         let checkpoints = CheckpointWriter { folder: "unused".into(), settings, seed: 0, draft: draft.clone() };
         let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
         let masters = init_params(draft, 0).unwrap().deep_copy(Device::Cpu, Kind::Float).unwrap();

@@ -165,7 +165,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_checkpoint_lists_its_jobs() {
         let dir = tempfile::tempdir().unwrap();
-        let keep = crate::config::Keep { last: 1, ..Default::default() };
+        let keep = crate::config::RetentionPolicy { last: 1, ..Default::default() };
         let settings = watch::channel(CheckpointSettings { keep, config: String::new() }).1;
         let checkpoints =
             CheckpointWriter { folder: dir.path().to_owned(), settings, seed: 0, draft: placeholder_draft() };

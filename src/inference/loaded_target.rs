@@ -1,10 +1,10 @@
-//! A whole target on one device, which drafters are measured with.
+//! Whole target on one device, with tokenizer and stop tokens, for decoding and evaluation.
 
 use super::Settings;
 use crate::{
     data::{
         chat::{Conversation, Role, Turn},
-        encode::Chat,
+        encode::ChatTokenizer,
     },
     hf::{HfError, config::TargetConfig, draft::DraftConfig, read_json, tensors::TensorFiles},
     model::{
@@ -18,24 +18,30 @@ use serde_json::{Map, Value};
 use std::path::Path;
 use tch::{Device, Kind};
 
-/// A target with what decoding needs beside it.
-pub struct Bench {
+/// Target with what decoding needs in addition.
+pub struct LoadedTarget {
     pub target: Target,
-    /// Why there is none, where the folder has no template or tokenizer.
-    pub chat: Result<Chat, String>,
+    /// Chat template and tokenizer, or the reason why the folder has none.
+    pub chat: Result<ChatTokenizer, String>,
     stop: Vec<u32>,
 }
 
-impl Bench {
-    /// Reads gigabytes: call it on a blocking thread.
-    pub fn load(folder: &Path, kind: Kind, device: Device) -> Result<Bench, ModelError> {
+impl LoadedTarget {
+    /// Loads all weights, which are gigabytes: call it on a blocking thread.
+    ///
+    /// # Errors
+    /// Returns an error if the folder is not a supported target or libtorch fails.
+    pub fn load(folder: &Path, kind: Kind, device: Device) -> Result<LoadedTarget, ModelError> {
         let config = TargetConfig::load(folder)?;
         let stop = stop_tokens(folder, &config)?;
         let target = Target::load(config, &TensorFiles::open(folder)?, Depth::Whole, kind, device)?;
-        Ok(Bench { target, chat: Chat::load(folder), stop })
+        Ok(LoadedTarget { target, chat: ChatTokenizer::load(folder), stop })
     }
 
-    /// A drafter beside the target, with the target's embedding and head or with its own.
+    /// Builds a drafter with the target's embedding and head, or with `own`.
+    ///
+    /// # Errors
+    /// Returns an error if the weights do not match `config` or libtorch fails.
     pub fn drafter(&self, config: DraftConfig, weights: Weights, own: Option<Shared>) -> Result<Drafter, ModelError> {
         let shared = own.map_or_else(|| self.target.shared(), Ok)?;
         let options = DraftOptions { kind: self.target.kind(), ..DraftOptions::new(self.target.device()) };
@@ -44,10 +50,10 @@ impl Bench {
         Ok(drafter)
     }
 
-    /// Settings of a response behind `prompt` tokens; `None` when not a single one fits.
-    pub fn settings(&self, prompt: usize, most: usize, temperature: f64, seed: u64) -> Option<Settings> {
-        let room = self.target.config().max_position_embeddings.saturating_sub(prompt);
-        let max_new_tokens = most.min(room);
+    /// Decoding settings for a response after `prompt` tokens; `None` if no token fits into the context.
+    pub fn settings(&self, prompt: usize, limit: usize, temperature: f64, seed: u64) -> Option<Settings> {
+        let available = self.target.config().max_position_embeddings.saturating_sub(prompt);
+        let max_new_tokens = limit.min(available);
         (max_new_tokens > 0 && prompt > 0).then(|| Settings {
             max_new_tokens,
             temperature,
@@ -56,7 +62,7 @@ impl Bench {
         })
     }
 
-    /// The ids of a question, up to where the answer begins; `None` where the folder has no chat template.
+    /// Token ids of a user message up to the start of the answer; `None` without a chat template.
     pub fn question(&self, text: &str) -> Option<Vec<u32>> {
         let turn = Turn { role: Role::User, content: text.into(), extra: Map::new() };
         let conversation = Conversation { turns: vec![turn], tools: None };
@@ -64,7 +70,7 @@ impl Bench {
     }
 }
 
-/// The tokens that end a response: those of config.json, and those of generation_config.json where there is one.
+/// Stop tokens of config.json and, if present, generation_config.json.
 fn stop_tokens(folder: &Path, target: &TargetConfig) -> Result<Vec<u32>, HfError> {
     let mut stop = target.eos_token_ids.clone();
     let path = folder.join("generation_config.json");

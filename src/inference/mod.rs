@@ -1,5 +1,5 @@
-//! Speculative decoding (`reference/dflash.md` section 5.1): a drafter proposes a block, the target verifies it in one
-//! forward, and what comes out is what the target alone would have said.
+//! Speculative decoding (`docs/dflash.md#decoding`): the drafter proposes a block and the target verifies it in one
+//! forward. The output has the distribution of the target alone.
 
 mod accuracy;
 mod batch;
@@ -10,48 +10,51 @@ mod session;
 
 pub use self::accuracy::slot_accuracy;
 pub use self::batch::{Answer, Batch};
-pub use self::proposer::{ContextCache, Drafting};
-pub use self::sampling::Chance;
+pub use self::proposer::{ContextCache, Proposer};
+pub use self::sampling::Sampler;
 pub use self::session::Session;
 pub use crate::model::SlotCount;
 
 use crate::model::ModelError;
 use crate::model::target::Target;
 
-/// How tokens are chosen, and when a response ends.
+/// Sampling and stop settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
-    /// Tokens of a response at most, a stop token included.
+    /// Limit on the tokens of a response, including a stop token.
     pub max_new_tokens: usize,
     /// 0 takes the most likely token; any other value samples.
     pub temperature: f64,
     /// Tokens that end a response.
     pub stop: Vec<u32>,
-    /// Seed of all chance.
+    /// Seed of the sampler.
     pub seed: u64,
 }
 
-/// One verification by the target.
+/// Result of one verification by the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Drafted tokens that were verified: one fewer than the block has slots, fewer where the response ended.
+    /// Drafted tokens that were verified: `block_size - 1`, or fewer at the end of the response.
     pub drafted: usize,
-    /// Those of them that became part of the response, which are its next tokens.
+    /// Drafted tokens that were accepted: the next tokens of the response.
     pub accepted: usize,
-    /// Tokens that the step brought: the accepted ones and the target's own next one, unless a stop token came before it.
+    /// Tokens added by the step: the accepted ones, and the target's next token unless a stop token ended the response.
     pub produced: usize,
 }
 
-/// What was said to a prompt.
+/// Response to one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Response {
-    /// The first of them comes from the prompt's forward and belongs to no step. A stop token is part of it.
+    /// Tokens including a stop token. The first one comes from the forward over the prompt and belongs to no step.
     pub tokens: Vec<u32>,
     pub steps: Vec<Step>,
 }
 
-/// Answers all prompts side by side, one step of each in turn. Each answer is the one that its prompt alone would get.
-pub fn speculative<D: Drafting>(
+/// Answers all prompts in turn, one step of each at a time. Each answer is the same as for its prompt alone.
+///
+/// # Errors
+/// Returns an error if a prompt is empty, an id is outside the vocabulary, or libtorch fails.
+pub fn speculative<D: Proposer>(
     target: &Target,
     drafter: &D,
     prompts: &[Vec<u32>],
@@ -70,7 +73,11 @@ pub fn speculative<D: Drafting>(
     }
 }
 
-/// The target alone, one token a step, with the same cache. `stream` tells the prompts of one seed apart.
+/// Decodes with the target alone, one token per step, with the same cache. `stream` selects the random stream under the
+/// seed.
+///
+/// # Errors
+/// Returns an error if the prompt is empty, an id is outside the vocabulary, or libtorch fails.
 pub fn plain(target: &Target, prompt: &[u32], settings: &Settings, stream: u64) -> Result<Response, ModelError> {
     let mut session = Session::<crate::model::drafter::Drafter>::begin(target, None, prompt, settings, stream)?;
     while session.step()? {}

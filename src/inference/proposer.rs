@@ -1,4 +1,4 @@
-//! Who proposes the tokens of a block, and how a DFlash drafter does it with a cache of context keys.
+//! Interface of block proposers, and the DFlash drafter as one, with a cache of context keys.
 
 use crate::hf::draft::LayerType;
 use crate::model::ModelError;
@@ -8,30 +8,36 @@ use crate::model::ops::{additive_mask, attention, linear};
 use crate::model::target::kv_cache::KvCache;
 use tch::{Kind, Tensor};
 
-/// The seam between decoding and the drafter, so that tests can decode with one that is always right.
-pub trait Drafting {
-    /// What the drafter remembers of one response.
-    type Memory;
+/// Interface between decoding and the drafter. Tests implement it with a proposer that is always right.
+pub trait Proposer {
+    /// State of one response.
+    type Cache;
 
     /// Target layers whose outputs are the context.
     fn taps(&self) -> &[usize];
 
-    /// Memory of nothing.
-    fn begin(&self) -> Result<Self::Memory, ModelError>;
+    /// Creates an empty cache.
+    ///
+    /// # Errors
+    /// Returns an error if the proposer fails.
+    fn begin(&self) -> Result<Self::Cache, ModelError>;
 
-    /// Logits of the slots behind the anchor `last`, `[block_size - 1, vocab]`. `context [tokens, taps * hidden]` are the
-    /// taps of the tokens that were committed since the last call, all of them before the anchor.
-    fn propose(&self, memory: &mut Self::Memory, context: &Tensor, last: u32) -> Result<Tensor, ModelError>;
+    /// Returns the logits of the slots behind the anchor `last`, `[block_size - 1, vocab]`. `context [tokens, taps *
+    /// hidden]` holds the taps of the tokens committed since the last call, all of them before the anchor.
+    ///
+    /// # Errors
+    /// Returns an error if the proposer fails.
+    fn propose(&self, cache: &mut Self::Cache, context: &Tensor, last: u32) -> Result<Tensor, ModelError>;
 }
 
-/// Keys and values of the committed context, in the form of each layer; and the weights, cast once.
+/// Keys and values of the committed context in each layer, and the weights in the compute dtype.
 pub struct ContextCache {
     keys: KvCache,
     layers: Layers,
 }
 
 impl ContextCache {
-    /// Tokens of context that are remembered.
+    /// Number of cached context tokens.
     pub fn len(&self) -> i64 {
         self.keys.len()
     }
@@ -41,8 +47,8 @@ impl ContextCache {
     }
 }
 
-impl Drafting for Drafter {
-    type Memory = ContextCache;
+impl Proposer for Drafter {
+    type Cache = ContextCache;
 
     fn taps(&self) -> &[usize] {
         &self.config().target_layer_ids
@@ -54,21 +60,24 @@ impl Drafting for Drafter {
         Ok(ContextCache { keys: KvCache::new(self.config().num_hidden_layers), layers })
     }
 
-    fn propose(&self, memory: &mut ContextCache, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
+    fn propose(&self, cache: &mut ContextCache, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        let hidden = self.draft_cached(memory, context, last)?;
+        let hidden = self.draft_cached(cache, context, last)?;
         let slots = self.config().block_size as i64 - 1;
         linear(&hidden.f_narrow(0, 1, slots)?, &self.shared().head, None)
     }
 }
 
 impl Drafter {
-    /// What the head sees of the block behind all context so far, `[block_size, hidden]`: the numbers of
-    /// [`Drafter::draft_block`], with the keys of earlier context taken from `memory`.
-    pub fn draft_cached(&self, memory: &mut ContextCache, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
+    /// Final hidden states of the block after the context, `[block_size, hidden]`. Equals `Drafter::draft_block`,
+    /// with the keys of earlier context taken from `cache`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
+    pub fn draft_cached(&self, cache: &mut ContextCache, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let (config, kind, device) = (self.config(), self.options().kind, self.options().device);
-        let (known, fresh, size) = (memory.len(), context.size()[0], config.block_size as i64);
+        let (known, fresh, size) = (cache.len(), context.size()[0], config.block_size as i64);
         let anchor = known + fresh;
         let context_table = self.rope().table(&(known..anchor).collect::<Vec<i64>>(), kind)?;
         let slot_table = self.rope().table(&(anchor..anchor + size).collect::<Vec<i64>>(), kind)?;
@@ -80,7 +89,7 @@ impl Drafter {
             None => None,
         };
 
-        let ContextCache { keys: cache, layers } = memory;
+        let ContextCache { keys: cache, layers } = cache;
         let context = layers.context(context)?;
         let mut x = self.shared().embedding.f_index_select(0, &ids)?;
         for (index, (layer, &layer_type)) in layers.layers.iter().zip(&config.layer_types).enumerate() {
@@ -94,13 +103,14 @@ impl Drafter {
             let mixed = attention(&queries, &keys, &values, mask, false)?;
             x = layer.finish(&x, &mixed.f_transpose(1, 2)?.f_reshape([size, -1])?)?;
         }
-        // The context stays; the block's own keys, which stand behind it, do not.
-        cache.keep(fresh);
+        // Commits the context only; the keys of the block after it are overwritten by the next call.
+        cache.commit(fresh);
         layers.normed(&x)
     }
 }
 
-/// Slot `j` of a block at `anchor` sees context from `anchor + j - (window - 1)` on, and the slots up to its own.
+/// Mask of sliding layers: slot `j` of a block at `anchor` sees context from `anchor + j - (window - 1)` on, and slots
+/// up to `j`.
 fn sliding_mask(anchor: i64, size: i64, window: i64, on: (Kind, tch::Device)) -> Result<Tensor, ModelError> {
     let key = Tensor::f_arange(anchor + size, (Kind::Int64, on.1))?;
     let slot = Tensor::f_arange_start(anchor, anchor + size, (Kind::Int64, on.1))?.f_unsqueeze(1)?;

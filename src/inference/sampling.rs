@@ -1,75 +1,82 @@
-//! How a token is chosen from logits, and which drafted tokens stand: exact for any drafter.
+//! Token sampling and lossless verification of drafted tokens.
 
 use super::Settings;
 use crate::model::ModelError;
-use crate::model::ops::largest;
+use crate::model::ops::argmax;
 use draftmill_actors::runtime::random::stream_seed;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use tch::{Device, Kind, Tensor};
 
-/// The choices of one response.
-pub struct Chance {
+/// Sampler of one response.
+pub struct Sampler {
     temperature: f64,
     rng: ChaCha8Rng,
 }
 
-impl Chance {
-    pub fn new(settings: &Settings, stream: u64) -> Chance {
+impl Sampler {
+    pub fn new(settings: &Settings, stream: u64) -> Sampler {
         let rng = ChaCha8Rng::from_seed(stream_seed(settings.seed, "decode", &[stream]));
-        Chance { temperature: settings.temperature, rng }
+        Sampler { temperature: settings.temperature, rng }
     }
 
-    /// A token for each row of `logits [rows, vocab]`.
+    /// Chooses a token for each row of `logits [rows, vocab]`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn choose(&mut self, logits: &Tensor) -> Result<Vec<u32>, ModelError> {
         if self.temperature == 0.0 {
             return most_likely(logits);
         }
-        let shares = self.shares(logits)?;
-        (0..logits.size()[0]).map(|row| Ok(self.sample(&row_of(&shares, row)?))).collect()
+        let probabilities = self.probabilities(logits)?;
+        (0..logits.size()[0]).map(|row| Ok(self.sample(&row_of(&probabilities, row)?))).collect()
     }
 
-    /// How many of the `drafted` tokens stand, and the target's own token behind them. `draft [drafted, vocab]` are the
-    /// logits that they were chosen from, `target [drafted + 1, vocab]` those of the verification.
+    /// Returns the number of accepted tokens of `drafted`, and the target's own token after them. `draft [drafted,
+    /// vocab]` are the logits that the tokens were drawn from, `target [drafted + 1, vocab]` those of the verification.
     ///
-    /// Greedily a token stands while it is the target's most likely one. With a temperature it stands with probability
-    /// min(1, p / q), p being the target's and q the drafter's share, and the first one that falls is drawn anew from
-    /// max(p - q, 0), normalised: what comes out has the target's distribution (Leviathan et al. 2023; Chen et al. 2023).
+    /// Greedy decoding accepts a token while it is the target's most likely one. With a temperature, a token is
+    /// accepted with probability `min(1, p / q)`, with `p` of the target and `q` of the drafter. The first rejected
+    /// token is drawn again from `max(p - q, 0)`, normalised. The output then has the target's distribution (Leviathan
+    /// et al. 2023; Chen et al. 2023).
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn verify(&mut self, drafted: &[u32], draft: &Tensor, target: &Tensor) -> Result<(usize, u32), ModelError> {
         if self.temperature == 0.0 {
             let own = most_likely(target)?;
-            let stands = drafted.iter().zip(&own).take_while(|(drafted, own)| drafted == own).count();
-            return Ok((stands, own[stands]));
+            let accepted = drafted.iter().zip(&own).take_while(|(drafted, own)| drafted == own).count();
+            return Ok((accepted, own[accepted]));
         }
-        let (shares, proposed) = (self.shares(target)?, self.shares(draft)?);
-        for (place, &token) in drafted.iter().enumerate() {
-            let p = shares.f_double_value(&[place as i64, token.into()])?;
-            let q = proposed.f_double_value(&[place as i64, token.into()])?;
+        let (probabilities, proposed) = (self.probabilities(target)?, self.probabilities(draft)?);
+        for (index, &token) in drafted.iter().enumerate() {
+            let p = probabilities.f_double_value(&[index as i64, token.into()])?;
+            let q = proposed.f_double_value(&[index as i64, token.into()])?;
             if self.rng.random::<f64>() * q < p {
                 continue;
             }
-            let (p, q) = (row_of(&shares, place as i64)?, row_of(&proposed, place as i64)?);
+            let (p, q) = (row_of(&probabilities, index as i64)?, row_of(&proposed, index as i64)?);
             let rest: Vec<f64> = p.iter().zip(&q).map(|(p, q)| (p - q).max(0.0)).collect();
-            // Nothing is left only where both agree up to rounding, and then either will do.
+            // The difference is all zero only if both agree up to rounding; then either distribution will do.
             let rest = if rest.iter().sum::<f64>() > 0.0 { rest } else { p };
-            return Ok((place, self.sample(&rest)));
+            return Ok((index, self.sample(&rest)));
         }
-        Ok((drafted.len(), self.sample(&row_of(&shares, drafted.len() as i64)?)))
+        Ok((drafted.len(), self.sample(&row_of(&probabilities, drafted.len() as i64)?)))
     }
 
     /// Softmax at the temperature, in f64 on the CPU.
-    fn shares(&self, logits: &Tensor) -> Result<Tensor, ModelError> {
+    fn probabilities(&self, logits: &Tensor) -> Result<Tensor, ModelError> {
         let wide = logits.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
         Ok(wide.f_div_scalar(self.temperature)?.f_softmax(-1, Kind::Double)?)
     }
 
-    /// A place with a probability proportional to its weight.
+    /// Draws an index with probability proportional to its weight.
     fn sample(&mut self, weights: &[f64]) -> u32 {
         let mut left = self.rng.random::<f64>() * weights.iter().sum::<f64>();
         let mut last = 0;
-        for (place, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0) {
-            last = place;
+        for (index, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0) {
+            last = index;
             left -= weight;
             if left < 0.0 {
                 break;
@@ -79,12 +86,12 @@ impl Chance {
     }
 }
 
-/// The largest logit of each row.
+/// Index of the largest logit of each row.
 pub fn most_likely(logits: &Tensor) -> Result<Vec<u32>, ModelError> {
-    let best = Vec::<i64>::try_from(largest(logits)?.f_to_device(Device::Cpu)?)?;
+    let best = Vec::<i64>::try_from(argmax(logits)?.f_to_device(Device::Cpu)?)?;
     Ok(best.into_iter().map(|id| id as u32).collect())
 }
 
-fn row_of(shares: &Tensor, row: i64) -> Result<Vec<f64>, ModelError> {
-    Ok(Vec::try_from(shares.f_get(row)?)?)
+fn row_of(probabilities: &Tensor, row: i64) -> Result<Vec<f64>, ModelError> {
+    Ok(Vec::try_from(probabilities.f_get(row)?)?)
 }

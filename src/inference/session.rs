@@ -1,32 +1,35 @@
-//! One response on its way: the target's cache, the drafter's memory, and what they agreed on so far.
+//! Decoding session of one response: target cache, drafter cache and the tokens so far.
 
-use super::{Chance, Drafting, Response, Settings, Step};
+use super::{Proposer, Response, Sampler, Settings, Step};
 use crate::model::ModelError;
 use crate::model::target::Target;
 use crate::model::target::kv_cache::KvCache;
 use tch::Tensor;
 
-/// A response that grows by one step at a time. Without a drafter every step brings one token.
-pub struct Session<'a, D: Drafting> {
+/// Response that grows step by step. Without a drafter, each step adds one token.
+pub struct Session<'a, D: Proposer> {
     target: &'a Target,
     settings: &'a Settings,
-    /// Keys of all tokens but the last one, which the target has not seen yet.
+    /// Keys and values of all tokens except the last one, which the target has not read yet.
     cache: KvCache,
     draft: Option<Draft<'a, D>>,
-    chance: Chance,
+    sampler: Sampler,
     response: Response,
     done: bool,
 }
 
-struct Draft<'a, D: Drafting> {
+struct Draft<'a, D: Proposer> {
     drafter: &'a D,
-    memory: D::Memory,
-    /// Taps of the tokens that were committed since the drafter's last turn.
+    cache: D::Cache,
+    /// Taps of the tokens committed since the drafter's last proposal.
     context: Tensor,
 }
 
-impl<'a, D: Drafting> Session<'a, D> {
-    /// Reads the prompt and chooses the first token. `stream` tells the prompts of one seed apart.
+impl<'a, D: Proposer> Session<'a, D> {
+    /// Reads the prompt and chooses the first token. `stream` selects the random stream under the seed.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if the prompt is empty or no token is allowed; otherwise if libtorch fails.
     pub fn begin(
         target: &'a Target,
         drafter: Option<&'a D>,
@@ -36,35 +39,38 @@ impl<'a, D: Drafting> Session<'a, D> {
     ) -> Result<Session<'a, D>, ModelError> {
         if prompt.is_empty() || settings.max_new_tokens == 0 {
             return Err(ModelError::Input(
-                "decoding needs a prompt of at least one token, and room for one more".into(),
+                "decoding needs a prompt of at least one token and a limit of at least one new token".into(),
             ));
         }
         let mut cache = target.cache();
         let ids: Vec<i32> = prompt.iter().map(|&id| id as i32).collect();
         let seen = target.extend(&mut cache, &ids, drafter.map_or(&[], D::taps))?;
-        cache.keep(ids.len() as i64);
-        let mut chance = Chance::new(settings, stream);
-        let first = chance.choose(&target.logits(&seen.normed.f_narrow(0, ids.len() as i64 - 1, 1)?)?)?;
+        cache.commit(ids.len() as i64);
+        let mut sampler = Sampler::new(settings, stream);
+        let first = sampler.choose(&target.logits(&seen.normed.f_narrow(0, ids.len() as i64 - 1, 1)?)?)?;
         let draft = match drafter {
-            Some(drafter) => Some(Draft { drafter, memory: drafter.begin()?, context: seen.taps }),
+            Some(drafter) => Some(Draft { drafter, cache: drafter.begin()?, context: seen.taps }),
             None => None,
         };
         let response = Response { tokens: first, steps: Vec::new() };
-        let mut session = Session { target, settings, cache, draft, chance, response, done: false };
+        let mut session = Session { target, settings, cache, draft, sampler, response, done: false };
         session.done = session.ended();
         Ok(session)
     }
 
-    /// One verification; false when the response was complete before it.
+    /// Runs one verification; returns false if the response was complete already.
+    ///
+    /// # Errors
+    /// Returns an error if an id is outside the vocabulary or libtorch fails.
     pub fn step(&mut self) -> Result<bool, ModelError> {
         let Some(&last) = self.response.tokens.last().filter(|_| !self.done) else { return Ok(false) };
-        let room = self.settings.max_new_tokens - self.response.tokens.len();
+        let remaining = self.settings.max_new_tokens - self.response.tokens.len();
         let (logits, drafted) = match &mut self.draft {
             Some(draft) => {
-                let logits = draft.drafter.propose(&mut draft.memory, &draft.context, last)?;
-                // Behind the drafts comes the target's own token: what cannot fit is not verified.
-                let logits = logits.f_narrow(0, 0, logits.size()[0].min(room as i64 - 1))?;
-                let drafted = self.chance.choose(&logits)?;
+                let logits = draft.drafter.propose(&mut draft.cache, &draft.context, last)?;
+                // The target adds its own token after the drafted ones, so verify only as many as fit before it.
+                let logits = logits.f_narrow(0, 0, logits.size()[0].min(remaining as i64 - 1))?;
+                let drafted = self.sampler.choose(&logits)?;
                 (Some(logits), drafted)
             }
             None => (None, Vec::new()),
@@ -74,11 +80,11 @@ impl<'a, D: Drafting> Session<'a, D> {
         let seen = self.target.extend(&mut self.cache, &ids, taps)?;
         let own = self.target.logits(&seen.normed)?;
         let (accepted, next) = match &logits {
-            Some(logits) => self.chance.verify(&drafted, logits, &own)?,
-            None => (0, self.chance.choose(&own)?[0]),
+            Some(logits) => self.sampler.verify(&drafted, logits, &own)?,
+            None => (0, self.sampler.choose(&own)?[0]),
         };
-        // The last token and the accepted ones are committed; the target's next one is for the step to come.
-        self.cache.keep(1 + accepted as i64);
+        // Commit the last token and the accepted ones; the target's next token is read by the next step.
+        self.cache.commit(1 + accepted as i64);
         if let Some(draft) = &mut self.draft {
             draft.context = seen.taps.f_narrow(0, 0, 1 + accepted as i64)?;
         }
@@ -86,17 +92,17 @@ impl<'a, D: Drafting> Session<'a, D> {
         Ok(true)
     }
 
-    /// Whether nothing more will come.
+    /// True if the response is complete.
     pub fn is_done(&self) -> bool {
         self.done
     }
 
-    /// Tokens of the target's cache: prompt and response without its last token, as long as no stop token cut a step.
+    /// Tokens in the target's cache: prompt and response without the last token, unless a stop token cut a step.
     pub fn cached(&self) -> i64 {
         self.cache.len()
     }
 
-    /// What was said so far.
+    /// Tokens of the response so far.
     pub fn tokens(&self) -> &[u32] {
         &self.response.tokens
     }
@@ -108,8 +114,8 @@ impl<'a, D: Drafting> Session<'a, D> {
     fn commit(&mut self, drafted: &[u32], accepted: usize, next: u32) {
         let stop = drafted[..accepted].iter().position(|id| self.settings.stop.contains(id));
         let step = match stop {
-            // What lies behind the stop token was never part of the response.
-            Some(place) => Step { drafted: place + 1, accepted: place + 1, produced: place + 1 },
+            // Tokens after the stop token are not part of the response.
+            Some(index) => Step { drafted: index + 1, accepted: index + 1, produced: index + 1 },
             None => Step { drafted: drafted.len(), accepted, produced: accepted + 1 },
         };
         self.response.tokens.extend(&drafted[..step.accepted]);

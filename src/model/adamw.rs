@@ -1,58 +1,63 @@
-//! AdamW on fp32 masters: decoupled weight decay, bias correction, and a clip by the global norm.
+//! AdamW on fp32 master weights: decoupled weight decay, bias correction and clipping by the global norm.
 
 use super::{
     ModelError,
     params::{Gradient, ParamSet},
 };
-use draftmill_torch_ext::{Reading, Update};
+use draftmill_torch_ext::{PendingScalar, Update};
 use tch::Tensor;
 
-/// What shapes an update, the learning rate aside.
+/// Hyperparameters of AdamW except the learning rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Hyper {
     pub beta1: f64,
     pub beta2: f64,
     pub eps: f64,
-    /// Decoupled; applies to every parameter, norms included.
+    /// Decoupled weight decay, applied to every parameter including norms.
     pub weight_decay: f64,
 }
 
-/// Masters and moments. All three sets have the same names and shapes, in fp32 on one device.
+/// AdamW state: master weights and moments. All three sets have the same names and shapes, in fp32 on one device.
 pub struct AdamW {
     pub masters: ParamSet,
     /// Running mean of the gradient.
     pub exp_avg: ParamSet,
-    /// Running mean of its square.
+    /// Running mean of the squared gradient.
     pub exp_avg_sq: ParamSet,
-    /// Updates so far.
+    /// Number of updates so far.
     pub steps: u64,
     hyper: Hyper,
-    /// Never takes the fused kernel.
-    plain: bool,
+    /// Disables the fused kernel.
+    unfused: bool,
 }
 
 impl AdamW {
-    /// Starts with zero moments.
+    /// Creates the state with zero moments.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch cannot allocate the moments.
     pub fn new(masters: ParamSet, hyper: Hyper) -> Result<AdamW, ModelError> {
         let (exp_avg, exp_avg_sq) = (masters.zeros_like()?, masters.zeros_like()?);
-        Ok(AdamW { masters, exp_avg, exp_avg_sq, steps: 0, hyper, plain: false })
+        Ok(AdamW { masters, exp_avg, exp_avg_sq, steps: 0, hyper, unfused: false })
     }
 
-    /// Goes on where a checkpoint ended.
+    /// Restores the state of a checkpoint.
     pub fn resume(masters: ParamSet, exp_avg: ParamSet, exp_avg_sq: ParamSet, steps: u64, hyper: Hyper) -> AdamW {
-        AdamW { masters, exp_avg, exp_avg_sq, steps, hyper, plain: false }
+        AdamW { masters, exp_avg, exp_avg_sq, steps, hyper, unfused: false }
     }
 
-    /// From the next step on.
+    /// Sets the weight decay of the next and later steps.
     pub fn set_weight_decay(&mut self, weight_decay: f64) {
         self.hyper.weight_decay = weight_decay;
     }
 
-    /// Divides the gradient by `denominator`, scales it to a global L2 norm of at most `max_norm` (by
-    /// `min(1, max_norm / (norm + 1e-6))`, as torch does), and updates. Returns the norm before clipping. The gradient
-    /// is used up: its storage serves as scratch.
+    /// Divides the gradient by `denominator`, clips it to a global L2 norm of at most `max_norm` and updates the
+    /// weights. Clipping multiplies by `min(1, max_norm / (norm + 1e-6))`, as torch does. Returns the norm before
+    /// clipping. The gradient's storage is used as scratch.
     ///
-    /// A norm that is not finite, or so large that what it asks for is no f32, changes nothing and is an error.
+    /// # Errors
+    /// `ModelError::Input` if parameter names differ, or if the norm or its clip factor is not finite; the weights then
+    /// stay unchanged. Otherwise if libtorch fails.
     pub fn step(
         &mut self,
         mut gradient: Gradient,
@@ -62,42 +67,43 @@ impl AdamW {
     ) -> Result<f64, ModelError> {
         let _no_grad = tch::no_grad_guard();
         if gradient.names() != self.masters.names() {
-            return Err(ModelError::Input("the gradient has other parameters than the optimizer".into()));
+            return Err(ModelError::Input("the gradient's parameter names differ from the optimizer's".into()));
         }
         let update = self.update(lr, denominator, max_norm);
         let norm = draftmill_torch_ext::norm(gradient.tensors())?;
-        // Its way to the host begins here, so that the device is at the update while the host still waits for the number.
-        let reading = Reading::begin(&norm);
-        let fused = !self.plain && self.fused(&mut gradient, &norm, &update)?;
-        let norm = reading.value()?;
-        // The fused update has found the same, and changed nothing.
-        if !update.fits(norm) {
+        // Start the device-to-host copy now, so that the device computes the update while the host waits for the norm.
+        let pending = PendingScalar::start(&norm);
+        let fused = !self.unfused && self.fused_update(&mut gradient, &norm, &update)?;
+        let norm = pending.value()?;
+        // The fused kernel made the same check on the device and changed nothing.
+        if !update.is_applicable(norm) {
             let norm = norm / denominator;
             return Err(ModelError::Input(format!(
-                "the gradient's norm is {norm}; the weights were left as they are. Lower optimizer.learning_rate, or train in f32"
+                "the gradient's norm is {norm}, so the weights stay unchanged; lower optimizer.learning_rate, or train in f32"
             )));
         }
         if !fused {
-            self.by_definition(&gradient, norm, &update)?;
+            self.unfused_update(&gradient, norm, &update)?;
         }
         self.steps = update.step;
         Ok(norm / denominator)
     }
 
-    /// From now on every update is made of plain operations: what the fused kernel is held to.
-    pub fn by_plain_operations(mut self) -> AdamW {
-        self.plain = true;
+    /// Disables the fused kernel: every update uses plain operations, the reference for the kernel.
+    pub fn unfused(mut self) -> AdamW {
+        self.unfused = true;
         self
     }
 
-    /// The next one. It has one divisor for mean and clip, so that it reads the gradient once more and no pass is made for either.
+    /// Parameters of the next update. Mean and clip share one divisor, so the gradient is read only once.
     fn update(&self, learning_rate: f64, denominator: f64, max_norm: f64) -> Update {
         let Hyper { beta1, beta2, eps, weight_decay } = self.hyper;
         Update { learning_rate, beta1, beta2, eps, weight_decay, step: self.steps + 1, denominator, max_norm }
     }
 
-    /// The update in libtorch's fused kernel; false where it takes no such tensors, and nothing was changed.
-    fn fused(&mut self, gradient: &mut Gradient, norm: &Tensor, update: &Update) -> Result<bool, ModelError> {
+    /// Updates with libtorch's fused kernel. Returns false if the kernel does not support these tensors; nothing is
+    /// changed then.
+    fn fused_update(&mut self, gradient: &mut Gradient, norm: &Tensor, update: &Update) -> Result<bool, ModelError> {
         let (m, v) = (self.exp_avg.tensors_mut(), self.exp_avg_sq.tensors_mut());
         match draftmill_torch_ext::fused_adamw(self.masters.tensors_mut(), gradient.tensors_mut(), m, v, norm, update) {
             Ok(()) => Ok(true),
@@ -106,8 +112,8 @@ impl AdamW {
         }
     }
 
-    /// The same, operation by operation, on any device and kind.
-    fn by_definition(&mut self, gradient: &Gradient, norm: f64, update: &Update) -> Result<(), ModelError> {
+    /// Updates with plain operations on any device and dtype.
+    fn unfused_update(&mut self, gradient: &Gradient, norm: f64, update: &Update) -> Result<(), ModelError> {
         let Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, .. } = *update;
         let divisor = update.divisor(norm);
         let exponent = i32::try_from(step).unwrap_or(i32::MAX);
@@ -138,7 +144,7 @@ mod tests {
 
     const HYPER: Hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
 
-    /// Values between -1 and 1.
+    /// Creates values between -1 and 1.
     fn set(rng: &mut ChaCha8Rng, shapes: &[Vec<i64>], kind: Kind) -> ParamSet {
         let tensors = shapes.iter().map(|shape| {
             let values: Vec<f32> = (0..shape.iter().product()).map(|_| rng.random_range(-1.0..1.0)).collect();
@@ -151,7 +157,7 @@ mod tests {
         ParamSet::new(set.iter().map(|(name, t)| (name.to_owned(), t.copy())).collect())
     }
 
-    /// Absolute differences of all values, in order of size.
+    /// Sorted absolute differences of all values.
     fn gaps(a: &ParamSet, b: &ParamSet) -> Vec<f64> {
         let gaps = a
             .tensors()
@@ -168,7 +174,7 @@ mod tests {
 
         /// The limits are those of the golden README.
         #[test]
-        fn fused_and_plain_stay_together_over_twenty_steps(
+        fn fused_and_unfused_updates_agree_over_twenty_steps(
             shapes in prop::collection::vec(prop::collection::vec(0i64..20, 0..4), 1..6),
             seed: u64,
             weight_decay in prop_oneof![Just(0.0), 0.001..0.5],
@@ -179,7 +185,7 @@ mod tests {
             let hyper = Hyper { weight_decay, ..HYPER };
             let masters = set(rng, &shapes, Kind::Float);
             let mut fused = AdamW::new(copy(&masters), hyper).unwrap();
-            let mut plain = AdamW::new(masters, hyper).unwrap().by_plain_operations();
+            let mut plain = AdamW::new(masters, hyper).unwrap().unfused();
             for step in 1..=20 {
                 let gradient = set(rng, &shapes, Kind::Float);
                 let norms = [
@@ -193,7 +199,7 @@ mod tests {
             let p999 = apart.get(apart.len() * 999 / 1000).copied().unwrap_or(0.0);
             let max = apart.last().copied().unwrap_or(0.0);
             prop_assert!(p999 <= 1e-6 && max <= 5e-4, "masters: p99.9 {:e}, max {:e}", p999, max);
-            // Where gradients cancel, a moment is smaller than what it was rounded at.
+            // If gradients cancel, a moment is smaller than its rounding error.
             let unit: f64 = 1e-6 / denominator;
             for (what, a, b, unit) in [
                 ("first moments", &fused.exp_avg, &plain.exp_avg, unit),
@@ -206,9 +212,9 @@ mod tests {
         }
     }
 
-    /// One scene for each answer, so that neither path can stand in for the other unseen.
+    /// Checks each result of `fused_update`, so that neither path can replace the other unnoticed.
     #[test]
-    fn f32_is_updated_by_the_fused_kernel_and_anything_else_by_plain_operations() {
+    fn only_f32_is_updated_by_the_fused_kernel() {
         let (rng, shapes) = (&mut ChaCha8Rng::seed_from_u64(1), [vec![4, 3], vec![5]]);
         for (kind, expected) in [(Kind::Float, true), (Kind::Double, false), (Kind::BFloat16, false)] {
             let masters = set(rng, &shapes, kind);
@@ -218,16 +224,16 @@ mod tests {
             let before = copy(&adamw.masters);
             let mut gradient = set(rng, &shapes, kind);
             let update = adamw.update(0.1, 2.0, 1.0);
-            assert_eq!(adamw.fused(&mut gradient, &Tensor::from(1f64), &update).unwrap(), expected, "{kind:?}");
+            assert_eq!(adamw.fused_update(&mut gradient, &Tensor::from(1f64), &update).unwrap(), expected, "{kind:?}");
             assert_eq!(gaps(&before, &adamw.masters).last().is_some_and(|&gap| gap > 1e-3), expected, "{kind:?}");
-            // What the kernel refuses takes a step nevertheless.
+            // Tensors that the kernel does not support are still updated.
             adamw.step(set(rng, &shapes, kind), 1.0, 0.1, 1.0).unwrap();
             assert!(gaps(&before, &adamw.masters).iter().all(|&gap| gap > 1e-3), "{kind:?}");
         }
     }
 
     #[test]
-    fn a_norm_that_is_not_finite_changes_nothing() {
+    fn norm_that_is_not_finite_changes_nothing() {
         let (rng, shapes) = (&mut ChaCha8Rng::seed_from_u64(2), [vec![3, 3], vec![2]]);
         for bad in [f32::NAN, f32::INFINITY] {
             let mut adamw = AdamW::new(set(rng, &shapes, Kind::Float), HYPER).unwrap();

@@ -1,4 +1,4 @@
-//! Token rows as models take them: padded for the target, packed for the drafter.
+//! Token rows as model inputs: padded for the target, packed for the drafter.
 
 use super::ModelError;
 use crate::config::TopK;
@@ -13,165 +13,191 @@ pub struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// Checks that the ids fill whole rows and that no row is longer than the width.
+    /// Checks that the ids fill whole rows and that no row exceeds the width.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if they do not.
     pub fn new(ids: &'a [i32], lengths: &'a [u32], width: usize) -> Result<Rows<'a>, ModelError> {
         if ids.len() != lengths.len() * width || lengths.iter().any(|&len| len as usize > width) {
             let (have, rows) = (ids.len(), lengths.len());
-            return Err(ModelError::Input(format!("{have} ids do not make {rows} rows of width {width}")));
+            return Err(ModelError::Input(format!(
+                "{have} ids and the given lengths do not form {rows} rows of width {width}"
+            )));
         }
         Ok(Rows { ids, lengths })
     }
 
-    /// Rows and width.
+    /// Number of rows and their width.
     pub fn padded(&self) -> (i64, i64) {
         let rows = self.lengths.len() as i64;
         (rows, if rows == 0 { 0 } else { self.ids.len() as i64 / rows })
     }
 
-    /// Real tokens.
+    /// Number of real tokens.
     pub fn tokens(&self) -> i64 {
         self.lengths.iter().map(|&len| i64::from(len)).sum()
     }
 
-    /// Places of the real tokens among the padded ones, row after row; `None` when there is no padding.
+    /// Indices of the real tokens in the padded rows, row by row; `None` without padding.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn real_positions(&self, device: Device) -> Result<Option<Tensor>, ModelError> {
         let (_, width) = self.padded();
         if self.tokens() == self.ids.len() as i64 {
             return Ok(None);
         }
-        let places: Vec<i64> = (0i64..)
+        let indices: Vec<i64> = (0i64..)
             .zip(self.lengths)
-            .flat_map(|(row, &len)| (0..i64::from(len)).map(move |place| row * width + place))
+            .flat_map(|(row, &len)| (0..i64::from(len)).map(move |position| row * width + position))
             .collect();
-        Ok(Some(Tensor::f_from_slice(&places)?.f_to_device(device)?))
+        Ok(Some(Tensor::f_from_slice(&indices)?.f_to_device(device)?))
     }
 
-    /// An id outside the vocabulary would end the whole process on a GPU, so it is found here.
+    /// Checks that every id is in the vocabulary; on a GPU an invalid id would abort the process.
+    ///
+    /// # Errors
+    /// `ModelError::Input` that names the first invalid id.
     pub fn check_ids(&self, vocab_size: usize) -> Result<(), ModelError> {
         check_ids(self.ids, vocab_size)
     }
 }
 
-/// What the target says of the places of packed rows.
+/// Labels from the target for packed rows.
 #[derive(Debug, PartialEq)]
-pub enum Teacher {
-    Likeliest(Likeliest),
-    /// All of it: the hidden state that its head reads, after the final norm, `[tokens, hidden]`. The state of a token is for
-    /// the one behind it.
+pub enum TargetLabels {
+    TopK(TopKLabels),
+    /// Final hidden states after the norm, which the head maps to all logits, `[tokens, hidden]`. The state of a token
+    /// predicts the next token.
     States(Tensor),
 }
 
-/// At each token of packed rows: the likeliest tokens behind those before it, the likeliest first.
+/// Top-k predictions of the target for each token of packed rows, given the tokens before it, most likely first.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Likeliest {
-    /// Tokens at each place.
-    pub each: usize,
-    /// `[tokens, each]`.
+pub struct TopKLabels {
+    /// Number of predictions per token.
+    pub k: usize,
+    /// `[tokens, k]`.
     pub ids: Vec<i32>,
-    /// Probabilities among the tokens of a place, which sum to 1, `[tokens, each]`.
-    pub shares: Vec<f32>,
+    /// Probabilities normalised over the `k` predictions of a token, `[tokens, k]`.
+    pub probabilities: Vec<f32>,
 }
 
-impl Teacher {
-    /// How it was asked for.
+impl TargetLabels {
+    /// Setting that selects this kind of labels.
     pub fn top_k(&self) -> TopK {
         match self {
-            Teacher::Likeliest(said) => TopK::Likeliest(said.each as u32),
-            Teacher::States(_) => TopK::All,
+            TargetLabels::TopK(labels) => TopK::Tokens(labels.k as u32),
+            TargetLabels::States(_) => TopK::All,
         }
     }
 
-    /// The same, with its tensors where `brought` brings them.
-    pub fn by(self, brought: impl FnOnce(&Tensor) -> Result<Tensor, ModelError>) -> Result<Teacher, ModelError> {
+    /// Replaces the tensors, if any, by `map` of them.
+    ///
+    /// # Errors
+    /// Returns the error of `map`.
+    pub fn map_tensors(
+        self,
+        map: impl FnOnce(&Tensor) -> Result<Tensor, ModelError>,
+    ) -> Result<TargetLabels, ModelError> {
         Ok(match self {
-            Teacher::Likeliest(said) => Teacher::Likeliest(said),
-            Teacher::States(states) => Teacher::States(brought(&states)?),
+            TargetLabels::TopK(labels) => TargetLabels::TopK(labels),
+            TargetLabels::States(states) => TargetLabels::States(map(&states)?),
         })
     }
 
-    /// True when nothing that the target says is NaN or infinite. The shares of a token whose logits are not finite are NaN.
+    /// True if no value is NaN or infinite. Logits that are not finite give NaN probabilities.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn all_finite(&self) -> Result<bool, ModelError> {
         match self {
-            Teacher::Likeliest(said) => Ok(said.shares.iter().all(|share| share.is_finite())),
-            Teacher::States(states) => all_finite(states),
+            TargetLabels::TopK(labels) => Ok(labels.probabilities.iter().all(|p| p.is_finite())),
+            TargetLabels::States(states) => all_finite(states),
         }
     }
 
     fn check(&self, tokens: usize, hidden: usize, vocab_size: usize) -> Result<(), ModelError> {
         match self {
-            Teacher::Likeliest(Likeliest { each, ids, shares }) => {
-                if *each == 0 || ids.len() != tokens * each || shares.len() != ids.len() {
+            TargetLabels::TopK(TopKLabels { k, ids, probabilities }) => {
+                if *k == 0 || ids.len() != tokens * k || probabilities.len() != ids.len() {
                     return Err(ModelError::Input(format!(
-                        "{} labels with {} shares do not make {each} for each of {tokens} tokens",
+                        "{} labels with {} probabilities do not form {k} for each of {tokens} tokens",
                         ids.len(),
-                        shares.len()
+                        probabilities.len()
                     )));
                 }
                 check_ids(ids, vocab_size)
             }
-            Teacher::States(states) if states.size() != [tokens as i64, hidden as i64] => {
+            TargetLabels::States(states) if states.size() != [tokens as i64, hidden as i64] => {
                 let shape = states.size();
                 Err(ModelError::Input(format!(
-                    "the target's last states of shape {shape:?} do not make {tokens} of width {hidden}"
+                    "the target's last states of shape {shape:?} do not form {tokens} states of width {hidden}"
                 )))
             }
-            Teacher::States(_) => Ok(()),
+            TargetLabels::States(_) => Ok(()),
         }
     }
 
-    /// Sets what is said of further tokens behind what is said of those before.
-    pub fn append(&mut self, next: Teacher) -> Result<(), ModelError> {
+    /// Appends the labels of further tokens.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if the two have different kinds; otherwise if libtorch fails.
+    pub fn append(&mut self, next: TargetLabels) -> Result<(), ModelError> {
         match (self, next) {
-            (Teacher::Likeliest(all), Teacher::Likeliest(next)) => {
-                all.each = next.each;
+            (TargetLabels::TopK(all), TargetLabels::TopK(next)) => {
+                all.k = next.k;
                 all.ids.extend(next.ids);
-                all.shares.extend(next.shares);
+                all.probabilities.extend(next.probabilities);
             }
-            (Teacher::States(all), Teacher::States(next)) => *all = Tensor::f_cat(&[&*all, &next], 0)?,
-            _ => return Err(ModelError::Input("some rows have labels and others have states".into())),
+            (TargetLabels::States(all), TargetLabels::States(next)) => *all = Tensor::f_cat(&[&*all, &next], 0)?,
+            _ => return Err(ModelError::Input("some rows have top-k labels and others have states".into())),
         }
         Ok(())
     }
 }
 
-/// Extracted rows, one after another without padding: what the drafter trains on.
+/// Extracted rows without padding, one after another: the training input of the drafter.
 #[derive(Clone, Copy)]
 pub struct Packed<'a> {
     /// Tapped hidden states, `[tokens, taps * hidden]`.
     pub hidden: &'a Tensor,
     /// Token ids, `[tokens]`.
     pub ids: &'a [i32],
-    /// What is to be predicted at each token; without it the ids themselves.
-    pub teacher: Option<&'a Teacher>,
-    /// 1 where a token is supervised, `[tokens]`.
+    /// Labels of the tokens; `None` uses the ids themselves.
+    pub target_labels: Option<&'a TargetLabels>,
+    /// 1 for supervised tokens, `[tokens]`.
     pub loss_mask: &'a [u8],
     /// Tokens of each row.
     pub lengths: &'a [u32],
 }
 
 impl<'a> Packed<'a> {
-    /// Rows whose labels are their own tokens.
+    /// Creates a batch whose labels are its own tokens.
     pub fn of_ids(hidden: &'a Tensor, ids: &'a [i32], loss_mask: &'a [u8], lengths: &'a [u32]) -> Packed<'a> {
-        Packed { hidden, ids, teacher: None, loss_mask, lengths }
+        Packed { hidden, ids, target_labels: None, loss_mask, lengths }
     }
 
-    /// Checks that all parts speak of the same tokens.
+    /// Checks that all fields describe the same tokens.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if sizes differ or an id is outside the vocabulary.
     pub fn check(&self, taps: usize, hidden: usize, vocab_size: usize) -> Result<(), ModelError> {
         let width = taps * hidden;
         let tokens: usize = self.lengths.iter().map(|&len| len as usize).sum();
         let shape = self.hidden.size();
         if shape != [tokens as i64, width as i64] || self.ids.len() != tokens || self.loss_mask.len() != tokens {
             return Err(ModelError::Input(format!(
-                "features of shape {shape:?} with {} ids and {} mask entries do not make {tokens} tokens of width {width}",
+                "features of shape {shape:?} with {} ids and {} mask entries do not describe {tokens} tokens of width {width}",
                 self.ids.len(),
                 self.loss_mask.len()
             )));
         }
         check_ids(self.ids, vocab_size)?;
-        self.teacher.map_or(Ok(()), |teacher| teacher.check(tokens, hidden, vocab_size))
+        self.target_labels.map_or(Ok(()), |target_labels| target_labels.check(tokens, hidden, vocab_size))
     }
 
-    /// First token of each row.
+    /// Index of the first token of each row.
     pub fn offsets(&self) -> Vec<usize> {
         let starts = self.lengths.iter().scan(0, |next, &len| {
             let start = *next;
@@ -182,7 +208,10 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// True when no value is NaN or infinite.
+/// True if no value is NaN or infinite.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn all_finite(x: &Tensor) -> Result<bool, ModelError> {
     let _no_grad = tch::no_grad_guard();
     Ok(x.f_isfinite()?.f_all()?.f_to_kind(Kind::Int64)?.f_int64_value(&[])? == 1)

@@ -1,11 +1,11 @@
-//! Weights from mapped files to a device.
+//! Loading of weights from mapped files to a device.
 
 use super::ModelError;
 use crate::hf::tensors::{RawDtype, RawTensor, TensorFiles};
 use crate::hf::{Dtype, HfError};
 use tch::{Device, Kind, Tensor};
 
-/// libtorch's name of a feature or weight number type.
+/// libtorch dtype of a feature or weight dtype.
 pub fn kind_of(dtype: Dtype) -> Kind {
     match dtype {
         Dtype::F32 => Kind::Float,
@@ -14,7 +14,11 @@ pub fn kind_of(dtype: Dtype) -> Kind {
     }
 }
 
-/// Reads one weight of this shape, converts it to `kind` and copies it to `device`. The result shares nothing with the file.
+/// Reads one weight of `shape`, converts it to `kind` and copies it to `device`. The result shares no memory with the
+/// file.
+///
+/// # Errors
+/// Returns an error if the tensor is absent, has another shape or dtype, or libtorch fails.
 pub fn weight(
     files: &TensorFiles,
     name: &str,
@@ -31,7 +35,10 @@ pub fn weight(
     Ok(from_bytes(&raw, stored)?.f_to_device_(device, kind, false, false)?)
 }
 
-/// Any tensor of a file as it is, on the CPU: token ids and masks as well as weights.
+/// Reads any tensor of a file as it is, on the CPU: also token ids and masks.
+///
+/// # Errors
+/// Returns an error if the tensor is absent or its dtype is not supported.
 pub fn tensor(files: &TensorFiles, name: &str) -> Result<Tensor, ModelError> {
     let raw = files.get(name)?;
     let kind = match raw.dtype {
@@ -51,7 +58,7 @@ pub fn tensor(files: &TensorFiles, name: &str) -> Result<Tensor, ModelError> {
     from_bytes(&raw, kind)
 }
 
-/// Through bytes, because tch takes a slice of bf16 for f16.
+/// Goes through bytes, because tch mistakes a slice of bf16 for f16.
 fn from_bytes(raw: &RawTensor<'_>, kind: Kind) -> Result<Tensor, ModelError> {
     let size: Vec<i64> = raw.shape.iter().map(|&n| n as i64).collect();
     Ok(Tensor::f_from_data_size(raw.bytes, &size, kind)?)

@@ -1,4 +1,4 @@
-//! Target, drafter, loss and optimizer in tch.
+//! Target, drafter, loss and optimizer on tch.
 
 pub mod adamw;
 pub mod batch;
@@ -13,28 +13,28 @@ pub mod target;
 
 use thiserror::Error;
 
-/// Hits among the tries of one slot.
+/// Correct and total predictions of one slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SlotCount {
     pub right: u64,
     pub tried: u64,
 }
 
-/// Why a tensor operation or a model could not be carried out.
+/// Failure of a tensor operation or of a model.
 #[derive(Debug, Error)]
 pub enum ModelError {
-    /// The message of an operation that failed, without libtorch's stack.
+    /// First line of a libtorch error, without its stack trace.
     #[error("libtorch failed: {0}")]
     Torch(String),
     #[error(transparent)]
     Hf(#[from] crate::hf::HfError),
-    /// Something in the caller's hands: a shape, an id, a device name.
+    /// Invalid argument: a shape, an id or a device.
     #[error("{0}")]
     Input(String),
 }
 
 impl ModelError {
-    /// Whether memory did not suffice. libtorch tells its errors apart by text alone.
+    /// True if memory ran out. libtorch distinguishes its errors by text only.
     pub fn is_out_of_memory(&self) -> bool {
         let ModelError::Torch(text) = self else { return false };
         let text = text.to_lowercase();
@@ -44,7 +44,7 @@ impl ModelError {
 
 impl From<tch::TchError> for ModelError {
     fn from(error: tch::TchError) -> ModelError {
-        // libtorch appends its C++ stack to every message: some 3 kB after the first line.
+        // libtorch appends its C++ stack to every message: about 3 kB after the first line.
         let text = match error {
             tch::TchError::Torch(text) => text,
             other => other.to_string(),

@@ -1,16 +1,16 @@
-//! The few operations that target and drafter are made of, in fallible form.
+//! Tensor operations of target and drafter, in fallible form.
 
 use super::ModelError;
 use draftmill_torch_ext::row_kernels;
 use tch::{Device, Kind, Tensor};
 
-/// What a masked score is set to: large and finite, so that a row of masked scores stays a number.
+/// Value of a masked score: large but finite, so that a fully masked row gives no NaN.
 pub const MASKED: f64 = -1e9;
 
-/// Rows whose logits are held at once where no gradient is wanted: all of them could be larger than anything else.
+/// Limit on rows whose logits are in memory at once without gradients; all logits could exceed every other tensor.
 pub const HEAD_ROWS: usize = 256;
 
-/// Neighbouring places of a dimension.
+/// Contiguous range of indices of a dimension.
 #[derive(Clone, Copy)]
 pub struct Span {
     pub start: i64,
@@ -18,27 +18,30 @@ pub struct Span {
 }
 
 impl Span {
-    /// These places of `x`, a view.
+    /// Narrows `x` to this range, as a view.
+    ///
+    /// # Errors
+    /// Returns an error if the range is out of bounds.
     pub fn of(&self, x: &Tensor, dim: i64) -> Result<Tensor, ModelError> {
         Ok(x.f_narrow(dim, self.start, self.len)?)
     }
 }
 
-/// All of `count` places in order, at most `most` at a time.
-pub fn spans(count: i64, most: usize) -> impl Iterator<Item = Span> {
-    let most = most.max(1);
-    (0..count).step_by(most).map(move |start| Span { start, len: (most as i64).min(count - start) })
+/// Splits `0..count` into ranges of at most `limit` indices, in order.
+pub fn spans(count: i64, limit: usize) -> impl Iterator<Item = Span> {
+    let limit = limit.max(1);
+    (0..count).step_by(limit).map(move |start| Span { start, len: (limit as i64).min(count - start) })
 }
 
-/// Grad mode switched on until dropped. Set at the head of every unit of work that differentiates, because a blocking
-/// thread may come with the mode that its last user left.
+/// Enables grad mode until dropped. Every differentiating job sets it at its start, because a blocking thread keeps the
+/// mode of its last job.
 pub struct GradGuard {
     before: bool,
 }
 
 impl GradGuard {
     pub fn enable() -> GradGuard {
-        // SAFETY: sets a thread-local flag of libtorch and returns its former value.
+        // SAFETY: sets a thread-local flag of libtorch and returns its previous value.
         GradGuard { before: unsafe { torch_sys::at_grad_set_enabled(1) } != 0 }
     }
 }
@@ -50,60 +53,79 @@ impl Drop for GradGuard {
     }
 }
 
-/// The number type that statistics and sums are kept in: fp32, or fp64 where a test computes in it.
+/// Dtype of statistics and sums: fp32, or fp64 for tests that compute in fp64.
 pub fn wide(kind: Kind) -> Kind {
     if kind == Kind::Double { kind } else { Kind::Float }
 }
 
-/// RMS norm over the last dimension as Qwen3 and Llama define it: statistics in at least fp32, weight applied after the cast back.
+/// RMS norm over the last dimension as in Qwen3 and Llama: statistics in at least fp32, weight applied after the cast
+/// back.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor, ModelError> {
-    let exact = x.f_to_kind(wide(x.f_kind()?))?;
-    let mean = exact.f_square()?.f_mean_dim(&[-1i64][..], true, exact.f_kind()?)?;
-    let unit = exact.f_mul(&mean.f_add_scalar(eps)?.f_rsqrt()?)?;
+    let accurate = x.f_to_kind(wide(x.f_kind()?))?;
+    let mean = accurate.f_square()?.f_mean_dim(&[-1i64][..], true, accurate.f_kind()?)?;
+    let unit = accurate.f_mul(&mean.f_add_scalar(eps)?.f_rsqrt()?)?;
     Ok(unit.f_to_kind(x.f_kind()?)?.f_mul(weight)?)
 }
 
 /// `x W^T + b`; `W` is `[out, in]`.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, ModelError> {
     Ok(x.f_linear(weight, bias)?)
 }
 
-/// Place of the largest value of each row, the first one where several are alike. (On CPUs libtorch's `argmax` takes three
-/// times as long as its `max`.)
-pub fn largest(x: &Tensor) -> Result<Tensor, ModelError> {
+/// Index of the largest value of each row, the first one of equals. Uses `max`: libtorch's `argmax` takes three times
+/// as long on CPUs.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
+pub fn argmax(x: &Tensor) -> Result<Tensor, ModelError> {
     Ok(x.f_max_dim(-1, false)?.1)
 }
 
-/// One part of an online softmax, in place: see [`rows::soften`].
-pub fn soften(scores: &mut Tensor, most: &mut Tensor, sum: &mut Tensor) -> Result<Tensor, ModelError> {
-    if let Some(shrink) = row_kernels::soften(scores, most, sum)? {
-        return Ok(shrink);
+/// Online softmax step, in place: see [`row_kernels::online_softmax`].
+///
+/// # Errors
+/// Returns an error if libtorch fails.
+pub fn online_softmax(scores: &mut Tensor, max: &mut Tensor, sum: &mut Tensor) -> Result<Tensor, ModelError> {
+    if let Some(rescale) = row_kernels::online_softmax(scores, max, sum)? {
+        return Ok(rescale);
     }
-    let larger = most.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
-    let shrink = most.f_sub(&larger)?.f_exp_()?;
+    let larger = max.f_maximum(&scores.f_amax(&[-1i64][..], true)?)?;
+    let rescale = max.f_sub(&larger)?.f_exp_()?;
     let _ = scores.f_sub_(&larger)?.f_exp_()?;
-    let _ = sum.f_mul_(&shrink)?.f_add_(&scores.f_sum_dim_intlist(&[-1i64][..], true, sum.f_kind()?)?)?;
-    *most = larger;
-    Ok(shrink)
+    let _ = sum.f_mul_(&rescale)?.f_add_(&scores.f_sum_dim_intlist(&[-1i64][..], true, sum.f_kind()?)?)?;
+    *max = larger;
+    Ok(rescale)
 }
 
-/// From the logarithms of sums and the gradients of weights to weights and the gradients of scores, in place: see
-/// [`rows::soften_backward`].
-pub fn soften_backward(
+/// Turns scores into weights and gradients of weights into gradients of scores, in place: see
+/// [`row_kernels::softmax_backward`].
+///
+/// # Errors
+/// Returns an error if libtorch fails.
+pub fn softmax_backward(
     scores: &mut Tensor,
     d_weights: &mut Tensor,
     log_sum: &Tensor,
     delta: &Tensor,
 ) -> Result<(), ModelError> {
-    if !row_kernels::soften_backward(scores, d_weights, log_sum, delta)? {
+    if !row_kernels::softmax_backward(scores, d_weights, log_sum, delta)? {
         let _ = scores.f_sub_(log_sum)?.f_exp_()?;
         let _ = d_weights.f_sub_(delta)?.f_mul_(scores)?;
     }
     Ok(())
 }
 
-/// Attention of `q [B, heads, Lq, head_dim]` over `k`, `v [B, kv_heads, Lk, head_dim]`, where each key/value head serves
+/// Attention of `q [B, heads, Lq, head_dim]` over `k`, `v [B, kv_heads, Lk, head_dim]`. Each key/value head serves
 /// `heads / kv_heads` query heads. `mask` is additive and broadcasts to `[B, heads, Lq, Lk]`.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -112,8 +134,8 @@ pub fn attention(
     causal: bool,
 ) -> Result<Tensor, ModelError> {
     let grouped = q.size()[1] != k.size()[1];
-    // On CUDA only kernels without a mask share key/value heads; with one, libtorch would fall back to plain
-    // operations that store every score.
+    // On CUDA, only kernels without a mask support shared key/value heads. With a mask, libtorch would fall back to
+    // plain operations, which store every score.
     if grouped && mask.is_some() && q.device() != Device::Cpu {
         let (k, v) = (repeat_heads(k, q.size()[1])?, repeat_heads(v, q.size()[1])?);
         return Ok(Tensor::f_scaled_dot_product_attention(q, &k, &v, mask, 0.0, causal, None, false)?);
@@ -121,7 +143,7 @@ pub fn attention(
     Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, None, grouped)?)
 }
 
-/// `[B, kv_heads, L, D]` to `[B, heads, L, D]`, each head beside its copies.
+/// Repeats heads: `[B, kv_heads, L, D]` to `[B, heads, L, D]`, copies of a head next to each other.
 fn repeat_heads(x: &Tensor, heads: i64) -> Result<Tensor, ModelError> {
     let size = x.size();
     let (batch, kv_heads, len, dim) = (size[0], size[1], size[2], size[3]);
@@ -129,7 +151,10 @@ fn repeat_heads(x: &Tensor, heads: i64) -> Result<Tensor, ModelError> {
     Ok(spread.f_reshape([batch, heads, len, dim])?)
 }
 
-/// Zero where `allowed`, [`MASKED`] elsewhere.
+/// Additive mask: zero if `allowed`, else [`MASKED`].
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn additive_mask(allowed: &Tensor, kind: Kind) -> Result<Tensor, ModelError> {
     let zeros = Tensor::f_zeros(allowed.size(), (kind, allowed.device()))?;
     Ok(zeros.f_masked_fill(&allowed.f_logical_not()?, MASKED)?)
@@ -140,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn repeated_heads_give_what_shared_heads_give() {
+    fn repeated_heads_match_shared_heads() {
         let options = (Kind::Float, Device::Cpu);
         let q = Tensor::arange(2 * 4 * 3 * 8, options).sin().reshape([2, 4, 3, 8]);
         let k = Tensor::arange(2 * 2 * 5 * 8, options).cos().reshape([2, 2, 5, 8]);
@@ -150,7 +175,7 @@ mod tests {
         assert!(shared.allclose(&repeated.unwrap(), 1e-6, 1e-6, false));
     }
 
-    /// Automodel#2826: rows without a single visible key turned into NaN.
+    /// Automodel#2826: rows without a visible key became NaN.
     #[test]
     fn automodel_2826_a_fully_masked_row_stays_finite() {
         for kind in [Kind::Float, Kind::BFloat16] {
@@ -163,9 +188,9 @@ mod tests {
         }
     }
 
-    /// speculators#686 and #691: a mask of booleans was added to the scores as 0 and 1, so that it hid nothing.
+    /// speculators#686 and #691: a boolean mask was added to the scores as 0 and 1, so it masked nothing.
     #[test]
-    fn speculators_686_what_a_mask_hides_has_no_weight_at_all() {
+    fn speculators_686_masked_keys_have_no_weight() {
         let options = (Kind::Float, Device::Cpu);
         let q = Tensor::arange(2 * 3 * 8, options).sin().reshape([1, 2, 3, 8]);
         let k = Tensor::arange(2 * 5 * 8, options).cos().reshape([1, 2, 5, 8]);

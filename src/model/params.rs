@@ -1,4 +1,4 @@
-//! A named list of tensors in one fixed order: weights and gradients as they travel between drafters and the optimizer.
+//! Named tensors in a fixed order: weights and gradients that drafters and the optimizer exchange.
 
 use super::{ModelError, load::weight};
 use crate::hf::HfError;
@@ -12,26 +12,25 @@ use rand_chacha::rand_core::SeedableRng;
 use std::borrow::Borrow;
 use tch::{Device, Kind, Tensor};
 
-/// Tensors with their names, sorted by name. Moved between owners, never shared: whoever holds a set holds the only
-/// alias of its storage, so that it may be written in place.
+/// Tensors sorted by name. A set is moved between owners, never shared: its owner has the only alias of the storage and
+/// may write in place.
 ///
-/// A set may be *flat*: then its tensors are views of one buffer, each of its own part, and it travels in one copy and is added
-/// in one operation. Every copy of a set is flat. Tensors are written in place and never put in another's place, which
-/// would leave the buffer behind.
+/// The tensors of a *flat* set are views of one buffer, which is copied in one transfer and added in one operation.
+/// Every copy of a set is flat. Write tensors in place and never replace one, which would leave the buffer stale.
 pub struct ParamSet {
     names: Vec<String>,
     tensors: Vec<Tensor>,
-    /// Where all values of a flat set are; zeros fill the gaps between its parts.
+    /// Buffer of a flat set; gaps between tensors are zero.
     buffer: Option<Tensor>,
 }
 
-/// What a drafter computes with.
+/// Weights of a drafter.
 pub type Weights = ParamSet;
-/// The summed gradient of loss numerators, one tensor for each weight.
+/// Summed gradient of loss numerators, one tensor per weight.
 pub type Gradient = ParamSet;
 
 impl ParamSet {
-    /// Sorts by name; the names must differ.
+    /// Sorts by name; names must be unique.
     pub fn new(mut pairs: Vec<(String, Tensor)>) -> ParamSet {
         pairs.sort_by(|a, b| a.0.cmp(&b.0));
         debug_assert!(pairs.windows(2).all(|pair| pair[0].0 < pair[1].0), "parameter names must differ");
@@ -51,7 +50,7 @@ impl ParamSet {
         &self.names
     }
 
-    /// In the order of [`ParamSet::names`].
+    /// Tensors in the order of [`ParamSet::names`].
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
@@ -68,11 +67,18 @@ impl ParamSet {
         self.names.binary_search_by(|known| known.as_str().cmp(name)).ok().map(|index| &self.tensors[index])
     }
 
-    /// The same where it has to be there.
+    /// Returns the tensor `name`.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if the set lacks it.
     pub fn need(&self, name: &str) -> Result<&Tensor, ModelError> {
         self.get(name).ok_or_else(|| ModelError::Input(format!("the drafter's weights lack `{name}`")))
     }
 
+    /// Returns the tensor `name` for writing in place.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if the set lacks it.
     pub fn need_mut(&mut self, name: &str) -> Result<&mut Tensor, ModelError> {
         match self.names.binary_search_by(|known| known.as_str().cmp(name)) {
             Ok(index) => Ok(&mut self.tensors[index]),
@@ -84,59 +90,74 @@ impl ParamSet {
         self.names.into_iter().zip(self.tensors).collect()
     }
 
-    /// Where it lies, all of it; `None` of an empty set.
+    /// Device of the whole set; `None` for an empty set.
     pub fn device(&self) -> Option<Device> {
         self.tensors.first().map(Tensor::device)
     }
 
-    /// Whether it is one buffer.
+    /// True if the set is one buffer.
     pub fn is_flat(&self) -> bool {
         self.buffer.is_some()
     }
 
-    /// A flat copy that shares no storage with this set, on `device` as `kind`.
+    /// Returns a flat copy on `device` as `kind` that shares no storage with this set.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn deep_copy(&self, device: Device, kind: Kind) -> Result<ParamSet, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let buffer = match &self.buffer {
             Some(buffer) => buffer.f_to_device_(device, kind, false, true)?,
-            None => pack(&self.parts(), &self.tensors, kind)?.f_to_device_(device, kind, false, false)?,
+            None => pack(&self.layout(), &self.tensors, kind)?.f_to_device_(device, kind, false, false)?,
         };
-        self.of_buffer(buffer)
+        self.with_buffer(buffer)
     }
 
-    /// The same by a copy of the buffer that `copy` makes, wherever that lies then.
-    pub fn copied_by(&self, copy: impl FnOnce(&Tensor) -> Result<Tensor, ModelError>) -> Result<ParamSet, ModelError> {
+    /// Returns a flat copy whose buffer `copy` makes, on any device.
+    ///
+    /// # Errors
+    /// Returns the error of `copy`, or an error of libtorch.
+    pub fn copy_with(&self, copy: impl FnOnce(&Tensor) -> Result<Tensor, ModelError>) -> Result<ParamSet, ModelError> {
         if self.is_empty() {
             return Ok(ParamSet::new(Vec::new()));
         }
         let _no_grad = tch::no_grad_guard();
-        self.of_buffer(copy(&self.buffer()?)?)
+        self.with_buffer(copy(&self.buffer()?)?)
     }
 
-    /// All values as one buffer to read: its own where the set is flat, else a copy.
+    /// All values as one read-only buffer: the own buffer of a flat set, else a copy.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn buffer(&self) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
         match (&self.buffer, self.tensors.first()) {
             (Some(buffer), _) => Ok(buffer.shallow_clone()),
-            (None, first) => pack(&self.parts(), &self.tensors, first.map_or(Ok(Kind::Float), Tensor::f_kind)?),
+            (None, first) => pack(&self.layout(), &self.tensors, first.map_or(Ok(Kind::Float), Tensor::f_kind)?),
         }
     }
 
-    /// This set where it is of `kind` already, else a flat copy that is.
-    pub fn in_kind(self, kind: Kind) -> Result<ParamSet, ModelError> {
+    /// Returns this set if it has dtype `kind`, else a flat copy in `kind`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
+    pub fn into_kind(self, kind: Kind) -> Result<ParamSet, ModelError> {
         if self.tensors.iter().all(|tensor| tensor.kind() == kind) {
             return Ok(self);
         }
         let _no_grad = tch::no_grad_guard();
-        let (parts, sizes) = (self.parts(), self.tensors.iter().map(Tensor::size).collect::<Vec<_>>());
+        let (layout, sizes) = (self.layout(), self.tensors.iter().map(Tensor::size).collect::<Vec<_>>());
         let ParamSet { names, tensors, .. } = self;
-        // Each of the old ones goes as soon as it is copied.
-        let buffer = pack(&parts, tensors, kind)?;
-        let tensors = views(&buffer, &parts, sizes.iter().map(Vec::as_slice))?;
+        // Each old tensor is freed as soon as it is copied.
+        let buffer = pack(&layout, tensors, kind)?;
+        let tensors = views(&buffer, &layout, sizes.iter().map(Vec::as_slice))?;
         Ok(ParamSet { names, tensors, buffer: Some(buffer) })
     }
 
-    /// Adds a set of the same names and shapes: in one operation where both are flat.
+    /// Adds a set of the same names and shapes, in one operation if both are flat.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn add_(&mut self, other: &ParamSet) -> Result<(), ModelError> {
         let _no_grad = tch::no_grad_guard();
         if let (Some(sum), Some(part)) = (&mut self.buffer, &other.buffer) {
@@ -149,9 +170,13 @@ impl ParamSet {
         Ok(())
     }
 
-    /// A sum over the bits of all values, modulo 2^64, in which each counts an odd number of times that follows from its place. The same
-    /// on every device, however that adds; computed there, so that one number comes to the host. A value with other bits, and
-    /// two that changed places, are seen.
+    /// Checksum modulo 2^64 over the bits of all values, each weighted by the odd number that follows from its index.
+    ///
+    /// Equal on every device, whatever the order of addition. Computed on the device; one number is copied to the host.
+    /// Detects a changed bit and two exchanged values.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if a dtype has no checksum; otherwise if libtorch fails.
     pub fn checksum(&self) -> Result<u64, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let (mut before, mut sum) = (0, None);
@@ -161,16 +186,16 @@ impl ParamSet {
                 8 => Kind::Int64,
                 4 => Kind::Int,
                 2 => Kind::Int16,
-                _ => return Err(ModelError::Input(format!("there is no checksum of {kind:?}"))),
+                _ => return Err(ModelError::Input(format!("dtype {kind:?} has no checksum"))),
             };
             let (count, options) = (tensor.numel() as i64, (Kind::Int64, tensor.device()));
             let values = tensor.f_reshape([-1])?.f_view_dtype(bits)?;
-            for from in (0..count).step_by(PIECE as usize) {
-                let length = PIECE.min(count - from);
+            for from in (0..count).step_by(CHECKSUM_CHUNK as usize) {
+                let length = CHECKSUM_CHUNK.min(count - from);
                 let first = 2 * (before + from) + 1;
                 let weights = Tensor::f_arange_start_step(first, first + 2 * length, 2, options)?;
-                let weighed = values.f_narrow(0, from, length)?.f_to_kind(Kind::Int64)?.f_mul(&weights)?;
-                let part = weighed.f_sum(Kind::Int64)?;
+                let weighted = values.f_narrow(0, from, length)?.f_to_kind(Kind::Int64)?.f_mul(&weights)?;
+                let part = weighted.f_sum(Kind::Int64)?;
                 sum = Some(match sum {
                     None => part,
                     Some(sum) => part.f_add(&sum)?,
@@ -181,61 +206,67 @@ impl ParamSet {
         Ok(sum.map(|sum| sum.f_int64_value(&[])).transpose()?.unwrap_or(0) as u64)
     }
 
-    fn parts(&self) -> Parts {
-        Parts::of(self.tensors.iter().map(|tensor| tensor.numel() as i64))
+    fn layout(&self) -> BufferLayout {
+        BufferLayout::of(self.tensors.iter().map(|tensor| tensor.numel() as i64))
     }
 
-    /// The set whose values are in `buffer` as they would be in this one's.
-    pub fn of_buffer(&self, buffer: Tensor) -> Result<ParamSet, ModelError> {
+    /// Returns a set with the names and shapes of this one and its values in `buffer`.
+    ///
+    /// # Errors
+    /// Returns an error if the buffer is too short.
+    pub fn with_buffer(&self, buffer: Tensor) -> Result<ParamSet, ModelError> {
         let sizes: Vec<_> = self.tensors.iter().map(Tensor::size).collect();
-        let tensors = views(&buffer, &self.parts(), sizes.iter().map(Vec::as_slice))?;
+        let tensors = views(&buffer, &self.layout(), sizes.iter().map(Vec::as_slice))?;
         Ok(ParamSet { names: self.names.clone(), tensors, buffer: Some(buffer) })
     }
 
     /// Zeros of the same names and shapes, in fp32 on the same devices.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch cannot allocate them.
     pub fn zeros_like(&self) -> Result<ParamSet, ModelError> {
         let zeros = self.tensors.iter().map(|t| Tensor::f_zeros(t.size(), (Kind::Float, t.device())));
         Ok(ParamSet { names: self.names.clone(), tensors: zeros.collect::<Result<_, _>>()?, buffer: None })
     }
 }
 
-/// Every part begins at a multiple of so many values: where an allocation of its own could begin (64 bytes on the CPU, 512 on
-/// CUDA), so that no kernel computes otherwise because of where its operands lie.
-const ALIGNED: i64 = 128;
+/// Alignment of each tensor in a buffer, in values, as for separate allocations (64 bytes on the CPU, 512 on CUDA).
+/// Kernels therefore compute the same on flat sets.
+const ALIGNMENT: i64 = 128;
 
-/// Values of which a checksum is made at a time: it takes 24 bytes for each.
-const PIECE: i64 = 1 << 22;
+/// Values per chunk of a checksum, which takes 24 bytes for each.
+const CHECKSUM_CHUNK: i64 = 1 << 22;
 
-/// Where in a buffer each tensor of a set is.
-struct Parts {
-    /// First value and count of each.
-    places: Vec<(i64, i64)>,
+/// Position of each tensor of a set in a buffer.
+struct BufferLayout {
+    /// First value and count of each tensor.
+    spans: Vec<(i64, i64)>,
     total: i64,
 }
 
-impl Parts {
-    fn of(counts: impl Iterator<Item = i64>) -> Parts {
+impl BufferLayout {
+    fn of(counts: impl Iterator<Item = i64>) -> BufferLayout {
         let mut total = 0;
-        let mut place = |count: i64| {
+        let mut span = |count: i64| {
             let start = total;
-            total += (count + ALIGNED - 1) / ALIGNED * ALIGNED;
+            total += (count + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
             (start, count)
         };
-        Parts { places: counts.map(&mut place).collect(), total }
+        BufferLayout { spans: counts.map(&mut span).collect(), total }
     }
 }
 
-/// A buffer of `kind` with these tensors, on the device of the first one.
+/// Packs tensors into a buffer of `kind` on the device of the first one.
 fn pack<T: Borrow<Tensor>>(
-    parts: &Parts,
+    layout: &BufferLayout,
     tensors: impl IntoIterator<Item = T>,
     kind: Kind,
 ) -> Result<Tensor, ModelError> {
     let mut tensors = tensors.into_iter().peekable();
     let device = tensors.peek().map_or(Device::Cpu, |tensor| tensor.borrow().device());
-    let buffer = Tensor::f_empty([parts.total], (kind, device))?;
-    let ends = parts.places.iter().skip(1).map(|&(start, _)| start).chain([parts.total]);
-    for ((tensor, &(start, count)), end) in tensors.zip(&parts.places).zip(ends) {
+    let buffer = Tensor::f_empty([layout.total], (kind, device))?;
+    let ends = layout.spans.iter().skip(1).map(|&(start, _)| start).chain([layout.total]);
+    for ((tensor, &(start, count)), end) in tensors.zip(&layout.spans).zip(ends) {
         buffer.f_narrow(0, start, count)?.f_copy_(&tensor.borrow().f_reshape([-1])?)?;
         let gap = end - start - count;
         if gap > 0 {
@@ -247,15 +278,18 @@ fn pack<T: Borrow<Tensor>>(
 
 fn views<'a>(
     buffer: &Tensor,
-    parts: &Parts,
+    layout: &BufferLayout,
     sizes: impl Iterator<Item = &'a [i64]>,
 ) -> Result<Vec<Tensor>, ModelError> {
     let view = |(&(start, count), size): (&(i64, i64), &[i64])| Ok(buffer.f_narrow(0, start, count)?.f_view(size)?);
-    parts.places.iter().zip(sizes).map(view).collect()
+    layout.spans.iter().zip(sizes).map(view).collect()
 }
 
-/// Fresh weights in fp32 on the CPU: N(0, 0.02) for matrices and ones for norms, as transformers initialises Qwen3.
-/// A function of (config, seed) alone: every tensor has its own stream, so neither threads nor order matter.
+/// Initial weights in fp32 on the CPU: N(0, 0.02) for matrices and ones for norms, as transformers initialises Qwen3.
+/// Depends on `config` and `seed` only: every tensor has its own random stream, so threads and order do not matter.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn init_params(config: &DraftConfig, seed: u64) -> Result<ParamSet, ModelError> {
     let mut pairs = Vec::new();
     for (stream, (name, shape)) in config.tensor_shapes().into_iter().enumerate() {
@@ -271,7 +305,10 @@ pub fn init_params(config: &DraftConfig, seed: u64) -> Result<ParamSet, ModelErr
     Ok(ParamSet::new(pairs))
 }
 
-/// The weights of a drafter folder, in fp32 on the CPU: exactly the tensors of its configuration, no more and no fewer.
+/// Loads the weights of a drafter folder in fp32 on the CPU: exactly the tensors of its configuration.
+///
+/// # Errors
+/// Returns an error if a tensor is absent, unknown, or has another shape.
 pub fn load_params(config: &DraftConfig, files: &TensorFiles) -> Result<ParamSet, ModelError> {
     let shapes = config.tensor_shapes();
     if let Some(name) = files.names().find(|name| !shapes.contains_key(*name)) {
@@ -280,7 +317,10 @@ pub fn load_params(config: &DraftConfig, files: &TensorFiles) -> Result<ParamSet
     read_params(config, files)
 }
 
-/// The weights of a drafter's folder in either layout, in fp32 on the CPU.
+/// Loads the weights of a drafter folder in either layout, in fp32 on the CPU.
+///
+/// # Errors
+/// Returns an error if a tensor is absent or has another shape.
 pub fn folder_params(folder: &DraftFolder) -> Result<ParamSet, ModelError> {
     read_params(&folder.config, &folder.files)
 }
@@ -293,12 +333,12 @@ fn read_params(config: &DraftConfig, files: &TensorFiles) -> Result<ParamSet, Mo
     Ok(ParamSet::new(config.tensor_shapes().into_iter().map(read).collect::<Result<_, _>>()?))
 }
 
-/// Normal values by Box and Muller's method, which needs nothing but uniform ones.
+/// Normal values by the Box-Muller transform.
 fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
     let mut values = Vec::with_capacity(count + 1);
     while values.len() < count {
         let (u, v): (f64, f64) = (rng.random(), rng.random());
-        // 1 - u lies in (0, 1], so the logarithm is finite.
+        // 1 - u is in (0, 1], so the logarithm is finite.
         let radius = deviation * (-2.0 * (1.0 - u).ln()).sqrt();
         let (sin, cos) = (std::f64::consts::TAU * v).sin_cos();
         values.push((radius * cos) as f32);
@@ -323,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn initial_weights_follow_from_the_seed_and_have_the_published_spread() {
+    fn initial_weights_depend_on_the_seed_and_have_the_published_std() {
         let config = config();
         let (one, again, other) = (init_params(&config, 3), init_params(&config, 3), init_params(&config, 4));
         let (one, again, other) = (one.unwrap(), again.unwrap(), other.unwrap());
@@ -345,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deep_copy_shares_nothing() {
+    fn deep_copy_shares_no_storage() {
         let one = init_params(&config(), 0).unwrap();
         let mut two = one.deep_copy(Device::Cpu, Kind::Float).unwrap();
         let _ = two.tensors_mut()[0].fill_(7.0);
@@ -371,9 +411,9 @@ mod tests {
     }
 
     proptest! {
-        /// Flat or not, a set has the same values, the same sums and the same room to write in.
+        /// Flat or not, a set has the same values and sums and is written in the same way.
         #[test]
-        fn a_flat_set_is_the_same_set(
+        fn flat_set_equals_the_plain_set(
             shapes in prop::collection::vec(prop::collection::vec(0i64..20, 0..3), 1..6),
             values in prop::collection::vec(-1.0f32..1.0, 1..50),
         ) {
@@ -384,7 +424,7 @@ mod tests {
             for tensor in flat.tensors() {
                 prop_assert!(tensor.is_contiguous() && (tensor.data_ptr() as usize).is_multiple_of(64));
             }
-            // In every mix the sum is that of single tensors.
+            // Every combination gives the sum of the single tensors.
             let want = set(&shapes, &values.iter().map(|value| value + value).collect::<Vec<_>>());
             for sum_is_flat in [false, true] {
                 for part in [&plain, &flat] {
@@ -397,23 +437,23 @@ mod tests {
                     prop_assert!(same(&sum, &want));
                 }
             }
-            // What is written to a tensor is in the buffer, and in no other tensor.
+            // A written value reaches the buffer and no other tensor.
             let mut written = flat.deep_copy(Device::Cpu, Kind::Float).unwrap();
             let _ = written.tensors_mut()[0].fill_(7.0);
-            let copy = written.copied_by(|buffer| Ok(buffer.copy())).unwrap();
+            let copy = written.copy_with(|buffer| Ok(buffer.copy())).unwrap();
             prop_assert!(copy.tensors()[0].eq(7.0).all().int64_value(&[]) == 1);
             prop_assert!(copy.tensors()[1..].iter().zip(&plain.tensors()[1..]).all(|(a, b)| a.equal(b)));
         }
 
-        /// By the formula, flat or not; and whatever single bit changes, or which two values change places, is seen.
+        /// Matches the formula, flat or not; detects every changed bit and every pair of exchanged values.
         #[test]
-        fn a_checksum_sees_each_bit_and_each_place(
+        fn checksum_detects_bit_flips_and_swaps(
             shapes in prop::collection::vec(prop::collection::vec(1i64..9, 0..3), 1..6),
             bits in prop::collection::vec(any::<i32>(), 1..300), bit in 0u32..32, at: prop::sample::Index, other: prop::sample::Index,
         ) {
             let count: usize = shapes.iter().map(|shape| shape.iter().product::<i64>() as usize).sum();
             let bits: Vec<i32> = (0..count).map(|i| bits[i % bits.len()]).collect();
-            // Made of bits, for a NaN that passes through f32 may come out as another one.
+            // Built from bits, because a NaN may change when it passes through f32.
             let of = |bits: &[i32]| {
                 let mut from = 0;
                 let named = shapes.iter().enumerate().map(|(i, shape)| {
@@ -441,16 +481,16 @@ mod tests {
         }
 
         #[test]
-        fn another_number_type_is_converted_into_one_buffer(values in prop::collection::vec(-1e3f32..1e3, 1..50)) {
+        fn another_dtype_is_converted_into_one_buffer(values in prop::collection::vec(-1e3f32..1e3, 1..50)) {
             let shapes = [vec![3, 5], vec![7]];
             let plain = set(&shapes, &values);
             let half = plain.deep_copy(Device::Cpu, Kind::BFloat16).unwrap();
-            let wide = half.deep_copy(Device::Cpu, Kind::BFloat16).unwrap().in_kind(Kind::Float).unwrap();
+            let wide = half.deep_copy(Device::Cpu, Kind::BFloat16).unwrap().into_kind(Kind::Float).unwrap();
             prop_assert!(wide.is_flat());
             for (name, tensor) in wide.iter() {
                 prop_assert!(tensor.equal(&plain.get(name).unwrap().to_kind(Kind::BFloat16).to_kind(Kind::Float)));
             }
-            prop_assert!(!plain.in_kind(Kind::Float).unwrap().is_flat());
+            prop_assert!(!plain.into_kind(Kind::Float).unwrap().is_flat());
         }
     }
 }

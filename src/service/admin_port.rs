@@ -2,7 +2,7 @@
 
 use super::Failed;
 use crate::{
-    admin::{self, commands::Orders, run_info::Facts},
+    admin::{self, commands::Commands, run_info::RunInfo},
     check::Forecast,
     common::{
         exit::{Exit, Failure},
@@ -10,13 +10,13 @@ use crate::{
     },
     config::Config,
 };
-use draftmill_actors::runtime::{fault::Shutdown, metrics};
+use draftmill_actors::runtime::{fault::Stops, metrics};
 use tokio::{net::TcpListener, sync::watch};
 
-/// What the admin port needs of a running service: where orders go, and what is so.
-pub struct Asked {
-    pub orders: Orders,
-    pub facts: watch::Receiver<Facts>,
+/// Channels between the admin port and the configuration controller.
+pub struct AdminChannels {
+    pub commands: Commands,
+    pub info: watch::Receiver<RunInfo>,
 }
 
 /// Installs the metrics recorder and serves the port until the returned handle is dropped.
@@ -28,8 +28,8 @@ pub fn serve(
     config: &Config,
     forecast: &Forecast,
     checkpoint_time: f64,
-    Asked { orders, facts }: Asked,
-    shutdown: &Shutdown,
+    AdminChannels { commands, info }: AdminChannels,
+    stops: &Stops,
 ) -> Result<tokio_util::task::AbortOnDropHandle<()>, Failure> {
     let token =
         config.admin.token().transpose().map_err(|why| format!("admin.token_file: {why}")).failed(Exit::Config)?;
@@ -49,8 +49,8 @@ pub fn serve(
     let watching = process::watch(forecast.gpus());
     let faults = admin::recent_warnings::recent();
     let server =
-        admin::Server { listener, metrics: handle, facts, faults, orders, token, limits: admin::Limits::default() };
-    let serving = server.run(shutdown.abort.clone());
+        admin::Server { listener, metrics: handle, info, faults, commands, token, limits: admin::Limits::default() };
+    let serving = server.run(stops.abort.clone());
     Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(async move {
         tokio::select! {
             () = serving => {}

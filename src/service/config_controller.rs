@@ -1,25 +1,25 @@
-//! The keeper of the settings in force: watches the configuration file, takes orders, and steers the running mill.
+//! Configuration controller: applies a changed configuration file and commands to the running pipeline.
 //!
-//! In: the file (looked at every `reload.poll`, and on SIGHUP), orders. Out: other settings for the actors and for what else reads
-//! them, facts, metrics, log lines, rows of `state.db`. A change is taken as a whole or not at all.
+//! Inputs: the file (read every `reload.poll`, and on SIGHUP) and commands. Outputs: settings for the actors and their other
+//! readers, run info, metrics, log lines, rows of `state.db`. A change is applied completely or not at all.
 
-use super::reload::{Ground, Verdict};
+use super::reload::{ReloadDecision, ReloadPolicy};
 use crate::{
     admin::{
-        commands::{Given, Order},
-        run_info::{Acceptance, Facts, Reload},
+        commands::{Command, Request},
+        run_info::{Acceptance, Reload, RunInfo},
     },
-    check::pipeline_settings::{Place, mill_settings},
+    check::pipeline_settings::{RunProgress, pipeline_settings},
     common::clock::now,
-    run_dir::{RunFolder, hash},
+    run_dir::RunDir,
 };
 use crate::{
     config::{self, Config, Loaded, Source, annotated},
-    engines::checkpointing::Kept,
-    run_dir::{db::STEP_SIZE, eval_log::History},
+    engines::checkpointing::CheckpointSettings,
+    run_dir::{db::STEP_SIZE, eval_log::EvalHistory},
 };
 use draftmill_actors::{
-    pipeline::ControlHandle,
+    pipeline::Steering,
     planner::ledger::{Change, Note},
     runtime::metrics as m,
 };
@@ -32,128 +32,129 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Between two looks at a file that is being written.
-const SETTLE: Duration = Duration::from_millis(50);
-/// Looks after which a file that still changes is taken as it is.
-const LOOKS: usize = 20;
-/// Looks in a row that find no file before that is told: editors take it away for a moment.
-const MISSING: u32 = 3;
+/// Interval between two reads of a file that is being written.
+const SETTLE_INTERVAL: Duration = Duration::from_millis(50);
+/// Limit of reads of a changing file; then its current text is used.
+const MAX_READS: usize = 20;
+/// Consecutive reads without a file before it is reported as missing. Editors remove a file for a moment.
+const MISSING_READS: u32 = 3;
 
-/// Notes that wait for a disk that hangs.
-const NOTES: usize = 1000;
+/// Limit of notes that wait for the planner.
+const MAX_NOTES: usize = 1000;
 
-/// Changes the filter of the log.
+/// Sets the log filter.
 pub type SetLevel = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 
-/// Where the settings come from, and who has to hear of changes.
-pub struct Keeper {
+/// Configuration controller of one run: its inputs and outputs.
+pub struct ConfigController {
     pub source: Source,
-    pub ground: Ground,
+    pub policy: ReloadPolicy,
     pub lengths: Arc<[u32]>,
-    pub folder: RunFolder,
-    pub steering: ControlHandle,
-    /// The settings in force, for whoever is no actor, and what of them a checkpoint minds.
+    pub folder: RunDir,
+    pub control: Steering,
+    /// Settings in force, for readers that are not actors.
     pub in_force: watch::Sender<Loaded>,
-    pub kept: watch::Sender<Kept>,
-    pub facts: watch::Sender<Facts>,
-    /// `None` where the command line fixes the level.
+    pub checkpoint_settings: watch::Sender<CheckpointSettings>,
+    pub info: watch::Sender<RunInfo>,
+    /// `None` if the command line fixes the level.
     pub set_level: Option<SetLevel>,
-    pub orders: mpsc::Receiver<Given>,
+    pub commands: mpsc::Receiver<Request>,
     pub hangup: Signal,
-    /// How far the run is.
-    pub place: watch::Receiver<Place>,
-    /// What is measured beside the steps.
-    pub measured: watch::Receiver<History>,
-    /// On their way to state.db.
+    /// Position of the run.
+    pub position: watch::Receiver<RunProgress>,
+    /// Results of the evaluations during training.
+    pub evaluations: watch::Receiver<EvalHistory>,
+    /// Notes that wait for the planner, which writes them to state.db.
     pub notes: VecDeque<Note>,
 }
 
-/// What was found at the last look at the file.
+/// Result of the last read of the file.
 #[derive(Default)]
 struct Seen {
     text: Option<String>,
     missing: u32,
 }
 
-impl Keeper {
+impl ConfigController {
     /// Runs until `ended`.
     pub async fn run(mut self, close: CancellationToken, ended: CancellationToken) {
         self.publish();
         let mut seen = Seen::default();
-        let mut looked = Instant::now();
+        let mut last_poll = Instant::now();
         let mut stopping = false;
         loop {
-            self.hand_over();
+            self.flush_notes();
             let poll = self.in_force.borrow().config.reload.poll.0;
             tokio::select! {
                 biased;
                 () = ended.cancelled() => return,
                 () = close.cancelled(), if !stopping => {
                     stopping = true;
-                    self.facts.send_modify(|facts| facts.stopping = true);
+                    self.info.send_modify(|info| info.stopping = true);
                 }
-                Some(given) = self.orders.recv() => self.on_order(given, &mut seen, stopping).await,
-                // Where nothing is measured, or nothing more, the channel is closed.
-                Ok(()) = self.measured.changed() => self.on_measured(),
+                Some(request) = self.commands.recv() => self.on_request(request, &mut seen, stopping).await,
+                // Closed if there are no further evaluations.
+                Ok(()) = self.evaluations.changed() => self.on_evaluation(),
                 _ = self.hangup.recv() => {
-                    tracing::info!("SIGHUP: reading the configuration again");
-                    // The log tells what came of it.
+                    tracing::info!("SIGHUP received; reloading the configuration");
+                    // The log has the result.
                     let _ = self.reload(&mut seen).await;
                 }
-                () = sleep_until(looked + poll), if poll > Duration::ZERO && self.source.file.is_some() => {
-                    looked = Instant::now();
-                    self.look(&mut seen).await;
+                () = sleep_until(last_poll + poll), if poll > Duration::ZERO && self.source.file.is_some() => {
+                    last_poll = Instant::now();
+                    self.poll(&mut seen).await;
                 }
             }
         }
     }
 
-    async fn on_order(&mut self, Given { order, answer }: Given, seen: &mut Seen, stopping: bool) {
-        let answered = match order {
-            Order::Reload => self.reload(seen).await,
-            Order::Checkpoint => {
-                let Err(answer) = self.steering.checkpoint(answer) else { return };
-                // Who asked may be gone, here and below.
-                let _ = answer
-                    .send(Err("the run is ending, or too many checkpoints were asked for; ask again later".into()));
+    async fn on_request(&mut self, Request { command, reply }: Request, seen: &mut Seen, stopping: bool) {
+        let result = match command {
+            Command::Reload => self.reload(seen).await,
+            Command::Checkpoint => {
+                let Err(reply) = self.control.checkpoint(reply) else { return };
+                // The client may have disconnected, here and below.
+                let _ =
+                    reply.send(Err("the run is ending, or too many checkpoints are queued; try again later".into()));
                 return;
             }
-            Order::Pause | Order::Resume if stopping => Err("the run is ending".into()),
-            Order::Pause => self.pause(true),
-            Order::Resume => self.pause(false),
+            Command::Pause | Command::Resume if stopping => Err("the run is ending".into()),
+            Command::Pause => self.pause(true),
+            Command::Resume => self.pause(false),
         };
-        let _ = answer.send(answered);
+        let _ = reply.send(result);
     }
 
-    /// Tells of the newest measure.
-    fn on_measured(&mut self) {
-        let history = self.measured.borrow_and_update().clone();
-        self.facts.send_modify(|facts| facts.acceptance = Acceptance::of(&history));
-        if let Some(measured) = history.0.last() {
-            self.note(Note::Event { kind: "measured".into(), text: measured.to_string() });
+    /// Publishes the newest evaluation.
+    fn on_evaluation(&mut self) {
+        let history = self.evaluations.borrow_and_update().clone();
+        self.info.send_modify(|info| info.acceptance = Acceptance::of(&history));
+        if let Some(evaluation) = history.0.last() {
+            self.note(Note::Event { kind: "evaluated".into(), text: evaluation.to_string() });
         }
     }
 
     fn pause(&mut self, paused: bool) -> Result<String, String> {
-        let was = self.facts.borrow().paused;
+        let was = self.info.borrow().paused;
         let text = match (was, paused) {
             (true, true) => "the run is paused already",
             (false, false) => "the run is not paused",
-            (false, true) => "paused: no further job is handed out, and what is under way is finished; resume goes on",
-            (true, false) => "going on: jobs are handed out again",
+            (false, true) => "paused: targets get no new jobs, jobs in progress are finished",
+            (true, false) => "resumed: targets get jobs again",
         };
         if was != paused {
-            tracing::info!("{text}");
-            self.note(Note::Event { kind: if paused { "paused" } else { "resumed" }.into(), text: text.into() });
-            self.facts.send_modify(|facts| facts.paused = paused);
+            let kind = if paused { "paused" } else { "resumed" };
+            tracing::info!("run {kind}");
+            self.note(Note::Event { kind: kind.into(), text: text.into() });
+            self.info.send_modify(|info| info.paused = paused);
             gauge!(m::PAUSED).set(f64::from(u8::from(paused)));
-            self.steer();
+            self.apply();
         }
         Ok(text.into())
     }
 
-    /// Looks whether the file changed since the last look.
-    async fn look(&mut self, seen: &mut Seen) {
+    /// Reads the file and applies it if it changed since the last read.
+    async fn poll(&mut self, seen: &mut Seen) {
         let Some(path) = self.source.file.clone() else { return };
         match read(path).await {
             Ok(text) => {
@@ -161,38 +162,38 @@ impl Keeper {
                 if seen.text.as_ref() != Some(&text) {
                     let text = self.settled(text).await;
                     let first = seen.text.replace(text.clone()).is_none();
-                    // Between the start and the first look it may have changed, too; mostly it has not.
-                    let _ = self.take(&text, first);
+                    // The first read may find a change since the start; without one it stays silent.
+                    let _ = self.load(&text, first);
                 }
             }
             Err(error) => {
                 seen.missing += 1;
-                if seen.missing == MISSING {
+                if seen.missing == MISSING_READS {
                     let _ = self.refuse(error);
                 }
             }
         }
     }
 
-    /// Reads the file now, whether it changed or not.
+    /// Reads and applies the file now.
     async fn reload(&mut self, seen: &mut Seen) -> Result<String, String> {
         let Some(path) = self.source.file.clone() else {
-            return Err("the service was started without --config, so there is no file to read again".into());
+            return Err("the service was started without --config: there is no file to reload".into());
         };
         match read(path).await {
             Ok(text) => {
                 let text = self.settled(text).await;
                 *seen = Seen { text: Some(text.clone()), missing: 0 };
-                self.take(&text, false)
+                self.load(&text, false)
             }
             Err(error) => self.refuse(error),
         }
     }
 
-    /// The text of the file once it rests: a file that is written in place is half there for a moment.
+    /// Text of the file after it stops changing. A file that is written in place is incomplete for a moment.
     async fn settled(&self, mut text: String) -> String {
-        for _ in 0..LOOKS {
-            sleep(SETTLE).await;
+        for _ in 0..MAX_READS {
+            sleep(SETTLE_INTERVAL).await;
             let Some(path) = self.source.file.clone() else { break };
             match read(path).await {
                 Ok(now) if now == text => break,
@@ -203,27 +204,28 @@ impl Keeper {
         text
     }
 
-    /// Puts the configuration in force that `text` says, with what the command line sets over it, or tells why not.
-    fn take(&mut self, text: &str, quietly: bool) -> Result<String, String> {
+    /// Applies the configuration `text` with the command line's settings, or returns the reason of the refusal. With `quiet`, an
+    /// unchanged configuration is not logged.
+    fn load(&mut self, text: &str, quiet: bool) -> Result<String, String> {
         let name = self.source.file.as_ref().map_or_else(String::new, |path| path.display().to_string());
         let new = match config::load_text(text, &name, &self.source.sets) {
             Ok(new) => new,
             Err(problems) => return self.refuse(problems.to_string()),
         };
-        let verdict = self.ground.judge(&self.in_force.borrow(), &new);
-        match verdict {
-            Verdict::Refused(problems) => self.refuse(problems.to_string()),
-            Verdict::Unchanged => {
-                let text = "the configuration says what is in force already";
-                if !quietly {
+        let decision = self.policy.decide(&self.in_force.borrow(), &new);
+        match decision {
+            ReloadDecision::Refused(problems) => self.refuse(problems.to_string()),
+            ReloadDecision::Unchanged => {
+                let text = "configuration unchanged";
+                if !quiet {
                     tracing::info!("{text}");
                     counter!(m::CONFIG_RELOADS, "result" => "unchanged").increment(1);
                 }
-                // The lines may be others.
+                // Line numbers may have changed.
                 self.in_force.send_replace(new);
                 Ok(text.into())
             }
-            Verdict::Applied(mut changes) => {
+            ReloadDecision::Applied(mut changes) => {
                 let sizes = [&self.in_force.borrow().config, &new.config].map(Config::micro_batches_per_step);
                 if sizes[0] != sizes[1] {
                     let [old, new] = sizes.map(|size| size.to_string());
@@ -231,20 +233,20 @@ impl Keeper {
                 }
                 let list: Vec<_> = changes.iter().map(|c| format!("{}: {} -> {}", c.key, c.old, c.new)).collect();
                 let list = list.join("; ");
-                let step = self.place.borrow().step;
+                let step = self.position.borrow().step;
                 if changes.iter().any(|change| change.key == "log.level") {
                     self.set_level(&new.config.log.level);
                 }
-                if let Err(error) = self.folder.keep_config(&annotated(&new.written.wire)) {
-                    tracing::warn!(%error, "run.toml could not be written; it says what was in force before");
+                if let Err(error) = self.folder.write_config(&annotated(&new.written.wire)) {
+                    tracing::warn!(%error, "run.toml not written; it has the previous settings");
                 }
                 self.in_force.send_replace(new);
-                self.steer();
+                self.apply();
                 self.publish();
                 counter!(m::CONFIG_RELOADS, "result" => "applied").increment(1);
-                tracing::info!(step, "settings changed: {list}");
+                tracing::info!(step, changes = %list, "settings changed");
                 self.note(Note::Changed { step, changes });
-                self.remember(true, &list);
+                self.record_reload(true, &list);
                 Ok(format!("applied after step {step}: {list}"))
             }
         }
@@ -252,38 +254,38 @@ impl Keeper {
 
     fn set_level(&self, level: &str) {
         match &self.set_level {
-            None => tracing::info!("log.level has no effect beside -v or --log-level"),
+            None => tracing::info!("log.level has no effect with -v or --log-level"),
             Some(set) => {
                 if let Err(error) = set(level) {
-                    tracing::warn!(error, "log.level could not be changed");
+                    tracing::warn!(error, "log.level not changed");
                 }
             }
         }
     }
 
-    fn refuse(&mut self, why: String) -> Result<String, String> {
+    fn refuse(&mut self, reason: String) -> Result<String, String> {
         counter!(m::CONFIG_RELOADS, "result" => "refused").increment(1);
-        tracing::warn!("the changed configuration is refused as a whole, and the settings stay as they are: {why}");
-        self.note(Note::Event { kind: "reload-refused".into(), text: why.clone() });
-        self.remember(false, &why);
-        Err(format!("refused, the settings stay as they are: {why}"))
+        tracing::warn!(%reason, "configuration refused; the settings are unchanged");
+        self.note(Note::Event { kind: "reload-refused".into(), text: reason.clone() });
+        self.record_reload(false, &reason);
+        Err(format!("the settings are unchanged: {reason}"))
     }
 
-    /// Tells the actors what is in force.
-    fn steer(&self) {
-        let (in_force, place) = (self.in_force.borrow(), *self.place.borrow());
-        let mut settings = mill_settings(&in_force.config, &self.ground.forecast, &self.lengths, place);
-        settings.dispatcher.paused = self.facts.borrow().paused;
-        self.steering.change(&settings);
+    /// Sends the settings in force to the actors.
+    fn apply(&self) {
+        let (in_force, position) = (self.in_force.borrow(), *self.position.borrow());
+        let mut settings = pipeline_settings(&in_force.config, &self.policy.forecast, &self.lengths, position);
+        settings.dispatcher.paused = self.info.borrow().paused;
+        self.control.change(&settings);
     }
 
-    /// Tells everybody else: checkpoints, facts, metrics.
+    /// Publishes the settings in force to checkpoints, run info and metrics.
     fn publish(&self) {
         let in_force = self.in_force.borrow();
-        let (config, place) = (&in_force.config, *self.place.borrow());
+        let (config, position) = (&in_force.config, *self.position.borrow());
         let text = annotated(&in_force.written.wire);
-        self.kept.send_replace(Kept::of(&in_force));
-        let (hash, since) = (hash(&text), now());
+        self.checkpoint_settings.send_replace(CheckpointSettings::new(&in_force));
+        let (hash, since) = (crate::common::hash::sha256(&text), now());
         gauge!(m::CONFIG_HASH).set(u64::from_str_radix(&hash[..12], 16).unwrap_or_default() as f64);
         gauge!(m::CONFIG_APPLIED).set(since);
         for (name, workers, paused) in [
@@ -294,30 +296,30 @@ impl Keeper {
                 gauge!(name, "index" => index.to_string()).set(f64::from(u8::from(paused.contains(&index))));
             }
         }
-        let planned_steps = self.ground.planned_steps(config, place.step, place.micro_batches);
+        let planned_steps = self.policy.planned_steps(config, position.step, position.micro_batches);
         gauge!(m::PLANNED_STEPS).set(planned_steps as f64);
-        self.facts.send_modify(|facts| {
-            facts.planned_steps = planned_steps;
-            (facts.config_hash, facts.config_since) = (hash, since);
+        self.info.send_modify(|info| {
+            info.planned_steps = planned_steps;
+            (info.config_hash, info.config_since) = (hash, since);
         });
     }
 
-    fn remember(&self, applied: bool, text: &str) {
-        self.facts.send_modify(|facts| facts.reloaded(Reload { at: now(), applied, text: text.into() }));
+    fn record_reload(&self, applied: bool, text: &str) {
+        self.info.send_modify(|info| info.add_reload(Reload { at: now(), applied, text: text.into() }));
     }
 
     fn note(&mut self, note: Note) {
-        match self.notes.len() < NOTES {
+        match self.notes.len() < MAX_NOTES {
             true => self.notes.push_back(note),
-            false => tracing::warn!(?note, "this cannot be kept in state.db: the disk hangs"),
+            false => tracing::warn!(?note, "event not recorded in state.db: the disk hangs"),
         }
-        self.hand_over();
+        self.flush_notes();
     }
 
-    /// Gives notes to the planner; those that it cannot take now wait.
-    fn hand_over(&mut self) {
+    /// Sends notes to the planner until its queue is full.
+    fn flush_notes(&mut self) {
         while let Some(note) = self.notes.pop_front() {
-            if let Err(note) = self.steering.note(note) {
+            if let Err(note) = self.control.note(note) {
                 self.notes.push_front(note);
                 return;
             }
@@ -325,19 +327,19 @@ impl Keeper {
     }
 }
 
-/// The text of the configuration file, or a sentence.
+/// Text of the configuration file, or a sentence with the reason and the remedy.
 async fn read(path: PathBuf) -> Result<String, String> {
     let name = path.display().to_string();
     let read = move || {
-        // Opening a pipe would wait for its other end.
+        // StartupBanner a pipe would wait for its other end.
         match std::fs::metadata(&path)?.is_file() {
             true => config::read_text(&path),
-            false => Err(io::Error::other("it is not a regular file")),
+            false => Err(io::Error::other("not a regular file")),
         }
     };
     let text = tokio::task::spawn_blocking(read).await.unwrap_or_else(|error| Err(io::Error::other(error)));
     text.map_err(|error| {
-        format!("the configuration file {name} cannot be read: {error}; put it back, or mend its permissions")
+        format!("the configuration file {name} cannot be read: {error}; restore it, or correct its permissions")
     })
 }
 
@@ -353,7 +355,7 @@ mod tests {
     use tokio::signal::unix::{SignalKind, signal};
 
     #[tokio::test]
-    async fn the_gauge_and_the_actors_follow_a_pause() {
+    async fn gauge_and_actors_follow_a_pause() {
         let recorder = PrometheusBuilder::new().build_recorder();
         let metrics = recorder.handle();
         let _recording = metrics::set_default_local_recorder(&recorder);
@@ -363,44 +365,45 @@ mod tests {
         let lengths: Arc<[u32]> = (40..340).collect();
         let forecast = forecast(&loaded.config, &lengths, None).unwrap();
         let machine = Machine::detect(&loaded.config);
-        let (steering, steered) = ControlHandle::new(&mill_settings(&loaded.config, &forecast, &lengths, Place::default()));
+        let (control, steered) =
+            Steering::new(&pipeline_settings(&loaded.config, &forecast, &lengths, RunProgress::default()));
         let folder = tempfile::tempdir().unwrap();
-        let (orders, given) = commands::channel();
-        let (facts, told) = watch::channel(Facts::default());
-        let (_reached, place) = watch::channel(Place::default());
-        let keeper = Keeper {
+        let (commands, requests) = commands::channel();
+        let (info, published) = watch::channel(RunInfo::default());
+        let (_reached, position) = watch::channel(RunProgress::default());
+        let controller = ConfigController {
             source: Source::default(),
-            ground: Ground { forecast, machine },
+            policy: ReloadPolicy { forecast, machine },
             lengths,
-            folder: RunFolder::new(folder.path()),
-            steering,
-            kept: watch::channel(Kept::of(&loaded)).0,
+            folder: RunDir::new(folder.path()),
+            control,
+            checkpoint_settings: watch::channel(CheckpointSettings::new(&loaded)).0,
             in_force: watch::channel(loaded).0,
-            facts,
+            info,
             set_level: None,
-            orders: given,
+            commands: requests,
             hangup: signal(SignalKind::hangup()).unwrap(),
-            place,
-            measured: watch::channel(History::default()).1,
+            position,
+            evaluations: watch::channel(EvalHistory::default()).1,
             notes: VecDeque::new(),
         };
         let (close, ended) = (CancellationToken::new(), CancellationToken::new());
-        let keeping = tokio::spawn(keeper.run(close.clone(), ended.clone()));
+        let task = tokio::spawn(controller.run(close.clone(), ended.clone()));
         let dispatcher = steered.dispatcher_settings();
-        for (order, paused) in
-            [(Order::Pause, true), (Order::Pause, true), (Order::Resume, false), (Order::Pause, true)]
+        for (command, paused) in
+            [(Command::Pause, true), (Command::Pause, true), (Command::Resume, false), (Command::Pause, true)]
         {
-            orders.give(order).await.unwrap();
+            commands.send(command).await.unwrap();
             let gauge = format!("{} {}\n", m::PAUSED, u8::from(paused));
             assert!(metrics.render().contains(&gauge), "{gauge} is not in {}", metrics.render());
-            assert_eq!((told.borrow().paused, dispatcher.borrow().paused), (paused, paused));
+            assert_eq!((published.borrow().paused, dispatcher.borrow().paused), (paused, paused));
         }
         close.cancel();
-        while !told.borrow().stopping {
+        while !published.borrow().stopping {
             tokio::task::yield_now().await;
         }
-        assert!(orders.give(Order::Resume).await.unwrap_err().contains("ending"));
+        assert!(commands.send(Command::Resume).await.unwrap_err().contains("ending"));
         ended.cancel();
-        keeping.await.unwrap();
+        task.await.unwrap();
     }
 }

@@ -22,22 +22,23 @@ pub struct EngineSet<T, D, O> {
 }
 
 impl EngineSet<SimTarget, JobLogDrafter, JobLogOptimizer> {
-    /// Simulated engines that go on from the run's checkpoint.
+    /// Simulated engines that resume from the run's checkpoint.
     ///
     /// # Errors
-    /// A checkpoint that cannot be read.
+    /// An unreadable checkpoint.
     pub fn simulated(
         prepared: &PreparedRun,
-        kept: watch::Receiver<CheckpointSettings>,
+        settings: watch::Receiver<CheckpointSettings>,
     ) -> Result<EngineSet<SimTarget, JobLogDrafter, JobLogOptimizer>, Failure> {
         let config = &prepared.loaded.config;
         let costs = costs::costs(config);
-        let checkpoints = prepared.opened.folder.checkpoints();
+        let folder = prepared.opened.folder.checkpoints();
         let trained = match &prepared.opened.from {
-            Some(from) => trained_jobs(&checkpoints.join(&from.name)).failed(Exit::Model)?,
+            Some(from) => trained_jobs(&folder.join(&from.name)).failed(Exit::Model)?,
             None => Vec::new(),
         };
-        let saving = CheckpointWriter { folder: checkpoints, kept, seed: config.run.seed, draft: simulated::placeholder_draft() };
+        let checkpoints =
+            CheckpointWriter { folder, settings, seed: config.run.seed, draft: simulated::placeholder_draft() };
         let weight = 0.01 * prepared.start_step() as f64;
         let optimizer = SimOptimizer::new(costs, weight);
         let mut drafters = sim::drafters(costs, &costs::drafter_speeds(config));
@@ -45,8 +46,8 @@ impl EngineSet<SimTarget, JobLogDrafter, JobLogOptimizer> {
         Ok(EngineSet {
             targets: sim::targets(costs, &costs::target_speeds(config)),
             drafters: drafters.into_iter().map(JobLogDrafter::new).collect(),
-            optimizer: JobLogOptimizer::new(optimizer, trained, saving),
-            // There is no drafter to measure.
+            optimizer: JobLogOptimizer::new(optimizer, trained, checkpoints),
+            // A simulated run has no drafter to evaluate.
             evaluator: None,
         })
     }

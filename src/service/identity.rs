@@ -1,4 +1,4 @@
-//! What must stay the same while a run goes on, over all its starts.
+//! Identity of a run: the settings that must stay the same over all its starts.
 
 use super::{Failed, models::Models};
 use crate::{
@@ -9,7 +9,10 @@ use crate::{
 };
 use draftmill_actors::planner::plan::PlanSettings;
 
-/// What must not change while a run goes on, by the name that a person knows it by.
+/// Identity by setting, under names for messages.
+///
+/// # Errors
+/// A model folder that cannot be read.
 pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&Models>) -> Result<Identity, Failure> {
     let made_with = |key| store.metadata().get(key).cloned().unwrap_or_else(|| "unknown".into());
     let mut identity = Identity::new();
@@ -26,10 +29,10 @@ pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&M
     ] {
         identity.insert(name.into(), value);
     }
-    // Only where it is not the default, so that older runs go on.
+    // Only non-default values, so that older runs can resume.
     if let Some(each) = config.drafter.labels {
         identity.insert("drafter.labels".into(), Labels::Target.to_string());
-        if each != TopK::Likeliest(1) {
+        if each != TopK::Tokens(1) {
             identity.insert("drafter.label_top_k".into(), each.to_string());
         }
     }
@@ -39,7 +42,7 @@ pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&M
     Ok(identity)
 }
 
-/// The store's fingerprint, with the names of the files that it was made of for people.
+/// Fingerprint of the store, with the names of its input files for messages.
 fn data_name(store: &Store) -> String {
     let inputs = store.metadata().get("inputs").and_then(|text| serde_json::from_str::<serde_json::Value>(text).ok());
     let names = inputs.as_ref().and_then(|inputs| inputs.as_array()).into_iter().flatten();

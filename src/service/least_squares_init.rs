@@ -1,4 +1,4 @@
-//! The first weights of a new run, fitted to a few of the target's own forwards.
+//! Least-squares initialisation of a new run's weights from a few target forwards.
 
 use super::Failed;
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     model::{
         ModelError,
         batch::Rows,
-        drafter::least_squares_init::Fit,
+        drafter::least_squares_init::LeastSquaresInit,
         libtorch::{open_device, set_threads, use_all_cores},
         load::kind_of,
         params::ParamSet,
@@ -18,11 +18,15 @@ use crate::{
 };
 use tokio::time::Instant;
 
-/// Tokens that the target reads for it: some twenty for each number of a regression of a thousand inputs.
-const TOKENS: usize = 32_768;
+/// Minimum tokens of the target forwards: about 20 for each unknown of a regression with 1000 inputs.
+const MIN_TOKENS: usize = 32_768;
 
-/// Changes the random weights `start`. Loads a whole target on the first target's device, and lets go of it.
-pub fn fitted(
+/// Weights after least-squares initialisation of the random weights `start`. Loads a whole target on the first target's device
+/// and frees it.
+///
+/// # Errors
+/// A device or model that cannot be used, or a singular regression.
+pub fn least_squares_weights(
     config: &Config,
     target: &TargetConfig,
     files: &TensorFiles,
@@ -30,43 +34,43 @@ pub fn fitted(
     store: &Store,
     start: ParamSet,
 ) -> Result<ParamSet, Failure> {
-    let begun = Instant::now();
+    let started = Instant::now();
     use_all_cores();
     let device = open_device(config.target.devices.first().copied().unwrap_or(Device::Cpu)).failed(Exit::Config)?;
     let kind = kind_of(config.target.dtype.into());
     let target = Target::load(target.clone(), files, Depth::Whole, kind, device).failed(Exit::Model)?;
-    let fitted = fit(&target, draft, store, start);
+    let result = solve(&target, draft, store, start);
     set_threads(config.run.threads);
-    let (params, anchors, samples) = fitted.failed(Exit::Model)?;
-    let seconds = begun.elapsed().as_secs_f64();
-    tracing::info!("fitted the first weights to {anchors} places of {samples} samples in {seconds:.0} s");
+    let (params, anchors, samples) = result.failed(Exit::Model)?;
+    let seconds = started.elapsed().as_secs_f64().round();
+    tracing::info!(anchors, samples, seconds, "least-squares initialisation finished");
     Ok(params)
 }
 
-fn fit(
+fn solve(
     target: &Target,
     draft: &DraftConfig,
     store: &Store,
     start: ParamSet,
 ) -> Result<(ParamSet, usize, usize), ModelError> {
     let shared = target.shared()?;
-    let mut fit = Fit::new(draft, &shared, start, target.final_norm()?)?;
+    let mut init = LeastSquaresInit::new(draft, &shared, start, target.final_norm()?)?;
     let (count, mut tokens, mut samples) = (store.len(Split::Train), 0, 0);
-    // An odd stride that shares no factor with the number of samples meets each of them once, and neighbours never.
+    // A stride without a common factor with `count` visits each sample once, and distant ones in sequence.
     let stride = (count / 2..count).find(|&stride| coprime(stride, count)).unwrap_or(1);
-    for sample in (0..count).map(|turn| turn * stride % count) {
-        if tokens >= TOKENS {
+    for sample in (0..count).map(|index| index * stride % count) {
+        if tokens >= MIN_TOKENS {
             break;
         }
         let (ids, mask) = store.sample(Split::Train, sample);
         let lengths = [ids.len() as u32];
         let rows = Rows::new(ids, &lengths, ids.len())?;
-        let (taps, last) = target.taps_and_last(&rows, &draft.target_layer_ids, target.kind())?;
-        fit.add(ids, mask, &taps, &last)?;
+        let (taps, last) = target.forward_with_states(&rows, &draft.target_layer_ids, target.kind())?;
+        init.add(ids, mask, &taps, &last)?;
         (tokens, samples) = (tokens + ids.len(), samples + 1);
     }
-    let anchors = fit.anchors();
-    Ok((fit.finish()?, anchors, samples))
+    let anchors = init.anchors();
+    Ok((init.finish()?, anchors, samples))
 }
 
 fn coprime(a: usize, b: usize) -> bool {

@@ -1,20 +1,20 @@
-//! What the log can do for a running service.
+//! Control of the process log by a running service.
 
 use super::SetLevel;
 
-/// The log of this process, as whoever started it set it up.
+/// Controls of the process log.
 #[derive(Clone, Default)]
 pub struct Logs {
-    /// Changes the filter; `None` where the command line fixes it.
+    /// Sets the filter; `None` if the command line fixes it.
     pub set_level: Option<SetLevel>,
-    /// People read it, not programs.
+    /// True for the human format, false for JSON.
     pub human: bool,
-    /// Tells what was held back so far, before the process ends.
+    /// Writes the counts of suppressed lines.
     pub settle: Option<fn()>,
 }
 
 impl Logs {
-    /// Tells what was held back so far.
+    /// Writes the counts of suppressed lines. Called before the process ends.
     pub fn settle(&self) {
         if let Some(settle) = self.settle {
             settle();

@@ -1,8 +1,7 @@
 //! Service of one run: opens everything that the run needs, starts the actors, and ends with a summary.
 //!
-//! A start takes these steps, and each one fails with a sentence before the next one costs time: settings, models, store, run
-//! folder (lock, identity, resume point), port, engines. Then the actors run until the plan is trained, a signal asks for an
-//! orderly end, or the first fault.
+//! Steps of a start, cheap ones first: settings, models, store, run folder (lock, identity, resume point), port, engines. Then
+//! the actors run until the plan is trained, a signal requests an orderly shutdown, or the first fault.
 
 mod admin_port;
 mod config_controller;
@@ -36,9 +35,9 @@ use crate::{
     admin,
     common::exit::{Exit, Failure},
     config::{Engine, Loaded, Source},
-    engines::checkpointing::Kept,
+    engines::checkpointing::CheckpointSettings,
 };
-use draftmill_actors::runtime::fault::Shutdown;
+use draftmill_actors::runtime::fault::Stops;
 use std::fmt::Display;
 use tokio::{
     net::TcpListener,
@@ -46,36 +45,39 @@ use tokio::{
     sync::watch,
 };
 
-/// How a run begins.
+/// Options of a start.
 #[derive(Clone, Default)]
 pub struct Start {
-    /// Begin anew instead of going on.
+    /// Start from the beginning instead of resuming.
     pub fresh: bool,
-    /// With `fresh`: throw an old run away.
+    /// With `fresh`: delete an existing run.
     pub force: bool,
-    /// Where the configuration came from, to read it again.
+    /// Source of the configuration, for reloads.
     pub source: Source,
     pub logs: Logs,
 }
 
-/// How a start of a run came to its end.
+/// End of a start.
 #[derive(Debug)]
 pub struct Ended {
-    /// Its figures; one that was stopped before its plan was done is not `finished`. `None` where it was stopped before it began.
+    /// Summary, with `finished` false if the start was stopped. `None` if it was stopped before training began.
     pub summary: Option<Summary>,
-    /// SIGTERM asked for it, and it was orderly.
+    /// True after an orderly shutdown by SIGTERM.
     pub terminated: bool,
 }
 
-/// Trains until the plan is done, a signal comes, or the first fault.
+/// Trains until the plan is done, a signal, or the first fault.
+///
+/// # Errors
+/// The first fault or unusable input with its exit code, or an interruption.
 pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
-    let shutdown = Shutdown::default();
+    let stops = Stops::default();
     let (in_force, watching) = watch::channel(loaded);
-    let signals = signals::listen(shutdown.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
-    // From here on a SIGHUP does not end the process.
+    let signals = signals::listen(stops.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
+    // Installs the handler: the default action of SIGHUP ends the process.
     let hangup = signal(SignalKind::hangup()).failed(Exit::Internal)?;
-    let trained = train_until(in_force, start, hangup, &shutdown).await;
-    let terminated = signals.first() == Some(signals::Asked::Terminate) && !shutdown.abort.is_cancelled();
+    let trained = train_until(in_force, start, hangup, &stops).await;
+    let terminated = signals.first() == Some(signals::StopSignal::Terminate) && !stops.abort.is_cancelled();
     match trained {
         Ok(summary) => Ok(Ended { summary: Some(summary), terminated }),
         Err(failure) if failure.exit == Exit::Interrupted && terminated => {
@@ -90,63 +92,64 @@ async fn train_until(
     in_force: watch::Sender<Loaded>,
     start: Start,
     hangup: Signal,
-    shutdown: &Shutdown,
+    stops: &Stops,
 ) -> Result<Summary, Failure> {
     let loaded = in_force.borrow().clone();
-    let asked = start.clone();
-    // Reads and compares gigabytes; a signal need not wait for that.
-    let opening = tokio::task::spawn_blocking(move || PreparedRun::open(loaded, asked));
-    let mut prepared = unless_stopped(shutdown, opening).await?.failed(Exit::Internal)??;
+    let options = start.clone();
+    // On a blocking thread, because it reads gigabytes and a signal must not wait for it.
+    let open = tokio::task::spawn_blocking(move || PreparedRun::open(loaded, options));
+    let mut prepared = unless_stopped(stops, open).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
-        tracing::info!(run = %summary.run_dir.display(), "the run is finished already; nothing is left to do");
+        tracing::info!(run = %summary.run_dir.display(), "the run is finished already");
         return Ok(summary);
     }
     let listener = match prepared.loaded.config.admin.listen.0 {
         Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
         None => None,
     };
-    let (folder, number) = (prepared.opened.folder.clone(), prepared.opened.begun.run);
-    let ended = run(prepared, listener, Live { in_force, start, hangup }, shutdown).await;
+    let (folder, number) = (prepared.opened.folder.clone(), prepared.opened.started.run);
+    let ended = run(prepared, listener, Live { in_force, start, hangup }, stops).await;
     if let Err(failure) = &ended {
-        folder.note_failure(number, failure);
+        folder.record_failure(number, failure);
     }
     ended
 }
 
-/// What comes out of `work`, or the end of a run that was stopped before it began.
-async fn unless_stopped<T>(shutdown: &Shutdown, work: impl Future<Output = T>) -> Result<T, Failure> {
-    let done = shutdown.drain.run_until_cancelled(work).await;
-    done.ok_or_else(|| Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint stays"))
+/// Output of `work`, or a failure if the run is stopped before training begins.
+async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Result<T, Failure> {
+    let done = stops.close.run_until_cancelled(work).await;
+    done.ok_or_else(|| {
+        Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint is kept")
+    })
 }
 
-/// Makes the engines of the configured kind and runs the actors on them.
+/// Creates the configured engines and runs the actors on them.
 async fn run(
     mut prepared: PreparedRun,
     listener: Option<TcpListener>,
     live: Live,
-    shutdown: &Shutdown,
+    stops: &Stops,
 ) -> Result<Summary, Failure> {
     let address = listener.as_ref().and_then(|listener| listener.local_addr().ok());
-    startup_banner::Opening::announce(&prepared, address, live.start.source.file.as_deref(), live.start.logs.human);
-    let (kept, for_saving) = watch::channel(Kept::of(&prepared.loaded));
+    startup_banner::StartupBanner::log(&prepared, address, live.start.source.file.as_deref(), live.start.logs.human);
+    let (checkpoint_settings, checkpoint_reader) = watch::channel(CheckpointSettings::new(&prepared.loaded));
     match prepared.loaded.config.run.engine {
         Engine::Simulated => {
-            let engines = EngineSet::simulated(&prepared, for_saving)?;
-            execution::execute(prepared, engines, listener, (live, kept), shutdown.clone()).await
+            let engines = EngineSet::simulated(&prepared, checkpoint_reader)?;
+            execution::execute(prepared, engines, listener, (live, checkpoint_settings), stops.clone()).await
         }
         Engine::Torch => {
-            let models =
-                prepared.models.take().ok_or_else(|| Failure::new(Exit::Internal, "no models were looked at"))?;
+            let models = prepared.models.take().ok_or_else(|| Failure::new(Exit::Internal, "models not loaded"))?;
             let (folder, from) = (prepared.opened.folder.clone(), prepared.opened.verified.take());
             let in_force = live.in_force.subscribe();
-            let load = torch_engines::load(in_force, models, folder, from, for_saving, prepared.store.clone());
-            let engines = unless_stopped(shutdown, load).await??;
-            execution::execute(prepared, engines, listener, (live, kept), shutdown.clone()).await
+            let load = torch_engines::load(in_force, models, folder, from, checkpoint_reader, prepared.store.clone());
+            let engines = unless_stopped(stops, load).await??;
+            execution::execute(prepared, engines, listener, (live, checkpoint_settings), stops.clone()).await
         }
     }
 }
 
-/// `result.failed(Exit::Data)?`: the error's own sentence with an exit code.
+/// Conversion of an error to a [`Failure`] with an exit code: `result.failed(Exit::Data)?`.
 trait Failed<T> {
     fn failed(self, exit: Exit) -> Result<T, Failure>;
 }

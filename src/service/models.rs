@@ -1,4 +1,4 @@
-//! The target and the drafter that fits it, as far as their folders tell without libtorch.
+//! Configurations of the target and of the drafter, read from their folders without libtorch.
 
 use crate::{
     hf::{config::TargetConfig, draft::DraftConfig, fingerprint},
@@ -6,7 +6,7 @@ use crate::{
 };
 use std::{io, path::Path};
 
-/// Shapes of both models.
+/// Configurations of both models.
 #[derive(Clone, Debug)]
 pub struct Models {
     pub target: TargetConfig,
@@ -14,7 +14,10 @@ pub struct Models {
 }
 
 impl Models {
-    /// What must not change while a run goes on.
+    /// Adds the models to the identity of a run.
+    ///
+    /// # Errors
+    /// A folder that cannot be read.
     pub fn identity(&self, dir: &Path, init: Option<&Path>, identity: &mut Identity) -> io::Result<()> {
         if let Some(init) = init {
             identity.insert("drafter.init_from".into(), fingerprint::fingerprint(init)?);

@@ -1,25 +1,28 @@
-//! What stands in for the engines of a real run in a build without libtorch: a sentence.
+//! Engines of a torch run in a build without libtorch: an error.
 
 use super::{engine_set::EngineSet, models::Models};
-use crate::run_dir::RunFolder;
+use crate::run_dir::RunDir;
 use crate::{
     common::exit::{Exit, Failure},
     config::Loaded,
     data::Store,
-    engines::checkpointing::Kept,
+    engines::checkpointing::CheckpointSettings,
     run_dir::checkpoint::Verified,
 };
 use draftmill_actors::simulated::{SimDrafter, SimOptimizer, SimTarget};
 use std::sync::Arc;
 use tokio::sync::watch;
 
-/// Refuses. `check` does so earlier, with the line of the configuration.
+/// Fails. `check` reports the same earlier, with the line of the configuration.
+///
+/// # Errors
+/// Always.
 pub async fn load(
     _in_force: watch::Receiver<Loaded>,
     _models: Models,
-    _folder: RunFolder,
+    _folder: RunDir,
     _from: Option<Verified>,
-    _kept: watch::Receiver<Kept>,
+    _kept: watch::Receiver<CheckpointSettings>,
     _store: Arc<Store>,
 ) -> Result<EngineSet<SimTarget, SimDrafter, SimOptimizer>, Failure> {
     Err(Failure::new(

@@ -1,6 +1,7 @@
-//! What a person sees while a run goes on: a live line on a terminal, a plain line every few seconds elsewhere.
+//! Progress display of a run: a progress bar on a terminal, else a log line every `log.progress_every`.
 
-use crate::admin::run_info::Facts;
+use crate::admin::run_info::RunInfo;
+use crate::common::text::{grouped, percent};
 use crate::config::Loaded;
 use draftmill_actors::trainer::StepRecord;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -10,11 +11,11 @@ use std::{
 };
 use tokio::{sync::watch, time::Instant};
 
-/// Shows steps as they come.
+/// Progress display.
 pub struct Progress {
     bar: Option<ProgressBar>,
     in_force: watch::Receiver<Loaded>,
-    facts: watch::Receiver<Facts>,
+    info: watch::Receiver<RunInfo>,
     last: Option<Instant>,
     born: Instant,
     start_step: u64,
@@ -22,9 +23,9 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// `start_step` steps are done. How many are expected, and the time between plain lines, is looked up each time.
-    pub fn new(start_step: u64, in_force: watch::Receiver<Loaded>, facts: watch::Receiver<Facts>) -> Progress {
-        let total = facts.borrow().planned_steps;
+    /// Progress of a run that has done `start_step` steps. Planned steps and interval are read at each step.
+    pub fn new(start_step: u64, in_force: watch::Receiver<Loaded>, info: watch::Receiver<RunInfo>) -> Progress {
+        let total = info.borrow().planned_steps;
         let style = ProgressStyle::with_template("{spinner} step {pos}/{len} {msg}");
         let bar = stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(4));
@@ -36,26 +37,26 @@ impl Progress {
             bar.enable_steady_tick(Duration::from_millis(250));
             bar
         });
-        Progress { bar, in_force, facts, last: None, born: Instant::now(), start_step, tokens: 0 }
+        Progress { bar, in_force, info, last: None, born: Instant::now(), start_step, tokens: 0 }
     }
 
-    /// A step is complete.
+    /// Shows a completed step.
     pub fn on_step(&mut self, record: &StepRecord) {
         self.tokens += record.tokens;
-        let total = self.facts.borrow().planned_steps;
-        let every = self.in_force.borrow().config.log.progress_every.0;
+        let total = self.info.borrow().planned_steps;
+        let interval = self.in_force.borrow().config.log.progress_every.0;
         let text = self.text(record, total);
         if let Some(bar) = &self.bar {
             bar.set_length(total);
             bar.set_position(record.step);
             bar.set_message(text);
-        } else if self.last.is_none_or(|at| at.elapsed() >= every) || record.step == total {
+        } else if self.last.is_none_or(|at| at.elapsed() >= interval) || record.step == total {
             self.last = Some(Instant::now());
             tracing::info!("step {}/{total} {text}", record.step);
         }
     }
 
-    /// Clears the live line.
+    /// Clears the progress bar.
     pub fn finish(self) {
         if let Some(bar) = self.bar {
             bar.finish_and_clear();
@@ -67,11 +68,11 @@ impl Progress {
         let done = (r.step - self.start_step).max(1) as f64;
         let left = Duration::from_secs_f64(seconds / done * total.saturating_sub(r.step) as f64);
         format!(
-            "loss {:.3} acc {:.1}% lr {:.1e} {:.0} tok/s, {} left",
+            "loss {:.3} acc {} lr {:.1e} {} tok/s, {} left",
             r.loss,
-            r.accuracy * 100.0,
+            percent(r.accuracy),
             r.learning_rate,
-            self.tokens as f64 / seconds,
+            grouped((self.tokens as f64 / seconds).round() as u64),
             clock(left)
         )
     }
@@ -91,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_read_as_people_say_them() {
+    fn times_have_two_units_at_most() {
         let text = |s| clock(Duration::from_secs(s));
         assert_eq!((text(7), text(67), text(7_267)), ("7s".into(), "1m07s".into(), "2h01m".into()));
     }

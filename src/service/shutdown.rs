@@ -1,32 +1,33 @@
-//! The end of a run: the export, and the figures for people and programs.
+//! Shutdown of a run: export and summary.
 
 use super::{Evaluation, Failed, Summary};
 use crate::common::fs::write_json_atomic;
-use crate::run_dir::{RunFolder, step_log::StepLog};
+use crate::run_dir::{RunDir, step_log::StepLog};
 use crate::{
     common::exit::{Exit, Failure},
     config::{Config, Engine, Loaded},
-    eval::schedule::Last,
+    eval::schedule::FinalWeights,
     run_dir::{
         db::{Checkpoint, RunEnd, StateDb},
-        eval_log::History,
+        eval_log::EvalHistory,
     },
 };
 use draftmill_actors::pipeline::Report;
 
-/// What the actors of a run left.
-pub struct Left<'a> {
+/// Outcome of the actors of a run.
+pub struct RunOutcome<'a> {
     pub report: Report<StateDb>,
     pub log: &'a StepLog,
     pub seconds: f64,
-    /// The checkpoint that the run went on from, which is its last where a kill came between the last step and the export.
-    pub before: Option<Checkpoint>,
-    /// What was measured beside the steps.
-    pub evaluated: Option<History>,
+    /// Resume point of this start. It is also the last checkpoint if a kill came between the last step and the export.
+    pub resumed_from: Option<Checkpoint>,
+    /// Evaluations during training.
+    pub evaluations: Option<EvalHistory>,
 }
 
-impl Left<'_> {
-    pub fn how(&self, config: &Config) -> RunEnd {
+impl RunOutcome<'_> {
+    /// Kind of end: finished, step limit or stopped.
+    pub fn end(&self, config: &Config) -> RunEnd {
         let at_limit = config.run.max_steps.is_some_and(|limit| self.report.trainer.step >= limit);
         match self.report.jobs.plan_ended && self.report.jobs.unfinished == 0 {
             true => RunEnd::Finished,
@@ -35,18 +36,21 @@ impl Left<'_> {
         }
     }
 
-    /// The weights that the run ended with.
-    pub fn last(&self, folder: &RunFolder) -> Option<Last> {
-        let before = self.before.as_ref().map(|checkpoint| &checkpoint.name);
-        let name = self.report.trainer.checkpoint.as_ref().or(before)?;
-        Some(Last { step: self.report.trainer.step, checkpoint: folder.checkpoints().join(name) })
+    /// Final weights of the run.
+    pub fn final_weights(&self, folder: &RunDir) -> Option<FinalWeights> {
+        let resumed_from = self.resumed_from.as_ref().map(|checkpoint| &checkpoint.name);
+        let name = self.report.trainer.checkpoint.as_ref().or(resumed_from)?;
+        Some(FinalWeights { step: self.report.trainer.step, checkpoint: folder.checkpoints().join(name) })
     }
 }
 
-/// Exports the drafter of a finished run and writes the figures.
-pub fn close(loaded: &Loaded, folder: &RunFolder, run: u64, left: Left<'_>) -> Result<Summary, Failure> {
-    let end = left.how(&loaded.config);
-    let Left { mut report, log, seconds, before, evaluated } = left;
+/// Exports the drafter of a finished run and writes the summary.
+///
+/// # Errors
+/// A failed export, or a file of the run that cannot be written.
+pub fn close(loaded: &Loaded, folder: &RunDir, run: u64, outcome: RunOutcome<'_>) -> Result<Summary, Failure> {
+    let end = outcome.end(&loaded.config);
+    let RunOutcome { mut report, log, seconds, resumed_from, evaluations } = outcome;
     let config = &loaded.config;
     let (first, last) = log.windows();
     let mut summary = Summary::of(&report, &first, &last, seconds);
@@ -54,19 +58,19 @@ pub fn close(loaded: &Loaded, folder: &RunFolder, run: u64, left: Left<'_>) -> R
     summary.target_dir = config.target.dir.clone();
     summary.pool_max_bytes = config.pool.max_bytes.0;
     summary.finished = end != RunEnd::Stopped;
-    summary.evaluation = evaluated.as_ref().and_then(Evaluation::of);
-    summary.resumed_from = before.as_ref().map_or(0, |checkpoint| checkpoint.step);
-    summary.checkpoint = report.trainer.checkpoint.or(before.map(|checkpoint| checkpoint.name));
+    summary.evaluation = evaluations.as_ref().and_then(Evaluation::of);
+    summary.resumed_from = resumed_from.as_ref().map_or(0, |checkpoint| checkpoint.step);
+    summary.checkpoint = report.trainer.checkpoint.or(resumed_from.map(|checkpoint| checkpoint.name));
     let checkpoint = summary.checkpoint.as_ref().map(|name| folder.checkpoints().join(name));
-    if let Err(error) = crate::run_dir::checkpoint::retain(&folder.checkpoints(), config.checkpoint.keep())
+    if let Err(error) = crate::run_dir::checkpoint::retain(&folder.checkpoints(), config.checkpoint.retention())
         && folder.checkpoints().exists()
     {
-        tracing::warn!(%error, "old checkpoints could not be deleted");
+        tracing::warn!(%error, "old checkpoints not deleted");
     }
     let exports = summary.finished && config.run.engine == Engine::Torch;
     if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
         let export = folder.export();
-        tracing::info!("exporting the drafter, and serving the export once before it counts");
+        tracing::info!(folder = %export.display(), "exporting the drafter and running the export self-test");
         crate::export::export_run(&checkpoint, &export, config).failed(Exit::Run)?;
         summary.export_dir = Some(export);
     }

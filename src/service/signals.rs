@@ -1,11 +1,11 @@
-//! SIGINT and SIGTERM: the first asks for an orderly end, the second shutdown at once.
+//! SIGINT and SIGTERM: the first requests an orderly shutdown, the second stops at once.
 
 use super::Logs;
 use crate::{
     common::exit::Exit,
-    config::{Ending, Loaded},
+    config::{Loaded, PoolAtShutdown},
 };
-use draftmill_actors::runtime::fault::Shutdown;
+use draftmill_actors::runtime::fault::Stops;
 use std::{fmt, io, time::Duration};
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -14,94 +14,94 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
-/// Signals within this time of the first count as the same one: `timeout` and terminals signal the process and its group.
-const SAME: Duration = Duration::from_secs(1);
-/// Time for actors to let go once they are told to stop at once.
-const LAST: Duration = Duration::from_secs(2);
+/// Debounce time: further signals within it count as the first. `timeout` and terminals signal the process and its group.
+const DEBOUNCE: Duration = Duration::from_secs(1);
+/// Time for actors to end after the abort.
+const ABORT_TIME: Duration = Duration::from_secs(2);
 
-/// A signal that asks for the end.
+/// Signal that requests a shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asked {
-    /// SIGINT: a person at a terminal.
+pub enum StopSignal {
+    /// SIGINT, from a terminal.
     Interrupt,
-    /// SIGTERM: a service manager, for which an orderly end is no failure.
+    /// SIGTERM, from a service manager, for which an orderly end is a success.
     Terminate,
 }
 
-impl fmt::Display for Asked {
+impl fmt::Display for StopSignal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Asked::Interrupt => "SIGINT",
-            Asked::Terminate => "SIGTERM",
+            StopSignal::Interrupt => "SIGINT",
+            StopSignal::Terminate => "SIGTERM",
         })
     }
 }
 
-/// Turns signals into shutdown until it is dropped.
+/// Signal listener. Stops listening when it is dropped.
 pub struct Signals {
-    first: watch::Receiver<Option<Asked>>,
+    first: watch::Receiver<Option<StopSignal>>,
     _listening: AbortOnDropHandle<()>,
 }
 
 impl Signals {
-    /// The first signal that came.
-    pub fn first(&self) -> Option<Asked> {
+    /// First signal.
+    pub fn first(&self) -> Option<StopSignal> {
         *self.first.borrow()
     }
 }
 
-/// Listens from now on. When `shutdown.grace` is over after the first signal, everything shutdown at once, too.
-pub fn listen(shutdown: Shutdown, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
+/// Starts to listen. The process stops at once at a second signal, or `shutdown.grace` after the first one.
+///
+/// # Errors
+/// A signal handler that cannot be installed.
+pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let mut next = async move || {
         tokio::select! {
-            _ = interrupt.recv() => Asked::Interrupt,
-            _ = terminate.recv() => Asked::Terminate,
+            _ = interrupt.recv() => StopSignal::Interrupt,
+            _ = terminate.recv() => StopSignal::Terminate,
         }
     };
-    let (tell, first) = watch::channel(None);
+    let (sender, first) = watch::channel(None);
     let listening = tokio::spawn(async move {
-        let name = next().await;
-        tell.send_replace(Some(name));
+        let signal = next().await;
+        sender.send_replace(Some(signal));
         let shutdown = in_force.borrow().config.shutdown.clone();
-        let pool = match shutdown.pool {
-            Ending::Reopen => "finishing the running work",
-            Ending::Train => "finishing the running work, training what is in the pool",
+        let (pool, stop) = match shutdown.pool {
+            PoolAtShutdown::Reopen => ("reopen", &stops.stop),
+            PoolAtShutdown::Train => ("train", &stops.close),
         };
-        tracing::info!("{name}: {pool} and writing a checkpoint; a second signal shutdown at once");
-        match shutdown.pool {
-            Ending::Reopen => shutdown.stop.cancel(),
-            Ending::Train => shutdown.drain.cancel(),
-        }
+        tracing::info!(%signal, pool, "shutting down with a checkpoint; a second signal stops at once");
+        stop.cancel();
         let (begun, grace) = (Instant::now(), shutdown.grace.0);
-        let same = sleep(SAME.min(grace));
-        tokio::pin!(same);
+        let debounce = sleep(DEBOUNCE.min(grace));
+        tokio::pin!(debounce);
         loop {
             tokio::select! {
                 _ = next() => {}
-                () = &mut same => break,
+                () = &mut debounce => break,
             }
         }
         loop {
             tokio::select! {
-                // The checkpoint needs its time, too.
-                () = sleep_until(begun + grace / 2), if !shutdown.stop.is_cancelled() => {
-                    tracing::warn!("half of shutdown.grace = {grace:?} is over: what is left in the pool is reopened");
-                    shutdown.stop.cancel();
+                // Reserves half of the time for the checkpoint.
+                () = sleep_until(begun + grace / 2), if !stops.stop.is_cancelled() => {
+                    tracing::warn!(?grace, "half of shutdown.grace elapsed; batches in the pool are reopened");
+                    stops.stop.cancel();
                 }
-                name = next() => {
-                    tracing::warn!("{name} again: stopping at once");
+                signal = next() => {
+                    tracing::warn!(%signal, "second signal; stopping at once");
                     break;
                 }
                 () = sleep_until(begun + grace) => {
-                    tracing::error!("shutdown.grace = {grace:?} is over: stopping at once");
+                    tracing::error!(?grace, "shutdown.grace elapsed; stopping at once");
                     break;
                 }
             }
         }
-        shutdown.abort.cancel();
-        // Work on a device cannot be called back; the process must not wait for it.
-        sleep(LAST).await;
+        stops.abort.cancel();
+        // Work on a device cannot be cancelled; the process must not wait for it.
+        sleep(ABORT_TIME).await;
         logs.settle();
         Exit::Interrupted.leave();
     });

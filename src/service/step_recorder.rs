@@ -2,44 +2,44 @@
 
 use super::{Failed, progress::Progress};
 use crate::{
-    check::pipeline_settings::Place,
+    check::pipeline_settings::RunProgress,
     common::exit::{Exit, Failure},
-    run_dir::{RunFolder, step_log::StepLog},
+    run_dir::{RunDir, step_log::StepLog},
 };
-use draftmill_actors::{runtime::fault::Shutdown, trainer::StepRecord};
+use draftmill_actors::{runtime::fault::Stops, trainer::StepRecord};
 use std::io;
 use tokio::{
     sync::{mpsc, watch},
     task::JoinHandle,
 };
 
-/// Step records on their way to the log. The trainer waits for the disk only if this is full.
-const RECORDS: usize = 64;
+/// Limit of queued step records. The trainer waits for the disk only if the queue is full.
+const QUEUE: usize = 64;
 
-/// A running step recorder. It ends when the sender of records is dropped.
+/// Running step recorder. Ends when the sender of records is dropped.
 pub struct StepRecorder {
     task: JoinHandle<io::Result<StepLog>>,
-    folder: RunFolder,
+    folder: RunDir,
 }
 
 impl StepRecorder {
-    /// Opens the step log of a run that continues from `place` and starts the task. Returns it with the sender of records and
-    /// the position of the run.
+    /// Opens the step log of a run that resumes at `position` and starts the task. Returns the recorder, the sender of records
+    /// and the position of the run.
     ///
     /// # Errors
     /// A step log that cannot be opened.
     pub fn start(
-        folder: &RunFolder,
-        place: Place,
+        folder: &RunDir,
+        position: RunProgress,
         progress: Progress,
-        shutdown: Shutdown,
-    ) -> Result<(StepRecorder, mpsc::Sender<StepRecord>, watch::Receiver<Place>), Failure> {
-        let log = StepLog::open(folder.root(), place.step)
+        stops: Stops,
+    ) -> Result<(StepRecorder, mpsc::Sender<StepRecord>, watch::Receiver<RunProgress>), Failure> {
+        let log = StepLog::open(folder.root(), position.step)
             .map_err(|error| folder.cannot_write(&StepLog::file(folder.root()), &error))?;
-        let (records, recorded) = mpsc::channel(RECORDS);
-        let (reached, watched) = watch::channel(place);
-        let task = tokio::spawn(record(recorded, log, progress, reached, shutdown));
-        Ok((StepRecorder { task, folder: folder.clone() }, records, watched))
+        let (records, recorded) = mpsc::channel(QUEUE);
+        let (reached, reader) = watch::channel(position);
+        let task = tokio::spawn(record(recorded, log, progress, reached, stops));
+        Ok((StepRecorder { task, folder: folder.clone() }, records, reader))
     }
 
     /// Waits for the last record and returns the log.
@@ -52,25 +52,25 @@ impl StepRecorder {
     }
 }
 
-/// Records until the trainer is gone. A disk that fails ends the run.
+/// Records steps until the trainer drops the sender. A failed write stops the run.
 async fn record(
     mut records: mpsc::Receiver<StepRecord>,
     mut log: StepLog,
     mut progress: Progress,
-    place: watch::Sender<Place>,
-    shutdown: Shutdown,
+    position: watch::Sender<RunProgress>,
+    stops: Stops,
 ) -> io::Result<StepLog> {
     let mut result = Ok(());
     while let Some(record) = records.recv().await {
         progress.on_step(&record);
-        place.send_modify(|place| {
-            *place = Place { step: record.step, micro_batches: place.micro_batches + record.micro_batches };
+        position.send_modify(|position| {
+            *position = RunProgress { step: record.step, micro_batches: position.micro_batches + record.micro_batches };
         });
         if result.is_ok() {
             result = log.push(record);
             if let Err(error) = &result {
-                tracing::error!(%error, path = %log.path().display(), "step log cannot be written; the run ends");
-                shutdown.stop.cancel();
+                tracing::error!(%error, path = %log.path().display(), "step log not written; stopping the run");
+                stops.stop.cancel();
             }
         }
     }

@@ -1,79 +1,89 @@
-//! What a run did, in numbers that a person reads at its end and a program from `summary.json`.
+//! Shutdown summary: statistics of a run, printed at its end and stored in `summary.json`.
 
 use crate::run_dir::step_log::Window;
-use crate::{config::ByteSize, run_dir::eval_log::History};
+use crate::{
+    common::text::{counted, grouped, percent},
+    config::ByteSize,
+    run_dir::eval_log::EvalHistory,
+};
 use draftmill_actors::{pipeline::Report, runtime::meter::Totals};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, path::PathBuf};
 
-/// The closing figures of a run.
+/// Summary of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// Optimizer steps in the weights.
     pub steps: u64,
-    /// Steps over which the figures of the start and of the end are means.
+    /// Steps in the averaging windows at the start and at the end of the run.
     pub window: u64,
-    /// Mean loss in nats over the first `window` steps of the run, however often it was resumed.
+    /// Mean loss in nats over the first `window` steps of the run, over all its starts.
     pub loss_first: f64,
+    /// Mean loss in nats over the last `window` steps.
     pub loss_last: f64,
-    /// Share of supervised positions that were predicted right, in 0..=1.
+    /// Share of supervised positions with a correct prediction, in 0..=1.
     pub accuracy_first: f64,
     pub accuracy_last: f64,
-    /// Real tokens per second of all targets together, waits included.
+    /// Real tokens per second of all targets, waits included.
     pub target_tokens_per_second: f64,
-    /// Real context tokens per second of all drafters together, waits included.
+    /// Real context tokens per second of all drafters, waits included.
     pub drafter_tokens_per_second: f64,
-    /// Share of the token slots that targets computed which were padding, in 0..=1.
+    /// Share of padding in the token slots that targets computed, in 0..=1.
     pub padding_share: f64,
-    /// Most bytes that the pool answered for at once: reserved, waiting and with drafters.
+    /// Peak bytes of the pool: reserved, waiting and checked out.
     pub pool_peak_bytes: u64,
     pub pool_max_bytes: u64,
     pub jobs_trained: u64,
     pub jobs_skipped: u64,
-    /// Jobs that were under way when the run ended; they are not trained.
+    /// Jobs in progress at the end of the run; they are not trained.
     pub jobs_unfinished: u64,
-    /// The step from which this start went on; 0 at the beginning. Rates, shares and counts of jobs are of this start
-    /// alone, losses and accuracies of the whole run.
+    /// Resume point of this start; 0 at the beginning. Rates, shares and counts of jobs cover this start, losses and accuracies
+    /// the whole run.
     pub resumed_from: u64,
     /// Seconds from the start of the first actor to the end of the last.
     pub seconds: f64,
     pub actors: Vec<ActorShares>,
     pub run_dir: PathBuf,
     pub target_dir: PathBuf,
-    /// Where the drafter was exported to; absent when the run was stopped before its end.
+    /// Folder of the export; `None` if the run was stopped before its end.
     pub export_dir: Option<PathBuf>,
-    /// What was measured beside the steps; absent where nothing was.
+    /// Results of the evaluations during training; `None` without any.
     #[serde(default)]
     pub evaluation: Option<Evaluation>,
-    /// The last checkpoint.
+    /// Last checkpoint.
     pub checkpoint: Option<String>,
     pub finished: bool,
 }
 
-/// What the drafter is worth, on samples and prompts that were never trained.
+/// Evaluation of the drafter on held-out samples and prompts.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// Tokens per verification in real decoding, of the first weights that were measured, of the last and of the best.
+    /// Tokens per verification in real decoding, of the first evaluated weights.
     pub acceptance_first: Option<f64>,
+    /// Tokens per verification of the last evaluated weights.
     pub acceptance_last: Option<f64>,
+    /// Best tokens per verification.
     pub acceptance_best: Option<f64>,
     pub best_step: Option<u64>,
     /// Responses of the last decoding.
     pub responses: usize,
-    /// Of the newest measure on held-out samples: loss in nats, accuracy in 0..=1, and the acceptance that it predicts.
+    /// Newest loss on held-out samples, in nats.
     pub loss: Option<f64>,
+    /// Newest accuracy on held-out samples, in 0..=1.
     pub accuracy: Option<f64>,
+    /// Acceptance that this accuracy predicts.
     pub predicted_acceptance: Option<f64>,
-    /// Measures of the whole run, and the seconds that they took.
+    /// Number of evaluations in the whole run.
     pub measures: usize,
+    /// Total duration of the evaluations.
     pub seconds: f64,
 }
 
 impl Evaluation {
-    /// `None` where nothing was measured.
-    pub fn of(history: &History) -> Option<Evaluation> {
+    /// Evaluation from the evaluation log; `None` if it is empty.
+    pub fn of(history: &EvalHistory) -> Option<Evaluation> {
         let held_out = history.held_out().map(|(_, held_out)| held_out);
-        let decoded = history.0.iter().rev().find_map(|measured| measured.decoded.as_ref());
+        let decoded = history.0.iter().rev().find_map(|evaluation| evaluation.decoded.as_ref());
         (!history.0.is_empty()).then(|| Evaluation {
             acceptance_first: history.curve().next().map(|(_, acceptance)| acceptance),
             acceptance_last: history.curve().last().map(|(_, acceptance)| acceptance),
@@ -84,7 +94,7 @@ impl Evaluation {
             accuracy: held_out.map(|held_out| held_out.accuracy),
             predicted_acceptance: held_out.and_then(|held_out| held_out.predicted_acceptance),
             measures: history.0.len(),
-            seconds: history.0.iter().map(|measured| measured.seconds).sum(),
+            seconds: history.0.iter().map(|evaluation| evaluation.seconds).sum(),
         })
     }
 }
@@ -94,31 +104,31 @@ impl fmt::Display for Evaluation {
         if let (Some(first), Some(last)) = (self.acceptance_first, self.acceptance_last) {
             write!(
                 f,
-                "{first:.2} -> {last:.2} tokens per step, on {} prompts that were never trained",
-                self.responses
+                "{first:.2} -> {last:.2} tokens per step on {}",
+                counted(self.responses as u64, "held-out prompt")
             )?;
         }
         if let (Some(loss), Some(predicted)) = (self.loss, self.predicted_acceptance) {
             let comma = if self.acceptance_last.is_some() { "; " } else { "" };
-            write!(f, "{comma}held-out loss {loss:.3}, which predicts {predicted:.2}")?;
+            write!(f, "{comma}held-out loss {loss:.3} predicts {predicted:.2}")?;
         }
         Ok(())
     }
 }
 
-/// How one actor spent its time. The shares do not add up to 1: what is left is its own bookkeeping.
+/// Time shares of one actor. The rest up to 1 is its bookkeeping.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ActorShares {
     pub actor: String,
     pub index: usize,
     pub busy: f64,
-    /// By what it waited for.
+    /// Share of time by wait cause.
     pub waits: BTreeMap<String, f64>,
 }
 
 impl From<&Totals> for ActorShares {
     fn from(totals: &Totals) -> Self {
-        let share = |part: std::time::Duration| ratio(part.as_secs_f64(), totals.alive.as_secs_f64());
+        let share = |time: std::time::Duration| ratio(time.as_secs_f64(), totals.alive.as_secs_f64());
         ActorShares {
             actor: totals.actor.clone(),
             index: totals.index,
@@ -129,7 +139,7 @@ impl From<&Totals> for ActorShares {
 }
 
 impl Summary {
-    /// The figures that actors and their steps give; folders are for the caller.
+    /// Summary from the actors' report and the step log. The caller sets the folders.
     pub fn of<L>(report: &Report<L>, first: &Window, last: &Window, seconds: f64) -> Summary {
         let real: u64 = report.targets.iter().map(|t| t.tokens).sum();
         let padded: u64 = report.targets.iter().map(|t| t.padded_tokens).sum();
@@ -159,18 +169,17 @@ impl Summary {
     }
 }
 
-fn ratio(part: f64, whole: f64) -> f64 {
-    if whole > 0.0 { part / whole } else { 0.0 }
+fn ratio(value: f64, total: f64) -> f64 {
+    if total > 0.0 { value / total } else { 0.0 }
 }
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = |share: f64| format!("{:.1} %", share * 100.0);
         let state = if self.finished { "finished" } else { "stopped" };
-        writeln!(f, "run {}: {state} after {} steps", self.run_dir.display(), self.steps)?;
+        writeln!(f, "run {}: {state} after {}", self.run_dir.display(), counted(self.steps, "step"))?;
         if self.window > 0 {
             let over = match self.window {
-                1 => "the first and the last step".to_owned(),
+                1 => "first and last step".to_owned(),
                 n => format!("means of the first and last {n} steps"),
             };
             writeln!(f, "  loss        {:.3} -> {:.3}   ({over})", self.loss_first, self.loss_last)?;
@@ -180,28 +189,28 @@ impl fmt::Display for Summary {
             writeln!(f, "  acceptance  {evaluation}")?;
         }
         if self.resumed_from > 0 {
-            writeln!(f, "  since this start, which went on from step {}:", self.resumed_from)?;
+            writeln!(f, "  since resuming at step {}:", self.resumed_from)?;
         }
         writeln!(
             f,
-            "  targets     {:.0} tokens/s, {} of the slots were padding",
-            self.target_tokens_per_second,
+            "  targets     {} tokens/s, {} padding",
+            grouped(self.target_tokens_per_second.round() as u64),
             percent(self.padding_share)
         )?;
-        writeln!(f, "  drafters    {:.0} tokens/s", self.drafter_tokens_per_second)?;
+        writeln!(f, "  drafters    {} tokens/s", grouped(self.drafter_tokens_per_second.round() as u64))?;
         let size = |bytes: u64| ByteSize(bytes).rounded();
-        writeln!(f, "  pool        at most {} of {} in use", size(self.pool_peak_bytes), size(self.pool_max_bytes))?;
-        write!(f, "  jobs        {} trained, {} skipped", self.jobs_trained, self.jobs_skipped)?;
+        writeln!(f, "  pool        peak {} of {}", size(self.pool_peak_bytes), size(self.pool_max_bytes))?;
+        write!(f, "  jobs        {} trained, {} skipped", grouped(self.jobs_trained), grouped(self.jobs_skipped))?;
         writeln!(
             f,
             "{}",
             if self.jobs_unfinished > 0 {
-                format!(", {} under way at the end and not trained", self.jobs_unfinished)
+                format!(", {} unfinished", grouped(self.jobs_unfinished))
             } else {
                 String::new()
             }
         )?;
-        writeln!(f, "  who waited  {:<12} {:>8}   waiting for", "", "busy")?;
+        writeln!(f, "  actors      {:<12} {:>8}   waits", "", "busy")?;
         for a in &self.actors {
             let waits: Vec<_> =
                 a.waits.iter().map(|(c, share)| format!("{} {}", c.replace('_', " "), percent(*share))).collect();
@@ -227,7 +236,7 @@ impl fmt::Display for Summary {
                 writeln!(f, "\nNext: draftmill export --check {}", dir.display())
             }
             None if self.finished => Ok(()),
-            None => writeln!(f, "\nNext: the same command again goes on from here"),
+            None => writeln!(f, "\nNext: the same command resumes from here"),
         }
     }
 }

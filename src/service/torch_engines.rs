@@ -1,12 +1,12 @@
-//! The engines of a real run: targets, drafters and the optimizer on libtorch.
+//! Engines of a torch run: targets, drafters, the optimizer and the evaluator.
 
-use super::{Failed, engine_set::EngineSet, least_squares_init::fitted, models::Models};
+use super::{Failed, engine_set::EngineSet, least_squares_init::least_squares_weights, models::Models};
 use crate::run_dir::RunDir;
 use crate::{
     collective::{
         nccl::Communicator,
         nccl_ffi::Table,
-        peer_copy::{PeerCopy, PeerCopies, copy_pairs},
+        peer_copy::{PeerCopies, PeerCopy, copy_pairs},
     },
     common::exit::{Exit, Failure},
     config::{self, Config, InitMethod, Loaded},
@@ -34,16 +34,19 @@ use std::sync::Arc;
 use tch::Device;
 use tokio::sync::watch;
 
-/// The engines of a real run.
+/// Engines of a torch run.
 type TorchEngines = EngineSet<TorchTarget, TorchDrafter, TorchOptimizer>;
 
-/// Loads the models; reads gigabytes. Goes on from a checkpoint where there is one.
+/// Loads the models, which reads gigabytes, and resumes from the checkpoint `from`, if any.
+///
+/// # Errors
+/// A model, device or checkpoint that cannot be used.
 pub async fn load(
     in_force: watch::Receiver<Loaded>,
     models: Models,
     folder: RunDir,
     from: Option<Verified>,
-    kept: watch::Receiver<CheckpointSettings>,
+    settings: watch::Receiver<CheckpointSettings>,
     store: Arc<Store>,
 ) -> Result<TorchEngines, Failure> {
     let config = in_force.borrow().config.clone();
@@ -63,7 +66,7 @@ pub async fn load(
     let (log, history) =
         EvalLog::open(folder.root(), start_step).map_err(|e| folder.cannot_write(&EvalLog::file(folder.root()), &e))?;
     let run = folder.clone();
-    let load = move || blocking(&config, models, &run, kept, from.as_ref(), &samples);
+    let load = move || load_blocking(&config, models, &run, settings, from.as_ref(), &samples);
     let (mut engines, weights) =
         tokio::task::spawn_blocking(load).await.map_err(|e| Failure::new(Exit::Internal, e))??;
     for (drafter, weights) in engines.drafters.iter_mut().zip(weights) {
@@ -77,11 +80,11 @@ pub async fn load(
     Ok(engines)
 }
 
-fn blocking(
+fn load_blocking(
     config: &Config,
     models: Models,
     folder: &RunDir,
-    kept: watch::Receiver<CheckpointSettings>,
+    settings: watch::Receiver<CheckpointSettings>,
     from: Option<&Verified>,
     store: &Store,
 ) -> Result<(TorchEngines, Vec<Weights>), Failure> {
@@ -93,11 +96,12 @@ fn blocking(
     };
     let (target_devices, drafter_devices) = (devices(&config.target.devices)?, devices(&config.drafter.devices)?);
     let device = drafter_devices.first().copied().unwrap_or(Device::Cpu);
-    let measures = config.measures(store.len(Split::Validation) > 0).then_some(config.eval.device);
+    let measures = config.evaluates(store.len(Split::Validation) > 0).then_some(config.eval.device);
     let measured = devices(measures.as_slice())?.pop();
-    // Before the models are there, so that a trial finds room.
-    let routes =
-        PeerCopies::self_test(copy_pairs(device, &drafter_devices, measured), |from, to| PeerCopy::Direct.self_test(from, to));
+    // Before the models are loaded, so that the self-tests have memory.
+    let routes = PeerCopies::self_test(copy_pairs(device, &drafter_devices, measured), |from, to| {
+        PeerCopy::Direct.self_test(from, to)
+    });
     let mut exchange = GradientExchange::with_peer_copies(routes);
     if config.drafter.collectives == config::Collectives::Nccl {
         exchange = exchange.with_nccl(&drafter_devices, |gpus| Communicator::open(Table::open()?, gpus));
@@ -131,10 +135,11 @@ fn blocking(
 
     let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
     let hyper = Hyper { beta1, beta2, eps, weight_decay };
-    let saving = CheckpointWriter { folder: folder.checkpoints(), kept, seed: config.run.seed, draft: draft.clone() };
+    let checkpoints =
+        CheckpointWriter { folder: folder.checkpoints(), settings, seed: config.run.seed, draft: draft.clone() };
     let on = drafter_devices.clone();
     let optimizer = match from {
-        Some(from) => TorchOptimizer::resume(from, hyper, device, on, saving).failed(Exit::Model)?,
+        Some(from) => TorchOptimizer::resume(from, hyper, device, on, checkpoints).failed(Exit::Model)?,
         None => {
             let weights = match &config.drafter.init_from {
                 Some(folder) => {
@@ -145,11 +150,13 @@ fn blocking(
                     let random = init_params(&draft, config.run.seed).failed(Exit::Model)?;
                     match config.drafter.init_method {
                         InitMethod::Random => random,
-                        InitMethod::LeastSquares => fitted(config, &target, &files, &draft, store, random)?,
+                        InitMethod::LeastSquares => {
+                            least_squares_weights(config, &target, &files, &draft, store, random)?
+                        }
                     }
                 }
             };
-            TorchOptimizer::new(&weights, hyper, device, on, saving).failed(Exit::Model)?
+            TorchOptimizer::new(&weights, hyper, device, on, checkpoints).failed(Exit::Model)?
         }
     };
     let optimizer = optimizer.with_exchange(exchange);

@@ -1,8 +1,11 @@
-//! How long the samples of a simulation are: as those of a prepared store, or drawn from a distribution.
+//! Sample lengths of a simulation: those of a prepared store, or lognormal ones.
 
 use crate::{
     check::forecast,
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::{counted, grouped},
+    },
     config::{Config, Lengths},
     data::{Split, Store},
 };
@@ -10,14 +13,17 @@ use draftmill_actors::{runtime::random::stream_seed, simulated::normal};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-/// Samples from which it is learned how many of them fill a job.
+/// Samples of the first pilot plan, which estimates the samples per job.
 const PILOT: usize = 1 << 14;
-/// More tell nothing new.
-const LARGEST_PILOT: usize = 1 << 17;
-/// A gigabyte of lengths.
-const MOST_SAMPLES: usize = 1 << 28;
+/// Maximum samples of a pilot plan. More samples do not improve the estimate.
+const MAX_PILOT: usize = 1 << 17;
+/// Maximum samples of a simulation: 1 GiB of lengths.
+const MAX_SAMPLES: usize = 1 << 28;
 
-/// Tokens of every sample.
+/// Returns the length of every sample, in tokens.
+///
+/// # Errors
+/// If the store cannot be read, or the samples do not fit into memory.
 pub(super) fn lengths(config: &Config) -> Result<Vec<u32>, Failure> {
     match config.simulate.lengths {
         Lengths::Store => {
@@ -28,29 +34,30 @@ pub(super) fn lengths(config: &Config) -> Result<Vec<u32>, Failure> {
     }
 }
 
-/// As many samples as fill about `simulate.jobs` jobs. How many that are is learned by planning a part of them, because it depends
-/// on buckets and budget.
+/// Returns the samples of about `simulate.jobs` jobs. Pilot plans estimate their number, which depends on buckets and budget.
 fn lognormal(config: &Config) -> Result<Vec<u32>, Failure> {
     let jobs = config.simulate.jobs as usize;
     let mut count = PILOT;
     for _ in 0..3 {
-        let pilot = draw(config, count.min(LARGEST_PILOT));
+        let pilot = draw(config, count.min(MAX_PILOT));
         let plan = forecast(config, &pilot, None).map_err(Failure::of(Exit::Config))?;
         count = (pilot.len() as f64 * jobs as f64 / plan.jobs_per_epoch as f64).round().max(1.0) as usize;
     }
-    if count > MOST_SAMPLES {
+    if count > MAX_SAMPLES {
         return Err(Failure::new(
             Exit::Config,
             format!(
-                "{jobs} jobs hold about {count} samples, more than the {MOST_SAMPLES} that a simulation keeps in memory; lower \
-                 simulate.jobs, or raise simulate.median_length"
+                "{} hold about {}, and a simulation has at most {}; lower simulate.jobs, or raise simulate.median_length",
+                counted(jobs as u64, "job"),
+                counted(count as u64, "sample"),
+                grouped(MAX_SAMPLES as u64)
             ),
         ));
     }
     Ok(draw(config, count))
 }
 
-/// The first `count` samples of the stream that the seed names.
+/// Draws the first `count` lengths of the random stream of the seed.
 fn draw(config: &Config, count: usize) -> Vec<u32> {
     let simulate = &config.simulate;
     let (median, longest) = (f64::from(simulate.median_length), config.data.max_length);
@@ -70,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_have_the_median_and_the_spread_that_were_asked_for_and_stay_in_bounds() {
+    fn lengths_have_the_configured_median_and_spread() {
         let config = config("[simulate]\nmedian_length = 600\nlength_sigma = 0.5\nmin_length = 200");
         let mut lengths = draw(&config, 20_000);
         lengths.sort_unstable();
@@ -82,17 +89,17 @@ mod tests {
     }
 
     #[test]
-    fn samples_fill_about_the_jobs_that_were_asked_for() {
+    fn samples_fill_about_the_configured_jobs() {
         for jobs in [50, 500, 5000] {
             let config = config(&format!("[simulate]\njobs = {jobs}"));
             let lengths = lengths(&config).unwrap();
             let planned = forecast(&config, &lengths, None).unwrap().jobs_per_epoch as f64;
-            assert!((planned / f64::from(jobs) - 1.0).abs() < 0.03, "{planned} jobs where {jobs} were asked for");
+            assert!((planned / f64::from(jobs) - 1.0).abs() < 0.03, "{planned} jobs instead of {jobs}");
         }
     }
 
     #[test]
-    fn another_seed_gives_other_lengths_and_more_of_them_begin_alike() {
+    fn lengths_depend_on_the_seed_and_extend() {
         let (one, two) = (config("[run]\nseed = 1"), config("[run]\nseed = 2"));
         assert_ne!(draw(&one, 100), draw(&two, 100));
         assert_eq!(draw(&one, 100), draw(&one, 200)[..100]);

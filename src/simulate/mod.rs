@@ -1,16 +1,16 @@
-//! `draftmill simulate`: the real actors on a clock that jumps, with engines that sleep by a cost model. It tells how a node would
-//! do before it is rented.
+//! `draftmill simulate`: runs the real actors on a simulated clock, with engines that sleep by a cost model. It predicts the
+//! throughput of a node.
 //!
 //! ```text
 //! configuration ──Scenario──▶ lengths ──▶ planner, dispatcher, targets, pool, drafters, trainer ──▶ Report
 //! ```
-//! A report is a function of the scenario alone, but for the time that it took: padding and ledger never leave the one thread
-//! (`BatchSource::BLOCKING` and `Ledger::BLOCKING` are false), and nothing waits for a real clock.
+//! A report is a function of the scenario, except for `wall_seconds`. Padding and ledger run on the one thread
+//! (`BatchSource::BLOCKING` and `Ledger::BLOCKING` are false), and no actor waits for a real clock.
 
-mod figures;
 mod lengths;
 mod node;
 mod report;
+mod stats;
 mod sweep;
 mod text;
 
@@ -20,35 +20,38 @@ pub use self::{
     text::table,
 };
 
-use crate::engines::costs::costs;
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::{counted, grouped},
+    },
     config::{Config, Device, Loaded},
+    engines::costs::costs,
 };
-use draftmill_actors::{planner, pool::Draw};
+use draftmill_actors::{planner, pool::DrawPolicy};
 use serde::Serialize;
 use std::{fmt, sync::Arc};
 use tokio::time::Instant;
 
-/// Of each kind: the dispatcher's leases and the inboxes of pool and trainer hold as many.
-const MOST_WORKERS: usize = 1000;
+/// Maximum of targets, and of drafters. The dispatcher's leases and the inboxes of pool and trainer hold this number.
+const MAX_WORKERS: usize = 1000;
 
-/// A node and its work, ready to be simulated. Made from a configuration; change what differs, then [`run`] it.
+/// Node and workload of a simulation, made from a configuration.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// Number of targets and drafters, costs, pool, plan: all of it counts, but for devices and models.
+    /// Configuration. Devices count by number only, and models have no effect.
     pub loaded: Loaded,
     pub policy: Policy,
 }
 
-/// Who gets the next job.
+/// Dispatch policy of jobs to targets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(tag = "name", rename_all = "kebab-case")]
 pub enum Policy {
-    /// Whichever target asks: what `draftmill train` does.
+    /// The next free target takes the next job, as in `draftmill train`.
     #[default]
     Pull,
-    /// A fixed rotation over a queue of `queue_depth` jobs for each target, for comparison.
+    /// Fixed rotation over one queue of `queue_depth` jobs per target, for comparison.
     RoundRobin { queue_depth: usize },
 }
 
@@ -62,7 +65,7 @@ impl Scenario {
         self
     }
 
-    /// That many jobs in an epoch, give or take a hundredth, in the place of `simulate.jobs`.
+    /// Replaces `simulate.jobs`.
     pub fn jobs(mut self, jobs: u32) -> Scenario {
         self.loaded.config.simulate.jobs = jobs;
         self
@@ -78,7 +81,7 @@ impl Scenario {
         self
     }
 
-    /// The speed of one target (1 = as the cost model says, 0.5 = half as fast).
+    /// Sets the speed factor of one target: 1 = as in the cost model, 0.5 = half the speed.
     pub fn target_speed(mut self, index: usize, speed: f64) -> Scenario {
         let speeds = &mut self.loaded.config.simulate.target_speeds;
         speeds.resize(speeds.len().max(index + 1), 1.0);
@@ -91,31 +94,34 @@ impl Scenario {
         self
     }
 
-    /// What the rules of the configuration have not seen because it was changed afterwards, and what would take no time at all.
+    /// Checks the changes made after the rules of the configuration, and costs that are zero.
     fn check(&self) -> Result<(), Failure> {
         let Config { target, drafter, simulate, optimizer, .. } = &self.loaded.config;
         let (targets, drafters) = (target.devices.len(), drafter.devices.len());
         let micro_batches = drafters.saturating_mul(optimizer.accumulation as usize);
         let costs = costs(&self.loaded.config);
         let refused = if targets == 0 || drafters == 0 {
-            format!("{targets} targets and {drafters} drafters train nothing; give at least one of each")
-        } else if targets > MOST_WORKERS || drafters > MOST_WORKERS {
+            format!("{targets} targets and {drafters} drafters cannot train; use at least one of each")
+        } else if targets > MAX_WORKERS || drafters > MAX_WORKERS {
             format!(
-                "{targets} targets and {drafters} drafters are more than one process can feed; give at most {MOST_WORKERS} of each"
+                "{} and {} are more than one process can run; use at most {} of each",
+                counted(targets as u64, "target"),
+                counted(drafters as u64, "drafter"),
+                grouped(MAX_WORKERS as u64)
             )
         } else if micro_batches > planner::IN_FLIGHT / 2 {
             format!(
-                "{drafters} drafters times optimizer.accumulation = {} are {micro_batches} micro-batches a step, more than can be \
-                 under way at once; lower one of them so that they are at most {}",
+                "{drafters} drafters x optimizer.accumulation = {} are {micro_batches} micro-batches per step, more than can be \
+                 in flight; lower one of them for at most {}",
                 optimizer.accumulation,
                 planner::IN_FLIGHT / 2
             )
         } else if matches!(self.policy, Policy::RoundRobin { queue_depth: 0 }) {
-            "queues of 0 jobs hold nothing; give --queue-depth 1 or more".to_owned()
+            "a queue depth of 0 holds no job; set --queue-depth to at least 1".to_owned()
         } else if simulate.jobs == 0 {
-            "0 jobs are nothing to simulate; give at least 1".to_owned()
+            "there are 0 jobs to simulate; set --jobs to at least 1".to_owned()
         } else if costs.extract_seconds(1, 1, 1) <= 0.0 || costs.micro_batch_seconds(1) <= 0.0 {
-            "a stage whose work takes no time has no speed; set simulate.target_per_token and simulate.micro_batch"
+            "a stage takes no time, so its speed is undefined; set simulate.target_per_token and simulate.micro_batch"
                 .to_owned()
         } else {
             return Ok(());
@@ -128,14 +134,20 @@ impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Policy::Pull => f.write_str("pull"),
-            Policy::RoundRobin { queue_depth } => write!(f, "round-robin, queues of {queue_depth}"),
+            Policy::RoundRobin { queue_depth } => write!(f, "round-robin, queue depth {queue_depth}"),
         }
     }
 }
 
-/// Runs a scenario to its end. Must not be called inside a tokio runtime: it starts one with a clock of its own.
+/// Simulates a scenario. It starts a tokio runtime with a separate clock.
+///
+/// # Errors
+/// If the scenario is invalid, the store cannot be read, or the run fails.
+///
+/// # Panics
+/// Inside a tokio runtime.
 pub fn run(scenario: &Scenario) -> Result<Report, Failure> {
-    // Outside a runtime tokio's clock is the real one.
+    // Outside a runtime, tokio's clock is the real one.
     let began = Instant::now();
     scenario.check()?;
     let lengths: Arc<[u32]> = lengths::lengths(&scenario.loaded.config)?.into();

@@ -1,11 +1,11 @@
-//! One simulated node: the actors of a real run, started on a paused clock, and what they leave behind.
+//! One simulated node: runs the real actors on a paused clock and collects their records.
 
-use super::{Policy, Report, Scenario, figures::Seen};
+use super::{Policy, Report, Scenario, stats::SimulatedRun};
 use crate::engines::costs::{costs, drafter_speeds, target_speeds};
 use crate::{
     check::{
         forecast,
-        pipeline_settings::{Place, mill_settings},
+        pipeline_settings::{RunProgress, pipeline_settings},
     },
     common::exit::{Exit, Failure},
     config::{Problems, pool_problem, step_problem},
@@ -31,10 +31,10 @@ use std::{
 };
 use tokio::{sync::mpsc, time::Instant};
 
-/// Records on their way to a list: only their order matters.
+/// Capacity of the step record channel. It has no effect on the result.
 const RECORDS: usize = 64;
 
-/// Plans, checks, and runs to the end.
+/// Plans, checks and simulates a scenario.
 pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, Failure> {
     let (config, written) = (&scenario.loaded.config, &scenario.loaded.written);
     let forecast = forecast(config, lengths, None).map_err(Failure::of(Exit::Data))?;
@@ -46,7 +46,7 @@ pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, F
     if !refused.is_empty() {
         return Err(Problems(refused).into());
     }
-    let mut settings = mill_settings(config, &forecast, lengths, Place::default());
+    let mut settings = pipeline_settings(config, &forecast, lengths, RunProgress::default());
     settings.trainer.checkpoint_every = 0;
     settings.dispatcher.policy = match scenario.policy {
         Policy::Pull => dispatcher::Policy::Pull,
@@ -56,18 +56,22 @@ pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, F
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.map_err(|e| Failure::new(Exit::Internal, format!("the runtime cannot start: {e}")))?;
-    let seen = runtime.block_on(simulate(scenario, settings, lengths.clone()))?;
-    Ok(seen.report(scenario))
+    let simulated = runtime.block_on(simulate(scenario, settings, lengths.clone()))?;
+    Ok(simulated.stats(scenario))
 }
 
-async fn simulate(scenario: &Scenario, settings: pipeline::Settings, lengths: Arc<[u32]>) -> Result<Seen, Failure> {
+async fn simulate(
+    scenario: &Scenario,
+    settings: pipeline::Settings,
+    lengths: Arc<[u32]>,
+) -> Result<SimulatedRun, Failure> {
     let config = &scenario.loaded.config;
     let costs = costs(config);
     let (born, last_lease) = (Instant::now(), Arc::new(AtomicU64::new(0)));
-    let watched = |target| Watched { target, born, last_lease: last_lease.clone() };
+    let timed = |target| TimedTarget { target, born, last_lease: last_lease.clone() };
     let (records, recorded) = mpsc::channel(RECORDS);
     let parts = Parts {
-        targets: sim::targets(costs, &target_speeds(config)).into_iter().map(watched).collect(),
+        targets: sim::targets(costs, &target_speeds(config)).into_iter().map(timed).collect(),
         drafters: sim::drafters(costs, &drafter_speeds(config)),
         optimizer: SimOptimizer::new(costs, 0.0),
         source: Arc::new(SimSource { lengths }),
@@ -75,10 +79,10 @@ async fn simulate(scenario: &Scenario, settings: pipeline::Settings, lengths: Ar
         records,
     };
     let recording = tokio::spawn(collect(recorded));
-    let work = pipeline::run(settings, parts, Stops::default()).await.map_err(Failure::of(Exit::Run))?;
+    let report = pipeline::run(settings, parts, Stops::default()).await.map_err(Failure::of(Exit::Run))?;
     let elapsed = born.elapsed();
     let steps = recording.await.map_err(Failure::of(Exit::Internal))?;
-    Ok(Seen { work, steps, elapsed, last_lease: Duration::from_nanos(last_lease.load(Ordering::Relaxed)) })
+    Ok(SimulatedRun { report, steps, elapsed, last_lease: Duration::from_nanos(last_lease.load(Ordering::Relaxed)) })
 }
 
 async fn collect(mut records: mpsc::Receiver<StepRecord>) -> Vec<StepRecord> {
@@ -89,15 +93,15 @@ async fn collect(mut records: mpsc::Receiver<StepRecord>) -> Vec<StepRecord> {
     steps
 }
 
-/// A target that notes when it began its last job, which is when the drain began.
-struct Watched {
+/// Target that records the start of its last job, which is the start of the drain.
+struct TimedTarget {
     target: SimTarget,
     born: Instant,
-    /// Nanoseconds after `born`, of all targets together.
+    /// Nanoseconds after `born`, shared by all targets.
     last_lease: Arc<AtomicU64>,
 }
 
-impl TargetEngine for Watched {
+impl TargetEngine for TimedTarget {
     type Features = SimFeatures;
 
     fn expected_shape(&self, batch: &PaddedBatch) -> FeatureShape {

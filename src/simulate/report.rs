@@ -1,39 +1,39 @@
-//! What a simulation found: the JSON object of `draftmill simulate --json`.
+//! Result of a simulation: the JSON object of `draftmill simulate --json`.
 
 use super::Policy;
-use draftmill_actors::pool::Draw;
+use draftmill_actors::pool::DrawPolicy;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// How a node did.
+/// Throughput of a simulated node.
 ///
-/// The **bound** is what the slower stage reaches when it works without a pause, speeds and all, jitter and failures aside. With
-/// the trained jobs `j` and the steps `s`:
+/// The **bound** is the throughput of the slower stage without pauses, jitter and failures, for the trained jobs `j` and the
+/// steps `s`:
 ///
 /// ```text
 /// targets   Σ_j extraction(j) / Σ target speeds
-/// drafters  Σ_j micro-batch(j) / Σ drafter speeds + Σ_s (reduce + optimizer)     no drafter can work through the latter
+/// drafters  Σ_j micro-batch(j) / Σ drafter speeds + Σ_s (reduce + optimizer)     no drafter works during reduce and optimizer
 /// bound     trained tokens / the longer of the two
 /// ```
 ///
-/// The **steady run** begins at the end of the first step (the pool has been filled, and every drafter works) and ends at the end of
-/// the last step that was complete when the last job was handed out to a target (from then on targets run dry one by one).
-/// A run too short for two such steps has no steady run: its figures are those of the whole. Chance (jitter, and which jobs lie in the
-/// pool at either end) can take an efficiency a thousandth above 1.
+/// The **steady run** starts at the end of the first step, after the fill of the pool. It ends with the last step that was
+/// complete when a target got the last job; after that time targets become idle. A run with fewer than two such steps has no
+/// steady run, and the whole run replaces it. An efficiency can exceed 1 by a thousandth, due to jitter and to the jobs in the
+/// pool at both ends.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// `tokens_per_second / bound_tokens_per_second`.
     pub efficiency: f64,
-    /// The same with fill and drain: `tokens_per_second_with_ends / bound_tokens_per_second`.
+    /// `tokens_per_second_with_ends / bound_tokens_per_second`, with fill and drain.
     pub efficiency_with_ends: f64,
     /// Real tokens trained per second of the steady run.
     pub tokens_per_second: f64,
-    /// Real tokens trained per second, from the first moment to the last.
+    /// Real tokens trained per second of the whole run.
     pub tokens_per_second_with_ends: f64,
     pub bound_tokens_per_second: f64,
-    /// The stage that sets the bound.
+    /// Stage that sets the bound.
     pub slower_stage: Stage,
-    /// How much longer the slower stage needs than the other: 0.1 = a tenth.
+    /// Relative extra time of the slower stage: 0.1 = 10 % more than the other stage.
     pub imbalance: f64,
     pub policy: Policy,
     pub draw: Draw,
@@ -43,17 +43,17 @@ pub struct Report {
     pub pool: Pool,
     pub steps: Steps,
     pub jobs: Jobs,
-    /// Share of the targets' token slots that were padding, in 0..1.
+    /// Fraction of the targets' token slots that were padding, in `0..1`.
     pub padding_share: f64,
-    /// Seconds of the simulated node.
+    /// Duration of the run on the simulated clock.
     pub virtual_seconds: f64,
-    /// Of these, seconds of the steady run.
+    /// Duration of the steady run on the simulated clock.
     pub steady_seconds: f64,
-    /// Seconds that the simulation took. The only figure that is not a function of the scenario.
+    /// Real duration of the simulation. The only value that is not a function of the scenario.
     pub wall_seconds: f64,
 }
 
-/// The two stages, between which the pool stands.
+/// Stages before and after the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
@@ -61,31 +61,31 @@ pub enum Stage {
     Drafters,
 }
 
-/// The workers of a stage, by index.
+/// Workers of a stage, by index.
 pub type Workers = Vec<Actor>;
 
-/// What one actor did. Shares are of the whole run, ends included; what is left to 1 is time after its last work.
+/// Times of one actor as fractions of the whole run. The remainder to 1 is the time after its last work.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Actor {
     pub index: usize,
-    /// 1 = as the cost model says.
+    /// Speed factor: 1 = as in the cost model.
     pub speed: f64,
-    /// Jobs extracted, micro-batches trained, or steps taken.
+    /// Extracted jobs, trained micro-batches, or steps.
     pub units: u64,
-    /// Share of the run in which it worked, in 0..=1.
+    /// Fraction of the run at work, in `0..=1`.
     pub busy: f64,
-    /// Share of the run in which it waited, by what it waited for.
+    /// Fraction of the run in waits, by cause.
     pub waits: BTreeMap<&'static str, f64>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Pool {
-    /// Most bytes reserved, waiting and with drafters at once.
+    /// Maximum bytes reserved, waiting and checked out.
     pub peak_bytes: u64,
     pub max_bytes: u64,
-    /// Half of the time no more batches than this were ready to be drawn.
+    /// Median number of ready batches, weighted by time.
     pub depth_p50: u64,
-    /// The same for 95 % of the time.
+    /// 95th percentile of the number of ready batches, weighted by time.
     pub depth_p95: u64,
 }
 
@@ -95,9 +95,9 @@ pub struct Steps {
     pub micro_batches_per_step: u64,
     /// Buckets of the plan.
     pub buckets: usize,
-    /// Length buckets among the micro-batches of a step, mean over full steps.
+    /// Mean number of length buckets in a step, over full steps.
     pub distinct_buckets_mean: f64,
-    /// Correlation of the mean sample length of a step with that of the next, over full steps: 0 where lengths mix.
+    /// Autocorrelation at lag 1 of the mean sample length of a step, over full steps; 0 = lengths are mixed.
     pub length_correlation: f64,
     /// Standard deviation of the mean sample length of a step, in tokens, over full steps.
     pub length_deviation: f64,

@@ -1,30 +1,33 @@
-//! The same work on several nodes: one run for each way to split the workers, or for each depth of a queue.
+//! Sweep: simulates one workload once for each split of the workers, or for each queue depth.
 
 use super::{Policy, Report, Scenario, run};
 use crate::common::exit::{Exit, Failure};
 use serde::Serialize;
 use std::{collections::BTreeSet, ops::RangeInclusive, str::FromStr};
 
-/// Values that one setting takes in turn.
+/// Setting to vary, with its values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Sweep {
-    /// Numbers of targets; the other workers of the node are drafters.
+    /// Number of targets; the other workers of the node are drafters.
     Targets(Vec<usize>),
-    /// Depths of the queues of a round-robin.
+    /// Queue depth of round-robin dispatch.
     QueueDepth(Vec<usize>),
 }
 
 /// One run of a sweep.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Split {
-    /// The one that trains most tokens per second.
+    /// True for the run with the most tokens per second.
     pub best: bool,
     #[serde(flatten)]
     pub report: Report,
 }
 
 impl Sweep {
-    /// Runs the scenario once for each value and marks the best run.
+    /// Simulates the scenario once for each value and marks the best run.
+    ///
+    /// # Errors
+    /// If a value leaves a stage without workers, or one simulation fails.
     pub fn run(&self, scenario: &Scenario) -> Result<Vec<Split>, Failure> {
         let scenarios = self.scenarios(scenario)?;
         let mut splits = Vec::with_capacity(scenarios.len());
@@ -48,8 +51,8 @@ impl Sweep {
                     return Err(Failure::new(
                         Exit::Usage,
                         format!(
-                            "--sweep targets: {count} targets of {workers} workers leave {} drafters, and there has to be at \
-                             least one of each; sweep from 1 to {}",
+                            "--sweep targets={count}: of {workers} workers {} are left as drafters, and each stage needs at \
+                             least one; choose values from 1 to {}",
                             workers.saturating_sub(*count),
                             workers.saturating_sub(1)
                         ),
@@ -65,8 +68,8 @@ impl Sweep {
     }
 }
 
-/// More runs than a person reads.
-const MOST_RUNS: usize = 256;
+/// Maximum runs of a sweep.
+const MAX_RUNS: usize = 256;
 
 impl FromStr for Sweep {
     type Err = String;
@@ -74,12 +77,12 @@ impl FromStr for Sweep {
     fn from_str(text: &str) -> Result<Self, String> {
         const FORMS: &str = "write targets=1..7, targets=2,4,6 or queue-depth=1,4,20";
         let (name, values) = text.split_once('=').ok_or_else(|| format!("{text:?} has no \"=\"; {FORMS}"))?;
-        let values = values_of(values).ok_or_else(|| format!("{values:?} is no list of numbers; {FORMS}"))?;
-        if values.is_empty() || values.len() > MOST_RUNS {
-            return Err(format!("{} runs were asked for; ask for 1 to {MOST_RUNS}", values.len()));
+        let values = values_of(values).ok_or_else(|| format!("{values:?} is not a list of numbers; {FORMS}"))?;
+        if values.is_empty() || values.len() > MAX_RUNS {
+            return Err(format!("a sweep has 1 to {MAX_RUNS} runs, not {}", values.len()));
         }
         if values.contains(&0) {
-            return Err(format!("{name} = 0 cannot work; {FORMS}"));
+            return Err(format!("{name} must be at least 1; {FORMS}"));
         }
         match name.trim() {
             "targets" => Ok(Sweep::Targets(values)),
@@ -89,7 +92,7 @@ impl FromStr for Sweep {
     }
 }
 
-/// "1..7" (both ends) and "1,4,20", ascending and each once.
+/// Parses "1..7" (both ends) and "1,4,20". Returns the values in ascending order without duplicates.
 fn values_of(text: &str) -> Option<Vec<usize>> {
     let number = |text: &str| text.trim().parse::<usize>().ok();
     let mut values = BTreeSet::new();
@@ -98,7 +101,7 @@ fn values_of(text: &str) -> Option<Vec<usize>> {
             Some((first, last)) => number(first)?..=number(last.strip_prefix('=').unwrap_or(last))?,
             None => number(part)?..=number(part)?,
         };
-        values.extend(range.take(MOST_RUNS + 1));
+        values.extend(range.take(MAX_RUNS + 1));
     }
     Some(values.into_iter().collect())
 }
@@ -108,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_and_lists_are_read() {
+    fn ranges_and_lists_are_parsed() {
         for (text, sweep) in [
             ("targets=1..3", Sweep::Targets(vec![1, 2, 3])),
             ("targets=1..=2", Sweep::Targets(vec![1, 2])),
@@ -120,14 +123,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_sweep_is_refused_with_the_forms_that_are() {
+    fn malformed_sweeps_are_refused_with_examples() {
         for text in ["targets", "targets=", "targets=a..b", "targets=0..3", "drafters=1..3", "queue-depth=0"] {
             let message = text.parse::<Sweep>().unwrap_err();
             assert!(message.contains("write targets=1..7"), "{text}: {message}");
         }
         for text in ["targets=7..1", "targets=1..1000000000000"] {
             let message = text.parse::<Sweep>().unwrap_err();
-            assert!(message.contains("ask for 1 to 256"), "{text}: {message}");
+            assert!(message.contains("a sweep has 1 to 256 runs"), "{text}: {message}");
         }
     }
 }

@@ -1,14 +1,16 @@
-//! A report and a sweep as text for people.
+//! Text form of a report and of a sweep.
 
 use super::{Actor, Report, Split, Stage};
-use crate::common::text::{counted, grouped, percent};
-use crate::config::ByteSize;
+use crate::{
+    common::text::{counted, grouped, percent},
+    config::ByteSize,
+};
 use draftmill_actors::pool::Draw;
 use std::fmt::{self, Write};
 
-/// Workers of a stage that get a line each; more of them share one line for each speed.
-const LINES: usize = 12;
-/// Characters of a bar that is full.
+/// Maximum workers of a stage with one line each. In a larger stage, workers of equal speed share a line.
+const MAX_LINES: usize = 12;
+/// Characters of a full bar.
 const BAR: usize = 20;
 
 impl fmt::Display for Report {
@@ -16,7 +18,7 @@ impl fmt::Display for Report {
         let (targets, drafters) = (self.targets.len(), self.drafters.len());
         writeln!(
             f,
-            "{} and {}: {} tokens/s, {} of what they could do",
+            "{} and {}: {} tokens/s, {} of the bound",
             counted(targets as u64, "target"),
             counted(drafters as u64, "drafter"),
             grouped(self.tokens_per_second.round() as u64),
@@ -28,26 +30,26 @@ impl fmt::Display for Report {
             Stage::Drafters => ("drafters", "targets"),
         };
         let slack = match self.imbalance {
-            x if x < 0.005 => format!("the {faster} are as fast"),
+            x if x < 0.005 => format!("the {faster} are equally fast"),
             x => format!("the {faster} could do {} more", percent(x)),
         };
         let mut row = |name: &str, value: String| writeln!(f, "  {name:<12}{value}");
         row(
             "bound",
             format!(
-                "{} tokens/s if the {slower} never paused; {slack}",
+                "{} tokens/s without pauses of the {slower}; {slack}",
                 grouped(self.bound_tokens_per_second.round() as u64)
             ),
         )?;
         row(
             "efficiency",
             format!(
-                "{} over the steady run, {} with fill and drain",
+                "{} in the steady run, {} with fill and drain",
                 percent(self.efficiency),
                 percent(self.efficiency_with_ends)
             ),
         )?;
-        row("policy", format!("{}, draw {}", self.policy, draw_name(self.draw)))?;
+        row("policy", format!("{}, draw policy {}", self.policy, draw_name(self.draw)))?;
         let skipped = match self.jobs.skipped {
             0 => String::new(),
             n => format!(", {} skipped", grouped(n)),
@@ -55,7 +57,7 @@ impl fmt::Display for Report {
         row(
             "jobs",
             format!(
-                "{} of {} trained{skipped}; {} of the token slots were padding",
+                "{} of {} trained{skipped}; {} of the token slots are padding",
                 grouped(self.jobs.trained),
                 grouped(self.jobs.planned),
                 percent(self.padding_share)
@@ -65,9 +67,9 @@ impl fmt::Display for Report {
         row(
             "pool",
             format!(
-                "{} ready, or fewer, half of the time; {} for 95 % of it; peak {} of {}",
-                counted(pool.depth_p50 as u64, "batch"),
-                pool.depth_p95,
+                "median {} ready, 95th percentile {}; peak {} of {}",
+                counted(pool.depth_p50, "batch"),
+                grouped(pool.depth_p95),
                 ByteSize(pool.peak_bytes).rounded(),
                 ByteSize(pool.max_bytes).rounded()
             ),
@@ -76,19 +78,19 @@ impl fmt::Display for Report {
         row(
             "mix",
             format!(
-                "{:.1} of {} buckets in a step of {}; mean length from step to step correlates by {:+.2}",
+                "{:.1} of {} in a step of {}; mean lengths of successive steps correlate by {:+.2}",
                 steps.distinct_buckets_mean,
-                steps.buckets,
-                counted(steps.micro_batches_per_step as u64, "micro-batch"),
+                counted(steps.buckets as u64, "bucket"),
+                counted(steps.micro_batches_per_step, "micro-batch"),
                 steps.length_correlation
             ),
         )?;
         row(
             "time",
             format!(
-                "{} for {} steps, simulated in {:.1} s",
+                "{} for {}, simulated in {:.1} s",
                 duration(self.virtual_seconds),
-                grouped(steps.count),
+                counted(steps.count, "step"),
                 self.wall_seconds
             ),
         )?;
@@ -101,7 +103,7 @@ impl fmt::Display for Report {
 }
 
 impl Report {
-    /// What a person would conclude.
+    /// Returns the slower stage, with a hint.
     fn advice(&self) -> String {
         let (targets, drafters) = (self.targets.len(), self.drafters.len());
         let wait = |workers: &[Actor], cause: &str| {
@@ -110,23 +112,23 @@ impl Report {
         };
         let mut text = match self.slower_stage {
             Stage::Targets => format!(
-                "The targets hold this node back: drafters wait for batches {} of the time.",
+                "The targets limit this node: drafters wait for batches {} of the time.",
                 percent(wait(&self.drafters, "batch"))
             ),
             Stage::Drafters => format!(
-                "The drafters hold this node back: targets wait for room in the pool {} of the time.",
+                "The drafters limit this node: targets wait for free pool bytes {} of the time.",
                 percent(wait(&self.targets, "pool_full"))
             ),
         };
         if targets + drafters > 2 {
             // Writing to a string cannot fail.
-            let _ = write!(text, " Other splits: --sweep targets=1..{}", targets + drafters - 1);
+            let _ = write!(text, " Compare other splits with --sweep targets=1..{}", targets + drafters - 1);
         }
         text
     }
 }
 
-/// The table of a sweep.
+/// Returns the table of a sweep.
 pub fn table(splits: &[Split]) -> String {
     let mut text = String::new();
     let _ = write_table(&mut text, splits);
@@ -161,20 +163,20 @@ fn write_table(text: &mut String, splits: &[Split]) -> fmt::Result {
 }
 
 fn stage(f: &mut fmt::Formatter<'_>, name: &str, workers: &[Actor]) -> fmt::Result {
-    if workers.len() <= LINES {
+    if workers.len() <= MAX_LINES {
         return workers.iter().try_for_each(|worker| line(f, &format!("{name} {}", worker.index), worker));
     }
     let mut speeds: Vec<f64> = workers.iter().map(|worker| worker.speed).collect();
     speeds.sort_by(|a, b| b.total_cmp(a));
     speeds.dedup();
     for speed in speeds {
-        let alike: Vec<&Actor> = workers.iter().filter(|worker| worker.speed == speed).collect();
-        line(f, &counted(alike.len() as u64, name), &mean(&alike))?;
+        let equal: Vec<&Actor> = workers.iter().filter(|worker| worker.speed == speed).collect();
+        line(f, &counted(equal.len() as u64, name), &mean(&equal))?;
     }
     Ok(())
 }
 
-/// One worker that stands for several.
+/// Returns the mean of several workers.
 fn mean(workers: &[&Actor]) -> Actor {
     let share = 1.0 / workers.len() as f64;
     let mut mean = Actor { speed: workers[0].speed, ..Actor::default() };
@@ -194,7 +196,7 @@ fn line(f: &mut fmt::Formatter<'_>, name: &str, worker: &Actor) -> fmt::Result {
     writeln!(f, "  {name:<20} {speed:>5}  {:>7}  {}  {}", percent(worker.busy), bar(worker.busy), waits.join(", "))
 }
 
-/// A bar in eighths of a character.
+/// Draws a bar in eighths of a character.
 fn bar(share: f64) -> String {
     const EIGHTHS: [char; 8] = [' ', '▏', '▎', '▍', '▌', '▋', '▊', '▉'];
     let eighths = (share.clamp(0.0, 1.0) * (BAR * 8) as f64).round() as usize;
@@ -205,7 +207,7 @@ fn bar(share: f64) -> String {
     format!("{bar:<BAR$}")
 }
 
-/// "3 h 25 min", "4 min 12 s", "8.5 s".
+/// Formats "3 h 25 min", "4 min 12 s", "8.5 s".
 fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     match whole {
@@ -216,7 +218,7 @@ fn duration(seconds: f64) -> String {
 }
 
 fn draw_name(draw: Draw) -> String {
-    // The word that the configuration uses.
+    // The TOML word.
     toml::Value::try_from(draw).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
 }
 
@@ -225,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_for_people() {
+    fn durations_and_policies_have_words() {
         assert_eq!([8.46, 252.0, 12_300.0].map(duration), ["8.5 s", "4 min 12 s", "3 h 25 min"]);
         assert_eq!(draw_name(Draw::Proportional), "proportional");
     }

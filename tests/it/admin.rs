@@ -4,11 +4,7 @@ use crate::train::{Run, SLOW, text};
 use draftmill::{
     admin::{
         self, Limits, Server,
-<<<<<<< now
         commands::{self, Command, Request},
-=======
-        commands::{self, Command, Request},
->>>>>>> stash
         run_info::RunInfo,
     },
     common::token::Token,
@@ -36,11 +32,7 @@ struct World {
     address: SocketAddr,
     metrics: PrometheusHandle,
     info: watch::Sender<RunInfo>,
-<<<<<<< now
     requests: Option<mpsc::Receiver<Request>>,
-=======
-    requests: Option<mpsc::Receiver<Request>>,
->>>>>>> stash
     shutdown: CancellationToken,
     running: JoinHandle<()>,
     _recorder: metrics::LocalRecorderGuard<'static>,
@@ -56,7 +48,6 @@ impl World {
         m::register(&m::Known { targets: 1, drafters: 1, buckets: vec![64, 128], ..m::Known::default() });
         let listener = admin::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
-<<<<<<< now
         let (info, readers) = watch::channel(RunInfo { planned_steps: 10, ..RunInfo::default() });
         let (_, faults) = watch::channel(Default::default());
         let (commands, requests) = commands::channel();
@@ -64,15 +55,6 @@ impl World {
         let server = Server { listener, metrics: metrics.clone(), info: readers, faults, commands, token, limits };
         let running = tokio::spawn(server.run(shutdown.clone()));
         World { address, metrics, info, requests: Some(requests), shutdown, running, _recorder: guard }
-=======
-        let (info, readers) = watch::channel(RunInfo { planned_steps: 10, ..RunInfo::default() });
-        let (_, faults) = watch::channel(Default::default());
-        let (commands, requests) = commands::channel();
-        let (token, shutdown) = (token.map(Token::new), CancellationToken::new());
-        let server = Server { listener, metrics: metrics.clone(), info: readers, faults, commands, token, limits };
-        let running = tokio::spawn(server.run(shutdown.clone()));
-        World { address, metrics, info, requests: Some(requests), shutdown, running, _recorder: guard }
->>>>>>> stash
     }
 
     async fn connect(&self) -> TcpStream {
@@ -97,7 +79,6 @@ impl World {
         serde_json::from_str(body(&answer)).unwrap_or_else(|error| panic!("{error}: {answer}"))
     }
 
-<<<<<<< now
     /// Sends this reply to each command; ends after four.
     fn answer(&mut self, answer: Result<&'static str, &'static str>) -> JoinHandle<Vec<Command>> {
         let mut requests = self.requests.take().unwrap();
@@ -106,16 +87,6 @@ impl World {
             while let Some(request) = requests.recv().await {
                 commands.push(request.command);
                 request.reply.send(answer.map(str::to_owned).map_err(str::to_owned)).unwrap();
-=======
-    /// Sends this reply to each command; ends after four.
-    fn answer(&mut self, answer: Result<&'static str, &'static str>) -> JoinHandle<Vec<Command>> {
-        let mut requests = self.requests.take().unwrap();
-        tokio::spawn(async move {
-            let mut commands = Vec::new();
-            while let Some(request) = requests.recv().await {
-                commands.push(request.command);
-                request.reply.send(answer.map(str::to_owned).map_err(str::to_owned)).unwrap();
->>>>>>> stash
                 if commands.len() == 4 {
                     break;
                 }
@@ -243,13 +214,8 @@ async fn commands_are_executed_or_refused_with_a_reason() {
         is(&answer, 200);
         assert_eq!(body(&answer), "done\n");
     }
-<<<<<<< now
     assert_eq!(executed.await.unwrap(), [Command::Reload, Command::Checkpoint, Command::Pause, Command::Resume]);
     // The receiver is gone.
-=======
-    assert_eq!(executed.await.unwrap(), [Command::Reload, Command::Checkpoint, Command::Pause, Command::Resume]);
-    // The receiver is gone.
->>>>>>> stash
     let late = world.ask("POST /pause", "").await;
     is(&late, 409);
     assert_eq!(body(&late), "the run is ending\n");
@@ -414,15 +380,9 @@ async fn a_client_that_never_reads_events_is_dropped() {
     let world = World::new(limits, None).await;
     let mut stalled = world.events().await;
     let mut text = String::new();
-<<<<<<< now
     read_until(&mut stalled, &mut text, "\n\n", 1).await;
     eventually("the permit is free", async || {
         // Grows beyond the socket buffers of both ends.
-=======
-    read_until(&mut stalled, &mut text, "\n\n", 1).await;
-    eventually("the permit is free", async || {
-        // Grows beyond the socket buffers of both ends.
->>>>>>> stash
         world.info.send_modify(|info| info.dir.push_str(&"x".repeat(1 << 20)));
         is(&world.get("/livez").await, 200);
         world.accepts_a_reader().await

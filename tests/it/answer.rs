@@ -35,7 +35,7 @@ fn a_build_without_libtorch_says_so() {
 #[cfg(feature = "torch")]
 mod torch {
     use super::*;
-    use draftmill::inference::{loaded_target::Bench, plain};
+    use draftmill::inference::{loaded_target::LoadedTarget, plain};
     use serde_json::{Value, json};
     use std::{fs, path::Path, time::Duration};
     use tch::{Device, Kind};
@@ -103,7 +103,7 @@ mod torch {
             [&json!("writing"), &json!("writing"), &Value::Null]
         );
 
-        let bench = Bench::load(&scene.path("target"), Kind::Float, Device::Cpu).unwrap();
+        let bench = LoadedTarget::load(&scene.path("target"), Kind::Float, Device::Cpu).unwrap();
         let settings = bench.settings(1, 9, 0.0, 0).unwrap();
         for line in &lines {
             let (prompt, answer) = parts(line);
@@ -259,7 +259,7 @@ mod torch {
         }
         assert_eq!(fs::read(scene.path("out.jsonl")).unwrap(), bytes);
         let errors = refused(&scene, &options, 4);
-        assert!(errors.contains("out.jsonl is there already"), "{errors}");
+        assert!(errors.contains("out.jsonl exists"), "{errors}");
     }
 
     #[test]

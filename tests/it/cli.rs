@@ -39,7 +39,7 @@ const LARGE: Machine = Machine {
     gpus: std::collections::BTreeMap::new(),
     memory: Some(1 << 40),
     free_disk: Some(1 << 40),
-    ask_port: true,
+    check_port: true,
 };
 
 fn set(values: &[String]) -> config::Loaded {
@@ -52,7 +52,7 @@ fn help_names_every_command_and_exit_code() {
     let (code, help, errors) = draftmill(&["--help"]);
     assert_eq!((code, errors.as_str()), (0, ""));
     for command in
-        ["import", "answer", "prepare", "check", "doctor", "simulate", "train", "runs", "ledger", "export", "eval"]
+        ["import", "generate", "prepare", "check", "doctor", "simulate", "train", "runs", "ledger", "export", "eval"]
     {
         assert!(help.contains(&format!("  {command} ")), "{help}");
         let (code, help, _) = draftmill(&[command, "--help"]);
@@ -130,7 +130,7 @@ fn check_tells_what_a_run_would_do() {
     assert_eq!(plan.bytes_per_token, 2 * 48 * 4 + 5);
     assert_eq!(report.mask_token.as_ref().unwrap().id, 319);
     let table = report.table();
-    for part in ["4 for training, 3 for validation", "389 bytes per token", "319, the first embedding row", "cpu "] {
+    for part in ["4 for training, 3 held out", "389 bytes per token", "319, the first embedding row", "cpu "] {
         assert!(table.contains(part), "{part}\n is not in\n{table}");
     }
 }

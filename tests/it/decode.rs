@@ -6,7 +6,7 @@ mod scene;
 
 use self::scene::{Scripted, World};
 use draftmill::hf::draft::LayerType;
-use draftmill::inference::{Drafting, Response, Session, Settings, plain, speculative};
+use draftmill::inference::{Proposer, Response, Session, Settings, plain, speculative};
 use draftmill::model::batch::Rows;
 use draftmill::model::drafter::Drafter;
 use tch::Tensor;
@@ -15,7 +15,7 @@ fn settings(max_new_tokens: usize) -> Settings {
     Settings { max_new_tokens, temperature: 0.0, stop: Vec::new(), seed: 7 }
 }
 
-fn one<D: Drafting>(world: &World, drafter: &D, prompt: &[u32], settings: &Settings) -> Response {
+fn one<D: Proposer>(world: &World, drafter: &D, prompt: &[u32], settings: &Settings) -> Response {
     speculative(&world.target, drafter, &[prompt.to_vec()], settings).unwrap().pop().unwrap()
 }
 
@@ -52,7 +52,7 @@ fn the_cached_target_says_what_the_whole_forward_says() {
             let seen = world.target.extend(&mut cache, &ids[from..to], &taps).unwrap();
             close("taps", &seen.taps, &place(&want));
             close("logits", &world.target.logits(&seen.normed).unwrap(), &place(&trace.logits.get(0)));
-            cache.keep((to - from) as i64);
+            cache.commit((to - from) as i64);
         }
         assert_eq!(cache.len(), 30);
     }

@@ -77,8 +77,10 @@ fn sigterm_ends_with_0_and_the_pool_is_reopened_or_trained_as_set() {
         let (status, said) = running.ends();
         assert_eq!(status.code(), Some(0), "{said:#?}");
         let all = said.join("\n");
-        assert!(all.contains("SIGTERM: finishing the running work") && all.contains("goes on from there"), "{all}");
-        assert_eq!(all.contains("training what is in the pool"), pool == "train", "{all}");
+        assert!(all.contains("shutting down with a checkpoint") && all.contains("SIGTERM") && all.contains("goes on from there"), "{all}");
+        let event = said.iter().find(|line| line.contains("shutting down")).unwrap();
+        let event: Value = serde_json::from_str(event).unwrap();
+        assert_eq!((event["signal"].as_str(), event["pool"].as_str()), (Some("SIGTERM"), Some(pool)), "{event}");
         // A checkpoint of the last step, which holds every job that the ledger calls trained.
         let steps = run.steps().len();
         assert_eq!((trained(&run), run.summary()["finished"].as_bool()), (2 * steps, Some(false)));
@@ -104,11 +106,11 @@ fn sigint_and_a_second_signal_end_with_130_and_sigterm_before_training_with_0() 
     hanging.says("epoch planned");
     std::thread::sleep(Duration::from_millis(500));
     terminate(&hanging.child);
-    hanging.says("SIGTERM: finishing");
+    hanging.says("shutting down with a checkpoint");
     // Within a second a signal counts as the same one.
     std::thread::sleep(Duration::from_millis(1500));
     terminate(&hanging.child);
-    hanging.says("SIGTERM again: stopping at once");
+    hanging.says("second signal; stopping at once");
     assert_eq!(hanging.ends().0.code(), Some(130));
 
     for _ in 0..3 {
@@ -150,7 +152,7 @@ fn whoever_holds_the_end_is_named_and_half_of_the_grace_ends_the_training_of_the
     let named = line["message"].as_str().unwrap();
     assert!(named.starts_with("ending; still running: ") && named.contains("drafter 0"), "{named}");
     assert!(named.contains("trainer") && !named.contains("target"), "targets have nothing to do: {named}");
-    running.says("half of shutdown.grace = 14s is over");
+    running.says("half of shutdown.grace elapsed");
     let (status, said) = running.ends();
     assert_eq!(status.code(), Some(0), "{said:#?}");
 }
@@ -187,7 +189,7 @@ fn a_service_manager_hears_that_it_is_ready_alive_and_stopping() {
         running.says("\"message\":\"step ");
         terminate(&running.child);
         let heard = until("STOPPING=1");
-        assert!(heard.last().unwrap().contains("\nSTATUS=ending at step "), "{heard:?}");
+        assert!(heard.last().unwrap().contains("\nSTATUS=stopping at step "), "{heard:?}");
         assert!(fed || !heard.iter().any(|said| said.contains("WATCHDOG")), "{heard:?}");
         assert_eq!(running.ends().0.code(), Some(0));
         manager.set_nonblocking(true).unwrap();
@@ -213,8 +215,8 @@ fn a_start_says_what_it_will_do_and_where_to_look() {
         line.unwrap_or_else(|| panic!("{name} is not in {lines:#?}")).to_owned()
     };
     let folder = run.dir().display().to_string();
-    assert!(value("trains").starts_with("nothing: run.engine = \"simulated\""));
-    assert!(value("data").contains("samples with") && value("data").contains(&folder), "{}", value("data"));
+    assert!(value("drafter").starts_with("none: run.engine = \"simulated\""));
+    assert!(value("data").contains(" samples, ") && value("data").contains(&folder), "{}", value("data"));
     assert!(
         value("plan").contains("50 epochs of ") && value("plan").contains(" steps of 2 micro-batches"),
         "{}",
@@ -222,12 +224,12 @@ fn a_start_says_what_it_will_do_and_where_to_look() {
     );
     assert!(value("pool").starts_with("at most 16 batches and "), "{}", value("pool"));
     assert!(value("devices").contains("targets on cpu, cpu; 2 drafters on cpu, cpu"), "{}", value("devices"));
-    assert_eq!((value("begins"), value("folder")), ("at the beginning".to_owned(), folder));
+    assert_eq!((value("start"), value("folder")), ("from the beginning".to_owned(), folder));
     let page = value("page");
     assert!(page.starts_with("http://127.0.0.1:") && page.ends_with('/'), "{page}");
     assert_eq!(value("metrics"), format!("{page}metrics"));
-    assert!(value("change").contains("smoke.toml; SIGHUP has it read at once"), "{}", value("change"));
-    assert!(value("stop").contains("a checkpoint within 90s, what is in the pool trained"), "{}", value("stop"));
+    assert!(value("reload").contains("smoke.toml; SIGHUP reloads it at once"), "{}", value("reload"));
+    assert!(value("stop").contains("a checkpoint within 90s, after training the pool's batches"), "{}", value("stop"));
 
     // For programs it is one event.
     run.sets.push("log.format=json".into());
@@ -236,10 +238,10 @@ fn a_start_says_what_it_will_do_and_where_to_look() {
     interrupt(&again.child);
     let (_, said) = again.ends();
     assert_eq!((event["targets"].as_u64(), event["drafters"].as_u64()), (Some(2), Some(2)), "{event}");
-    for name in ["run", "trains", "data", "plan", "pool", "devices", "begins", "page", "metrics", "change", "stop"] {
+    for name in ["run", "drafter", "data", "plan", "pool", "devices", "start", "page", "metrics", "reload", "stop"] {
         assert!(event[name].as_str().is_some_and(|text| !text.is_empty()), "{name} is not in {event}");
     }
-    assert!(event["begins"].as_str().unwrap().contains("going on from checkpoint step-"), "{event}");
+    assert!(event["start"].as_str().unwrap().contains("resuming from checkpoint step-"), "{event}");
     let broken = said.iter().find(|line| line.starts_with(' ') || line.is_empty());
     assert_eq!(broken, None, "every line is one event");
 }
@@ -253,7 +255,7 @@ fn a_storm_of_warnings_is_counted_and_nothing_is_lost() {
     assert_eq!(status.code(), Some(0), "{said:#?}");
     let events: Vec<Value> = said.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
     // The event has a field of the name `message`, which JSON shows in the place of its text.
-    let shown = |event: &&Value| event["target"] == "draftmill_actors::target" && event["job"].is_string();
+    let shown = |event: &&Value| event["module"] == "draftmill_actors::target" && event["job"].is_string();
     let failed = events.iter().filter(shown).count() as u64;
     let counted = |event: &&Value| event["last"].as_str().is_some_and(|last| last.starts_with("extraction failed"));
     let held: u64 = events.iter().filter(counted).filter_map(|event| event["lines"].as_u64()).sum();

@@ -91,6 +91,7 @@ fn a_row_that_is_no_prompt_is_named_by_its_line() {
 
 #[cfg(feature = "torch")]
 mod torch {
+    use crate::block::dump_block;
     use super::*;
 
     #[test]
@@ -199,28 +200,17 @@ mod torch {
     #[test]
     fn a_block_is_written_with_everything_that_it_follows_from() {
         let scene = Scene::new();
-        let block = |ids: &str| {
-            let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
-            run.current_dir(&scene.0).args([
-                "block",
-                "--target",
-                "target",
-                "--draft",
-                "draft",
-                "--out",
-                "block.safetensors",
-            ]);
-            run.env("OMP_NUM_THREADS", "1").args(["--ids", ids]).output().unwrap()
+        let block = |ids: &[u32]| {
+            dump_block(&scene.path("target"), &scene.path("draft"), ids, &scene.path("block.safetensors"))
         };
-        assert_eq!(block("5,6,7,8").status.code(), Some(0));
+        assert_eq!(block(&[5, 6, 7, 8]).unwrap(), 7);
         let files = draftmill::hf::tensors::TensorFiles::open_file(&scene.path("block.safetensors")).unwrap();
         let values = |name: &str, shape: &[usize]| files.weight(name, shape).unwrap().to_f32();
         assert_eq!(values("ids", &[4]), [5.0, 6.0, 7.0, 8.0]);
         let (anchor, context, logits) =
             (values("anchor", &[1])[0], values("context", &[4, 96]), values("logits", &[7, 320]));
         assert!((0.0..320.0).contains(&anchor) && context.iter().chain(&logits).all(|x| x.is_finite()));
-        let errors = block("5,400").stderr;
-        assert!(String::from_utf8_lossy(&errors).contains("token id 400"));
+        assert!(block(&[5, 400]).unwrap_err().to_string().contains("token id 400"));
     }
 
     #[test]

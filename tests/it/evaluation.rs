@@ -129,7 +129,7 @@ fn fitted_weights_begin_nearer_to_the_target_and_a_start_that_goes_on_fits_nothi
     for trained in [&first, &second] {
         assert_eq!(trained.status.code(), Some(0), "{}", text(trained));
     }
-    const SAID: &str = "fitted the first weights to";
+    const SAID: &str = "least-squares initialisation finished";
     assert!(!text(&first).contains(SAID) && text(&second).contains(SAID), "{}", text(&second));
     let loss = |run: &Run| measures(run)[0]["held_out"]["loss"].as_f64().unwrap();
     assert!(loss(&fitted) < 0.9 * loss(&random), "fitted: {}, random: {}", loss(&fitted), loss(&random));

@@ -229,7 +229,7 @@ fn a_write_that_fails_costs_one_checkpoint_or_ends_the_run_with_a_sentence() {
             // The first: on a slow disk the second may be the last one, whose failure ends the run.
             let ended = world.train(&run, &format!("{point}=1*return({kind})"), begin, &[]);
             assert_eq!(ended.status.code(), Some(0), "{case}: {}", text(&ended));
-            let told = if point == "delete:checkpoint" { "could not be deleted" } else { "could not be written" };
+            let told = if point == "delete:checkpoint" { "old checkpoints not deleted" } else { "could not be written" };
             assert!(text(&ended).contains(told) && text(&ended).contains(reason), "{case}: {}", text(&ended));
             world.assert_complete(&run, &case);
             fs::remove_dir_all(run).unwrap();

@@ -120,7 +120,7 @@ fn a_state_or_a_run_folder_that_vanishes_ends_the_run_with_a_sentence() {
     fs::rename(run.dir().join("state.db"), run.dir().join("moved")).unwrap();
     let ended = child.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(6), "{}", text(&ended));
-    assert!(text(&ended).contains("moved or deleted while the run goes on"), "{}", text(&ended));
+    assert!(text(&ended).contains("moved or deleted during the run"), "{}", text(&ended));
     assert!(!run.dir().join("state.db").exists(), "no other is begun in its place");
 
     let run = Run::new(SLOW);
@@ -179,7 +179,7 @@ fn transformers_40691_a_full_or_read_only_disk_costs_no_checkpoint_that_was_ther
         let told = text(&output);
         let codes: Vec<&str> = told.lines().filter(|line| line.starts_with("code ")).collect();
         assert_eq!(codes, ["code 6", "code 0"], "{told}");
-        for part in [reason, "the ones before it stay", "could not be written", "going on from checkpoint step-"] {
+        for part in [reason, "the ones before it stay", "could not be written", "resuming from checkpoint step-"] {
             assert!(told.contains(part), "{part}: {told}");
         }
         // The mount went with its shell.

@@ -93,7 +93,7 @@ mod torch {
         let end = run.train(&more);
         let told = text(&end);
         assert_eq!(end.status.code(), Some(0), "{told}");
-        for part in ["settings that changed", "target.devices", "drafter.devices", "optimizer.learning_rate"] {
+        for part in ["settings changed", "target.devices", "drafter.devices", "optimizer.learning_rate"] {
             assert!(told.contains(part), "{part}: {told}");
         }
         assert_verified(&run);
@@ -120,7 +120,7 @@ mod torch {
             child.wait().unwrap();
         }
         let end = killed.train(&[]);
-        assert!(end.status.success() && text(&end).contains("going on from checkpoint step-"), "{}", text(&end));
+        assert!(end.status.success() && text(&end).contains("resuming from checkpoint step-"), "{}", text(&end));
         assert_eq!(killed.step_of_each_job(), whole.step_of_each_job());
         let last = *whole.steps().last().unwrap();
         assert!(last > 30, "{last} steps");

@@ -29,7 +29,7 @@ fn killed_once() -> Run {
     let end = run.train(&[]);
     assert!(end.status.success(), "{}", text(&end));
     let told = text(&end);
-    assert!(told.contains("going on from checkpoint step-") && told.contains("open again"), "{told}");
+    assert!(told.contains("resuming from checkpoint step-") && told.contains("open again"), "{told}");
     run
 }
 
@@ -117,10 +117,10 @@ fn sql(run: &Run) -> Connection {
     Connection::open_with_flags(run.dir().join("state.db"), OpenFlags::SQLITE_OPEN_READ_ONLY).unwrap()
 }
 
-/// The queries of ARCHITECTURE.md as they stand there, and every table and column that the schema has.
+/// The queries of docs/run-state.md as they stand there, and every table and column that the schema has.
 #[test]
 fn the_documented_queries_work_and_every_column_is_documented() {
-    let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/ARCHITECTURE.md")).unwrap();
+    let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/run-state.md")).unwrap();
     let run = killed_once();
     let db = sql(&run);
     let blocks: Vec<&str> = page.split("```sql\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();

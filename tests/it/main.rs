@@ -15,6 +15,9 @@ mod deploy;
 #[cfg(feature = "torch")]
 mod diverged;
 mod ending;
+#[cfg(feature = "torch")]
+#[path = "../../benches/conformance/block.rs"]
+mod block;
 mod eval;
 #[cfg(feature = "torch")]
 mod evaluation;
@@ -27,11 +30,13 @@ mod fetch;
 mod golden;
 mod identity;
 mod import;
+mod imports;
 mod ledger;
 mod recovery;
 mod reload;
 mod scrape;
 mod simulate;
+mod style;
 mod templates;
 mod tidy;
 mod torture;

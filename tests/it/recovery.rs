@@ -84,7 +84,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
             _ => fs::write(&path, bytes).unwrap(),
         }
         let told = interrupted(&run);
-        for part in [&format!("checkpoint step-{step} is damaged: {name}"), "going on from step-", "open again"] {
+        for part in [&format!("checkpoint step-{step} is damaged: {name}"), "resuming from step-", "open again"] {
             assert!(told.contains(part), "{name}: {part}: {told}");
         }
         assert!(checkpoints.join(format!("step-{step}.damaged")).is_dir());
@@ -94,7 +94,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
     fs::remove_dir_all(checkpoints.join(format!("step-{}", newest()))).unwrap();
     let again = run.train(&[]);
     assert_eq!(again.status.code(), Some(0), "{}", text(&again));
-    assert!(text(&again).contains("is gone; going on from step-"), "{}", text(&again));
+    assert!(text(&again).contains("is missing; resuming from step-"), "{}", text(&again));
     assert_whole(&run);
     let verified = run.plain(&["ledger", run.dir().to_str().unwrap(), "--verify"]);
     assert!(verified.status.success(), "{}", text(&verified));
@@ -116,7 +116,7 @@ fn where_every_checkpoint_is_damaged_nothing_is_begun() {
         let refused = run.train(&[]);
         assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
         assert!(text(&refused).contains("--fresh --force"), "{}", text(&refused));
-        let last = if gone { "is gone" } else { "state.json" };
+        let last = if gone { "is missing" } else { "state.json" };
         assert!(text(&refused).contains(last), "{}", text(&refused));
         assert!(gone || draftmill::run_dir::checkpoint::steps(&checkpoints).unwrap() == steps, "nothing is touched");
     }
@@ -162,7 +162,7 @@ fn a_deleted_log_of_a_killed_run_costs_nothing() {
     }
     let end = run.train(&[]);
     assert_eq!(end.status.code(), Some(0), "{}", text(&end));
-    assert!(text(&end).contains("going on from checkpoint step-12"), "{}", text(&end));
+    assert!(text(&end).contains("resuming from checkpoint step-12"), "{}", text(&end));
     assert_whole(&run);
     let verified = run.plain(&["ledger", run.dir().to_str().unwrap(), "--verify"]);
     assert!(verified.status.success(), "{}", text(&verified));
@@ -206,7 +206,7 @@ fn settings_that_may_change_are_listed_and_noted() {
     let run = Run::new(SLOW);
     kill_at(&run, 6);
     let told = text(&run.train(&["--set", "optimizer.learning_rate=0.5", "--set", "optimizer.accumulation=2"]));
-    for part in ["settings that changed", "optimizer.learning_rate: 0.01 -> 0.5", "optimizer.accumulation: 1 -> 2"] {
+    for part in ["settings changed", "optimizer.learning_rate: 0.01 -> 0.5", "optimizer.accumulation: 1 -> 2"] {
         assert!(told.contains(part), "{part}: {told}");
     }
     assert!(!told.contains("run.dir"), "{told}");

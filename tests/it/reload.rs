@@ -218,7 +218,7 @@ warmup_fraction";
 
     // The same once more, at once.
     signal(&service.child, libc::SIGHUP);
-    service.says("in force already");
+    service.says("configuration unchanged");
     service.until_metric(UNCHANGED, |n| n == 1.0);
     interrupt(&service.child);
     assert_eq!(service.wait().code(), Some(130));
@@ -237,17 +237,17 @@ fn a_file_that_cannot_be_taken_is_refused_with_its_sentences_and_training_goes_o
     for (broken, sentences) in [
         (CONFIG.replace("min_ready = 2", "min_ready = = 2"), &["this is not TOML", "my.toml:20"][..]),
         (CONFIG.replace("min_ready = 2", "min_ready = 3\nmax_batch = 9"), &["did you mean pool.max_batches?"]),
-        (CONFIG.replace("min_ready = 2", "min_ready = 9"), &["pool.min_ready = 9", "would stop for good"]),
+        (CONFIG.replace("min_ready = 2", "min_ready = 9"), &["pool.min_ready = 9", "would stop permanently"]),
         (
             CONFIG.replace("job_tokens = 256", "job_tokens = 512").replace("buckets = 2", "buckets = 3"),
             &["plan.job_tokens = 512: it is 256 in the running service and needs a restart", "plan.buckets = 3"],
         ),
-        (CONFIG.replace("16 MiB", "300 KiB"), &["pool.max_bytes = \"300 KiB\"", "could stop for good"]),
+        (CONFIG.replace("16 MiB", "300 KiB"), &["pool.max_bytes = \"300 KiB\"", "could stop permanently"]),
         (CONFIG.replace("layers = 2", "layers = 2\npaused = [0, 1]"), &["drafter.paused", "no drafter would be left"]),
     ] {
         let before = service.metric(REFUSED);
         fs::write(service.file(), broken).unwrap();
-        let said = service.says("refused as a whole");
+        let said = service.says("configuration refused");
         for sentence in sentences {
             assert!(said.contains(sentence), "{sentence} is not in {said}");
         }
@@ -259,7 +259,7 @@ fn a_file_that_cannot_be_taken_is_refused_with_its_sentences_and_training_goes_o
     assert_eq!(service.events("reload-refused").len(), 6);
     // The file goes away, comes back mended, and counts from then on.
     fs::remove_file(service.file()).unwrap();
-    assert!(service.says("refused as a whole").contains("cannot be read"));
+    assert!(service.says("configuration refused").contains("cannot be read"));
     fs::write(service.file(), CONFIG.replace("max_batches = 4", "max_batches = 6")).unwrap();
     assert!(service.says("settings changed").contains("pool.max_batches: 4 -> 6"));
     service.trains();

@@ -5,7 +5,7 @@ use draftmill::{
     config,
     simulate::{Actor, Policy, Report, Scenario, Stage, Sweep, run},
 };
-use draftmill_actors::pool::Draw;
+use draftmill_actors::pool::DrawPolicy;
 use serde_json::Value;
 use std::{path::Path, process::Command};
 
@@ -50,7 +50,7 @@ fn the_json_has_every_figure_that_it_promises() {
     for path in ["/efficiency", "/efficiency_with_ends", "/padding_share", "/targets/4/busy", "/drafters/2/busy"] {
         assert!((0.0..1.01).contains(&number(path)) && number(path) > 0.0, "{path}: {out}");
     }
-    for path in ["/targets/0/waits/job", "/targets/0/waits/room", "/drafters/0/waits/batch", "/drafters/0/waits/step"] {
+    for path in ["/targets/0/waits/job", "/targets/0/waits/pool_full", "/drafters/0/waits/batch", "/drafters/0/waits/step"] {
         assert!((0.0..1.0).contains(&number(path)), "{path}: {out}");
     }
     assert_eq!((json["targets"].as_array().unwrap().len(), json["drafters"].as_array().unwrap().len()), (5, 3));
@@ -237,8 +237,8 @@ fn milliseconds_of_the_clock_are_not_lost() {
 #[test]
 fn a_draw_can_be_chosen() {
     let of = |draw| report(&node(1200, &["simulate.median_length=1000"]).draw(draw));
-    let (uniform, proportional) = (of(Draw::Uniform), of(Draw::Proportional));
-    assert_eq!((uniform.draw, proportional.draw), (Draw::Uniform, Draw::Proportional));
+    let (uniform, proportional) = (of(DrawPolicy::Uniform), of(DrawPolicy::Proportional));
+    assert_eq!((uniform.draw, proportional.draw), (DrawPolicy::Uniform, DrawPolicy::Proportional));
     assert!(
         proportional.steps.distinct_buckets_mean > uniform.steps.distinct_buckets_mean,
         "{:?} {:?}",
@@ -277,7 +277,7 @@ fn without_a_configuration_it_says_something_sensible() {
     assert_eq!((code, errors.as_str()), (0, ""));
     assert!(text.starts_with("1 target and 1 drafter: "), "{text}");
     for part in
-        ["bound", "efficiency", "pool", "mix", "who waits for whom", "target 0", "drafter 0", "hold this node back"]
+        ["bound", "efficiency", "pool", "mix", "who waits for whom", "target 0", "drafter 0", "limit this node"]
     {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
@@ -336,20 +336,20 @@ fn lengths_can_come_from_a_prepared_store() {
 #[test]
 fn what_cannot_work_is_refused_with_a_sentence() {
     for (arguments, exit, part) in [
-        (&["--targets", "0"][..], Exit::Config, "0 targets and 3 drafters train nothing; give at least one of each"),
-        (&["--drafters", "5000"], Exit::Config, "more than one process can feed; give at most 1000"),
-        (&["--sweep", "targets=1..8"], Exit::Usage, "8 targets of 8 workers leave 0 drafters"),
-        (&["--sweep", "targets=x"], Exit::Usage, "is no list of numbers; write targets=1..7"),
+        (&["--targets", "0"][..], Exit::Config, "0 targets and 3 drafters cannot train; use at least one of each"),
+        (&["--drafters", "5000"], Exit::Config, "more than one process can run; use at most 1,000 of each"),
+        (&["--sweep", "targets=1..8"], Exit::Usage, "of 8 workers 0 are left as drafters"),
+        (&["--sweep", "targets=x"], Exit::Usage, "is not a list of numbers; write targets=1..7"),
         (&["--policy", "push"], Exit::Usage, "pull, round-robin"),
-        (&["--policy", "round-robin", "--queue-depth", "0"], Exit::Config, "queues of 0 jobs hold nothing"),
+        (&["--policy", "round-robin", "--queue-depth", "0"], Exit::Config, "a queue depth of 0 holds no job"),
         (&["--draw-policy", "best"], Exit::Config, "pool.draw_policy"),
         (&["--set", "pool.max_bytes=10 GiB"], Exit::Config, "8 x 2400 MiB = 19200 MiB is more than 10 GiB; raise it"),
-        (&["--set", "pool.min_ready=25"], Exit::Config, "never holds more than pool.max_batches = 24"),
-        (&["--set", "optimizer.accumulation=5000"], Exit::Config, "no step could ever fill"),
-        (&["--set", "simulate.micro_batch=0s"], Exit::Config, "a stage whose work takes no time has no speed"),
+        (&["--set", "pool.min_ready=25"], Exit::Config, "the pool holds at most pool.max_batches = 24"),
+        (&["--set", "optimizer.accumulation=5000"], Exit::Config, "no step would ever be complete"),
+        (&["--set", "simulate.micro_batch=0s"], Exit::Config, "a stage takes no time, so its speed is undefined"),
         (&["--set", "simulate.lengths=store", "--set", "data.store=nowhere"], Exit::Data, "nowhere does not exist"),
         (&["--set", "simulate.job_failures=0.8"], Exit::Run, "a simulated failure of an extraction"),
-        (&["--set", "simulate.jitter=2.0"], Exit::Config, "is a relative standard deviation"),
+        (&["--set", "simulate.jitter=2.0"], Exit::Config, "out of range for a relative standard deviation"),
     ] {
         let (code, out, errors) = draftmill(&[&["--config", NODE, "--jobs", "200"], arguments].concat());
         assert_eq!(code, i32::from(exit.code()), "{arguments:?}: {errors}");

@@ -96,19 +96,24 @@ fn the_architecture_names_every_part_and_every_invariant() {
     }
 }
 
-/// UPDATE_EXPECT=1 rewrites the generated parts of README.md.
+/// UPDATE_EXPECT=1 rewrites the generated parts of the documents.
 #[test]
-fn the_readme_has_the_tables_that_the_code_generates() {
-    let mut text = read("README.md");
-    for (name, table) in [("metrics", metrics::markdown()), ("exit codes", exit::markdown())] {
+fn documents_have_the_tables_that_the_code_generates() {
+    let generated = [
+        ("docs/monitoring.md", "metrics", metrics::markdown()),
+        ("docs/operations.md", "exit codes", exit::markdown()),
+    ];
+    for (file, name, table) in generated {
+        let mut text = read(file);
         let (begin, end) = (format!("<!-- begin {name} -->\n"), format!("<!-- end {name} -->"));
-        let from = text.find(&begin).unwrap_or_else(|| panic!("README.md has no place for {name}")) + begin.len();
+        let from = text.find(&begin).unwrap_or_else(|| panic!("{file} has no place for {name}")) + begin.len();
         let to = from + text[from..].find(&end).unwrap();
         if std::env::var_os("UPDATE_EXPECT").is_some() {
             text.replace_range(from..to, &table);
-            fs::write(root().join("README.md"), &text).unwrap();
+            fs::write(root().join(file), &text).unwrap();
         }
-        assert!(text.contains(&table), "the {name} of README.md are stale: UPDATE_EXPECT=1 cargo test the_readme");
+        let table_is_there = text.contains(&table);
+        assert!(table_is_there, "the {name} of {file} are stale: UPDATE_EXPECT=1 cargo test documents_have");
     }
 }
 

@@ -308,7 +308,7 @@ fn a_drafter_that_slides_is_imported_and_not_trained_on() {
     let init = format!("drafter.init_from={}", out.display());
     let refused = Run::new(&[&init]).train(&[]);
     assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
-    assert!(text(&refused).contains("its layers slide over the context"), "{}", text(&refused));
+    assert!(text(&refused).contains("has sliding attention layers"), "{}", text(&refused));
 }
 
 /// A run goes on from the weights of another one's export, in either layout, and only if they fit.

@@ -1,11 +1,11 @@
-//! Attention by libtorch's own kernels, which store no score, with the logarithm of each row's sum: what joins the
-//! attention over two sets of keys to that over both, and what the gradient of the joined one asks for.
+//! Attention by libtorch's kernels, which store no scores, with the log-sum of each row. The log-sums merge attention
+//! over several sets of keys, and the gradient of the merged attention needs them.
 
 use crate::{Error, done, ffi, owned};
 use std::{ffi::c_int, ptr};
 use tch::{Device, Kind, Tensor};
 
-/// libtorch's kernels, by the numbers of `torch_ext.cpp`.
+/// Attention kernels of libtorch, with the numbers of `torch_ext.cpp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub(crate) enum Kernel {
@@ -15,7 +15,8 @@ pub(crate) enum Kernel {
 }
 
 impl Kernel {
-    /// Those for CUDA load 16 bytes at a time, and the flash kernel keeps rows of no more than 256 values.
+    /// Kernel for heads of `head_dim` values. CUDA kernels load 16 bytes at a time, and the flash kernel supports at
+    /// most 256 values.
     pub(crate) fn of(device: Device, kind: Kind, head_dim: i64) -> Option<Kernel> {
         let fits = head_dim % 8 == 0 && head_dim <= 256;
         match (device, kind) {
@@ -30,34 +31,42 @@ impl Kernel {
         let (device, head_dim) = (queries.device(), queries.size().last().copied().unwrap_or(0));
         let kind = queries.f_kind().map_err(|error| Error::Failed(error.to_string()))?;
         Kernel::of(device, kind, head_dim).ok_or_else(|| {
-            Error::Unsuitable(format!("no kernel attends in {kind:?} with heads of {head_dim} on {device:?}"))
+            Error::Unsuitable(format!("no attention kernel for {kind:?} with heads of {head_dim} on {device:?}"))
         })
     }
 }
 
-/// Whether [`attend`] has a kernel for heads of `head_dim` values of `kind` on `device`.
-pub fn attends(device: Device, kind: Kind, head_dim: i64) -> bool {
+/// True if [`attend`] has a kernel for heads of `head_dim` values of `kind` on `device`.
+pub fn has_kernel(device: Device, kind: Kind, head_dim: i64) -> bool {
     Kernel::of(device, kind, head_dim).is_some()
 }
 
-/// What every query gathers from all keys, `[heads, queries, head_dim]`, and the logarithm of the sum of its weights,
-/// `[heads, queries]` in f32 (f64 where all is f64). A weight is `exp(scale * q . k)`.
+/// Attention output `[heads, queries, head_dim]`, and the log-sum of each query's weights, `[heads, queries]` in f32
+/// (f64 for f64 inputs). A weight is `exp(scale * q . k)`.
 ///
-/// `queries` are `[heads, queries, head_dim]`; `keys` and `values` are `[heads, keys, head_dim]`; each is contiguous in
-/// its last dimension, and none is empty. Anything else is [`Error::Unsuitable`], as is what [`attends`] denies.
+/// `queries` are `[heads, queries, head_dim]`; `keys` and `values` are `[heads, keys, head_dim]`. Each is contiguous in
+/// its last dimension, and none is empty.
+///
+/// # Errors
+/// [`Error::Unsuitable`] for other inputs and if [`has_kernel`] is false; otherwise if libtorch fails.
 pub fn attend(queries: &Tensor, keys: &Tensor, values: &Tensor, scale: f64) -> Result<(Tensor, Tensor), Error> {
     let kernel = Kernel::for_queries(queries)? as c_int;
     let mut out = [ptr::null_mut(); 2];
-    // SAFETY: live tensors, borrowed for the call, whose sizes, kinds and devices are checked inside; `out` has room for two.
+    // SAFETY: live tensors, borrowed for the call; C++ checks sizes, dtypes and devices; `out` has two entries.
     done(unsafe {
         ffi::draftmill_attend(kernel, queries.as_ptr(), keys.as_ptr(), values.as_ptr(), scale, out.as_mut_ptr())
     })?;
     Ok(out.map(owned).into())
 }
 
-/// Gradients of queries, keys and values from that of the output. With `gathered` and `log_sum` of [`attend`] they are
-/// its own; with those of an attention over more keys they are that one's, as far as these keys take part in it: the
-/// kernel makes its weights again from `log_sum` and subtracts `gathered . d_gathered` (FlashAttention, arXiv:2205.14135).
+/// Gradients of queries, keys and values from that of the output.
+///
+/// `gathered` and `log_sum` are the results of [`attend`], or those merged over more keys; the gradients are then those
+/// of the merged attention with respect to these keys. The kernel recomputes its weights from `log_sum` and subtracts
+/// `gathered . d_gathered` (FlashAttention, arXiv:2205.14135).
+///
+/// # Errors
+/// [`Error::Unsuitable`] for inputs that do not match; otherwise if libtorch fails.
 pub fn attend_backward(
     d_gathered: &Tensor,
     [queries, keys, values]: [&Tensor; 3],
@@ -67,7 +76,7 @@ pub fn attend_backward(
 ) -> Result<[Tensor; 3], Error> {
     let kernel = Kernel::for_queries(queries)? as c_int;
     let mut out = [ptr::null_mut(); 3];
-    // SAFETY: as above; `out` has room for three.
+    // SAFETY: as above; `out` has three entries.
     done(unsafe {
         ffi::draftmill_attend_backward(
             kernel,
@@ -100,8 +109,8 @@ mod tests {
         [values(1.0, queries), values(2.0, keys), values(3.0, keys), values(4.0, queries)]
     }
 
-    /// By the definition and autograd, in f64: what is gathered, the logarithm of the sum, and the three gradients.
-    fn exactly([q, k, v, d_out]: &[Tensor; 4]) -> [Tensor; 5] {
+    /// Output, log-sum and the three gradients in f64, by the definition and autograd.
+    fn reference([q, k, v, d_out]: &[Tensor; 4]) -> [Tensor; 5] {
         let leaf = |x: &Tensor| x.to_kind(Kind::Double).detach().set_requires_grad(true);
         let (q, k, v) = (leaf(q), leaf(k), leaf(v));
         let scores = q.bmm(&k.transpose(1, 2)) * SCALE;
@@ -124,7 +133,7 @@ mod tests {
     const SHAPES: [[i64; 4]; 5] = [[1, 1, 1, 8], [3, 5, 40, 16], [2, 300, 1, 8], [2, 70, 600, 64], [4, 33, 7, 20]];
 
     #[test]
-    fn the_kernel_is_the_definition() {
+    fn kernels_match_the_definition() {
         for ((kind, limit), shape) in LIMITS.iter().flat_map(|limit| SHAPES.iter().map(move |shape| (limit, shape))) {
             let inputs = inputs(*shape, *kind);
             let [q, k, v, d_out] = &inputs;
@@ -133,35 +142,35 @@ mod tests {
             assert_eq!((out.kind(), log_sum.kind()), (*kind, wide));
             let [d_q, d_k, d_v] = attend_backward(d_out, [q, k, v], &out, &log_sum, SCALE).unwrap();
             let got = [&out, &log_sum, &d_q, &d_k, &d_v];
-            for ((name, got), want) in ["out", "sum", "d q", "d k", "d v"].iter().zip(got).zip(&exactly(&inputs)) {
+            for ((name, got), want) in ["out", "sum", "d q", "d k", "d v"].iter().zip(got).zip(&reference(&inputs)) {
                 close(&format!("{name} of {shape:?} in {kind:?}"), got, want, *limit);
             }
         }
     }
 
-    /// Keys in two parts, joined by their sums: the backward of each with what was joined gives the gradients of both at
-    /// once. That of each with its own output and sum, which autograd through the joining comes down to, does not.
+    /// Keys in two spans, merged by their log-sums. The backward of each span with the merged output gives the exact
+    /// gradients; the backward with its own output and log-sum, which autograd through the merge amounts to, does not.
     #[test]
-    fn gradients_through_what_was_joined_are_exact() {
+    fn gradients_of_merged_attention_are_exact() {
         for (kind, limit) in [(Kind::Double, 1e-12), (Kind::Float, 1e-5)] {
             let inputs = inputs([3, 40, 50, 16], kind);
             let [q, k, v, d_out] = &inputs;
-            // Views into longer tensors, as a group's rows and tokens are.
+            // Views into longer tensors, as for groups of a batch.
             let part = |x: &Tensor, second: bool| if second { x.narrow(1, 31, 19) } else { x.narrow(1, 0, 31) };
             let parts = [false, true].map(|second| (part(k, second), part(v, second)));
-            let shares = parts.each_ref().map(|(k, v)| attend(q, k, v, SCALE).unwrap());
-            let log_sum = Tensor::logaddexp(&shares[0].1, &shares[1].1);
-            let out = shares.iter().map(|(out, own)| out * (own - &log_sum).exp().unsqueeze(-1)).sum::<Tensor>();
+            let partial = parts.each_ref().map(|(k, v)| attend(q, k, v, SCALE).unwrap());
+            let log_sum = Tensor::logaddexp(&partial[0].1, &partial[1].1);
+            let out = partial.iter().map(|(out, own)| out * (own - &log_sum).exp().unsqueeze(-1)).sum::<Tensor>();
             let back = |own: bool| {
                 let each = [0, 1].map(|i| {
                     let (k, v) = &parts[i];
-                    let (out, log_sum) = if own { (&shares[i].0, &shares[i].1) } else { (&out, &log_sum) };
+                    let (out, log_sum) = if own { (&partial[i].0, &partial[i].1) } else { (&out, &log_sum) };
                     attend_backward(d_out, [q, k, v], out, log_sum, SCALE).unwrap()
                 });
                 let [[q_1, k_1, v_1], [q_2, k_2, v_2]] = each;
                 [q_1 + q_2, Tensor::cat(&[k_1, k_2], 1), Tensor::cat(&[v_1, v_2], 1)]
             };
-            let want = exactly(&inputs);
+            let want = reference(&inputs);
             close("out", &out, &want[0], limit);
             for ((got, own), want) in back(false).iter().zip(&back(true)).zip(&want[2..]) {
                 close("gradient", got, want, limit);
@@ -171,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn each_device_and_kind_has_its_kernel() {
+    fn device_and_dtype_select_the_kernel() {
         let gpu = Device::Cuda(1);
         assert_eq!(Kernel::of(gpu, Kind::BFloat16, 64), Some(Kernel::Flash));
         assert_eq!(Kernel::of(gpu, Kind::Half, 256), Some(Kernel::Flash));
@@ -179,27 +188,27 @@ mod tests {
         assert_eq!(Kernel::of(CPU, Kind::Float, 7), Some(Kernel::Cpu));
         let none = [(gpu, Kind::Double, 64), (gpu, Kind::BFloat16, 60), (gpu, Kind::Float, 264), (CPU, Kind::Int, 64)];
         for (device, kind, head_dim) in none {
-            assert!(!attends(device, kind, head_dim), "{kind:?} on {device:?}");
+            assert!(!has_kernel(device, kind, head_dim), "{kind:?} on {device:?}");
         }
     }
 
-    /// The kernels look at neither kind nor size everywhere: what they would read astray is refused before they run.
+    /// The kernels do not check every dtype and size: inputs that they would misread are rejected first.
     #[test]
-    fn what_a_kernel_would_read_astray_is_refused() {
+    fn unsupported_inputs_are_rejected() {
         type Spoil = fn(&mut [Tensor; 4]);
         let spoilt: [(&str, Spoil); 9] = [
             ("Int with heads of 8", |all| all[0] = all[0].to_kind(Kind::Int)),
-            ("keys that are of another kind", |all| all[1] = all[1].to_kind(Kind::BFloat16)),
-            ("keys that do not fit", |all| all[1] = all[1].narrow(2, 0, 7)),
-            ("keys that do not fit", |all| all[1] = all[1].narrow(0, 0, 1)),
-            ("values that do not fit", |all| all[2] = all[2].narrow(1, 0, 3)),
+            ("keys of another dtype", |all| all[1] = all[1].to_kind(Kind::BFloat16)),
+            ("keys of another size", |all| all[1] = all[1].narrow(2, 0, 7)),
+            ("keys of another size", |all| all[1] = all[1].narrow(0, 0, 1)),
+            ("values of another size", |all| all[2] = all[2].narrow(1, 0, 3)),
             ("values that are not contiguous", |all| all[2] = all[2].transpose(1, 2).contiguous().transpose(1, 2)),
-            ("values that are undefined", |all| all[2] = Tensor::new()),
+            ("undefined values", |all| all[2] = Tensor::new()),
             ("empty", |all| all[1] = all[1].narrow(1, 0, 0)),
             ("three dimensions", |all| all[0] = all[0].unsqueeze(0)),
         ];
         let refused = |answer: Result<(), Error>, what: &str| {
-            let Err(Error::Unsuitable(text)) = answer else { panic!("{what} was taken") };
+            let Err(Error::Unsuitable(text)) = answer else { panic!("{what}: accepted") };
             assert!(text.contains(what), "{text}");
         };
         for (what, spoil) in spoilt {
@@ -215,9 +224,9 @@ mod tests {
         let back =
             |d_out: &Tensor, out: &Tensor, sums: &Tensor| attend_backward(d_out, [q, k, v], out, sums, SCALE).map(drop);
         back(d_out, d_out, &sums.transpose(0, 1).contiguous().transpose(0, 1)).unwrap();
-        refused(back(&d_out.narrow(1, 0, 4), d_out, &sums), "gradients that do not fit");
-        refused(back(d_out, &d_out.to_kind(Kind::Double), &sums), "outputs that are of another kind");
-        refused(back(d_out, d_out, &sums.to_kind(Kind::Double)), "sums that are of another kind");
-        refused(back(d_out, d_out, &sums.narrow(1, 0, 4)), "sums that do not fit");
+        refused(back(&d_out.narrow(1, 0, 4), d_out, &sums), "gradients of another size");
+        refused(back(d_out, &d_out.to_kind(Kind::Double), &sums), "outputs of another dtype");
+        refused(back(d_out, d_out, &sums.to_kind(Kind::Double)), "log-sums of another dtype");
+        refused(back(d_out, d_out, &sums.narrow(1, 0, 4)), "log-sums of another size");
     }
 }

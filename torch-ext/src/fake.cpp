@@ -1,4 +1,4 @@
-// For tests where no GPU is: GPUs that do nothing and write down what they were asked for.
+// Fake GPUs for tests: they compute nothing and log every request.
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -14,7 +14,7 @@ constexpr c10::DeviceIndex kCount = 8;
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kCount> current_streams = {};
 thread_local int64_t streams = 0, events = 0;
-thread_local std::string written;
+thread_local std::string requests;
 
 std::string named(const void* event) {
   return "event " + std::to_string(*static_cast<const int64_t*>(event));
@@ -54,41 +54,41 @@ struct Fake final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const c10::Stream before = getStream(stream.device());
     current_streams.at(stream.device_index()) = stream.id();
-    written += "enter " + named(stream) + "\n";
+    requests += "enter " + named(stream) + "\n";
     return before;
   }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new int64_t(++events);
-    written += named(*event) + " in " + named(stream) + "\n";
+    requests += named(*event) + " in " + named(stream) + "\n";
   }
   void block(void* event, const c10::Stream& stream) const override {
-    written += named(stream) + " waits for " + named(event) + "\n";
+    requests += named(stream) + " waits for " + named(event) + "\n";
   }
   bool queryEvent(void*) const override {
     return true;
   }
   void synchronizeEvent(void* event) const override {
-    written += "host waits for " + named(event) + "\n";
+    requests += "host waits for " + named(event) + "\n";
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<int64_t*>(event);
   }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream& stream) const override {
-    written += named(stream) + " uses\n";
+    requests += named(stream) + " uses\n";
   }
 };
 
 } // namespace
 
-// From now on this process takes them for its GPUs' streams and events.
+// Registers the fake as the process's implementation of GPU streams and events.
 extern "C" void draftmill_fake_gpus() {
   static const c10::impl::DeviceGuardImplRegistrar registered(c10::kCUDA, new Fake());
 }
 
-// What this thread asked them for since it was last told; valid until it is told again.
-extern "C" const char* draftmill_fake_told() {
-  static thread_local std::string told;
-  told = std::move(written);
-  written.clear();
-  return told.c_str();
+// Requests of this thread since the last call; valid until the next one.
+extern "C" const char* draftmill_fake_log() {
+  static thread_local std::string log;
+  log = std::move(requests);
+  requests.clear();
+  return log.c_str();
 }

@@ -1,4 +1,4 @@
-//! The C functions of `torch_ext.cpp`, `streams.cpp` and `row_kernels.cpp`, as they are declared there.
+//! Declarations of the C functions of `torch_ext.cpp`, `streams.cpp` and `row_kernels.cpp`.
 
 use crate::{Attention, Memory};
 use std::ffi::{c_char, c_int, c_void};
@@ -20,7 +20,7 @@ pub struct Update {
     pub max_norm: f64,
 }
 
-/// Which GPU's, and which of its streams.
+/// Stream of a GPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream {
@@ -28,7 +28,7 @@ pub struct Stream {
     pub gpu: c_int,
 }
 
-/// libtorch's `c10::Event`.
+/// `c10::Event` of libtorch.
 #[repr(C)]
 pub struct Event {
     _opaque: [u8; 0],
@@ -45,7 +45,7 @@ pub struct Rows {
 
 unsafe extern "C" {
     pub fn draftmill_rms_norm(x: &Rows, weight: *const f32, width: i64, eps: f64, y: *mut f32, scale: *mut f32);
-    pub fn draftmill_rms_norm_again(x: &Rows, scale: *const f32, weight: *const f32, width: i64, y: *mut f32);
+    pub fn draftmill_rms_norm_from_scale(x: &Rows, scale: *const f32, weight: *const f32, width: i64, y: *mut f32);
     pub fn draftmill_rms_norm_backward(
         dy: *const f32,
         x: &Rows,
@@ -55,10 +55,17 @@ unsafe extern "C" {
         dx: &Rows,
         dw: *mut f32,
     );
-    pub fn draftmill_gated(gate_up: &Rows, width: i64, out: *mut f32);
-    pub fn draftmill_gated_backward(d_out: *const f32, gate_up: &Rows, width: i64, out: *mut f32, d_gate_up: *mut f32);
-    pub fn draftmill_soften(scores: *mut f32, rows: i64, width: i64, most: *mut f32, sum: *mut f32, shrink: *mut f32);
-    pub fn draftmill_soften_backward(
+    pub fn draftmill_swiglu(gate_up: &Rows, width: i64, out: *mut f32);
+    pub fn draftmill_swiglu_backward(d_out: *const f32, gate_up: &Rows, width: i64, out: *mut f32, d_gate_up: *mut f32);
+    pub fn draftmill_online_softmax(
+        scores: *mut f32,
+        rows: i64,
+        width: i64,
+        max: *mut f32,
+        sum: *mut f32,
+        rescale: *mut f32,
+    );
+    pub fn draftmill_softmax_backward(
         scores: *mut f32,
         d_weights: *mut f32,
         rows: i64,
@@ -81,7 +88,7 @@ unsafe extern "C" {
         update: *const Update,
     ) -> c_int;
     pub fn draftmill_norm(tensors: *const *const C_tensor, count: usize, norm: *mut *mut C_tensor) -> c_int;
-    pub fn draftmill_each(count: i64, work: extern "C" fn(*mut c_void, i64), context: *mut c_void) -> c_int;
+    pub fn draftmill_parallel_for(count: i64, work: extern "C" fn(*mut c_void, i64), context: *mut c_void) -> c_int;
     pub fn draftmill_empty_cache(index: c_int) -> c_int;
     pub fn draftmill_memory(index: c_int, memory: *mut Memory) -> c_int;
     pub fn draftmill_expand_segments(expand: bool) -> c_int;
@@ -109,7 +116,7 @@ unsafe extern "C" {
         scale: f64,
         gradients: *mut *mut C_tensor,
     ) -> c_int;
-    /// Throws inside what its number says: see `torch_ext.cpp`.
+    /// Throws the exception that `what` selects: see `torch_ext.cpp`.
     #[cfg(test)]
     pub fn draftmill_throw(what: c_int) -> c_int;
 }
@@ -121,7 +128,7 @@ unsafe extern "C" {
     pub fn draftmill_stream_wait(stream: *const Stream, event: *const Event) -> c_int;
     pub fn draftmill_stream_uses(stream: *const Stream, tensor: *const C_tensor) -> c_int;
     pub fn draftmill_event_record(stream: *const Stream, event: *mut *mut Event) -> c_int;
-    pub fn draftmill_event_passed(event: *const Event, passed: *mut bool) -> c_int;
+    pub fn draftmill_event_query(event: *const Event, complete: *mut bool) -> c_int;
     pub fn draftmill_event_wait(event: *const Event) -> c_int;
     pub fn draftmill_event_drop(event: *mut Event) -> c_int;
     pub fn draftmill_pinned(bytes: i64, memory: *mut *mut C_tensor) -> c_int;
@@ -130,5 +137,5 @@ unsafe extern "C" {
     #[cfg(test)]
     pub fn draftmill_fake_gpus();
     #[cfg(test)]
-    pub fn draftmill_fake_told() -> *const c_char;
+    pub fn draftmill_fake_log() -> *const c_char;
 }

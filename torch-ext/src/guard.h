@@ -1,4 +1,4 @@
-// How a failure leaves C++: as a code, with its message in a slot of the thread. Nothing is thrown out.
+// Conversion of C++ exceptions to return codes, with the message in a thread-local slot. No exception leaves C++.
 
 #pragma once
 
@@ -15,21 +15,21 @@ namespace draftmill {
 // The same numbers as in ffi.rs.
 enum Code : int { kDone = 0, kFailed = 1, kOutOfMemory = 2, kUnsuitable = 3 };
 
-// Asked for something that this shim or this process cannot do; nothing was changed.
+// Thrown if this library or process cannot do what was requested; nothing was changed.
 struct Unsuitable : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Not a std::string: to keep a message must not need memory when memory is what lacks.
+// Not a std::string: storing an out-of-memory message must not allocate.
 inline thread_local char slot[1024];
 
-inline int keep(Code code, const char* text) noexcept {
+inline int store(Code code, const char* text) noexcept {
   std::snprintf(slot, sizeof slot, "%s", text);
   return code;
 }
 
-inline bool tells_of_memory(const c10::Error& error, const char* text) noexcept {
-  // The allocator of the CPU throws a plain Error.
+inline bool is_out_of_memory(const c10::Error& error, const char* text) noexcept {
+  // The CPU allocator throws a plain Error.
   return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
       std::strstr(text, "DefaultCPUAllocator") != nullptr;
 }
@@ -41,16 +41,16 @@ int guarded(Work&& work) noexcept {
     work();
     return kDone;
   } catch (const Unsuitable& error) {
-    return keep(kUnsuitable, error.what());
+    return store(kUnsuitable, error.what());
   } catch (const c10::Error& error) {
     const char* text = error.what_without_backtrace();
-    return keep(tells_of_memory(error, text) ? kOutOfMemory : kFailed, text);
+    return store(is_out_of_memory(error, text) ? kOutOfMemory : kFailed, text);
   } catch (const std::bad_alloc& error) {
-    return keep(kOutOfMemory, error.what());
+    return store(kOutOfMemory, error.what());
   } catch (const std::exception& error) {
-    return keep(kFailed, error.what());
+    return store(kFailed, error.what());
   } catch (...) {
-    return keep(kFailed, "libtorch threw something that is no std::exception");
+    return store(kFailed, "libtorch threw an exception that is not a std::exception");
   }
 }
 

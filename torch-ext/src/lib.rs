@@ -1,9 +1,9 @@
-//! What tch lacks of libtorch and Draftmill calls: fused AdamW, the norm of many tensors, attention kernels that tell their sums,
-//! work shared out over an operation's threads, streams, events and copies that nobody waits for, a GPU's memory, and switches.
+//! Extensions of tch: fused AdamW, norm over many tensors, attention kernels with log-sums, parallel map, CUDA streams
+//! and events, asynchronous copies, GPU memory statistics, and global switches.
 //!
-//! `torch_ext.cpp` and `streams.cpp` beside this file do the work, against the libtorch that tch links and without any CUDA header: what
-//! only a GPU has answers with a sentence where there is none. Errors have a slot of their own, so nothing is left
-//! in tch's, and no exception leaves C++. Without the feature `torch` this package is empty.
+//! `torch_ext.cpp` and `streams.cpp` implement them against the libtorch that tch links, without CUDA headers. GPU-only
+//! functions return an error without a GPU. Errors have their own slot, so tch's stays clean, and no exception leaves
+//! C++. Without the feature `torch` this package is empty.
 
 #![cfg(feature = "torch")]
 
@@ -15,9 +15,9 @@ mod streams;
 #[cfg(test)]
 mod tests;
 
-pub use attend::{attend, attend_backward, attends};
-pub use pinned_transfer::{Arrival, Ferry};
-pub use streams::{Event, Reading, Stream};
+pub use attend::{attend, attend_backward, has_kernel};
+pub use pinned_transfer::{PendingCopy, PinnedTransfer};
+pub use streams::{Event, PendingScalar, Stream};
 
 use std::ffi::{CStr, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -27,13 +27,13 @@ use std::thread;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-/// Why a call did not do what was asked, told apart by kind and not by text. Each carries the first line of the message.
+/// Failure of a call, with the first line of its message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A device or the host has no room; what the call had begun is freed again.
+    /// The device or the host is out of memory; memory of the failed call is freed.
     #[error("out of memory: {0}")]
     OutOfMemory(String),
-    /// This shim or this process cannot do that, and nothing was changed.
+    /// This library or process cannot do what was requested; nothing was changed.
     #[error("{0}")]
     Unsuitable(String),
     /// Any other failure of libtorch.
@@ -41,40 +41,40 @@ pub enum Error {
     Failed(String),
 }
 
-/// One update by AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2).
+/// Parameters of one AdamW update (Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
     pub learning_rate: f64,
     pub beta1: f64,
     pub beta2: f64,
-    /// Added to the corrected root of the second moment.
+    /// Added to the bias-corrected root of the second moment.
     pub eps: f64,
-    /// Decoupled: a master shrinks by `learning_rate * weight_decay` of itself.
+    /// Decoupled: a master weight shrinks by `learning_rate * weight_decay` of itself.
     pub weight_decay: f64,
-    /// Number of this update, from 1: it corrects the moments' bias.
+    /// Number of this update, from 1, for bias correction.
     pub step: u64,
-    /// Each gradient is divided by this first, and so is the norm.
+    /// Divisor of gradients and norm.
     pub denominator: f64,
-    /// What is divided is then scaled to a norm of at most this, by `min(1, max_norm / (norm + 1e-6))`.
+    /// Limit on the divided norm: gradients are scaled by `min(1, max_norm / (norm + 1e-6))`.
     pub max_norm: f64,
 }
 
-/// A GPU's memory as its caching allocator and its driver tell it, in bytes.
+/// Memory of a GPU in bytes, from its caching allocator and its driver.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Held by tensors.
+    /// Used by tensors.
     pub allocated: u64,
-    /// Held by the allocator, tensors included; [`empty_cache`] gives back what no tensor touches.
+    /// Held by the allocator, including tensors; [`empty_cache`] releases what no tensor uses.
     pub reserved: u64,
-    /// Most that tensors ever held.
+    /// Maximum of `allocated` so far.
     pub peak: u64,
-    /// What the driver has left for anyone.
+    /// Free memory according to the driver.
     pub free: u64,
     pub total: u64,
 }
 
-/// The kernels that attention may choose from; process-wide.
+/// Attention kernels that libtorch may choose; process-wide.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Attention {
@@ -84,15 +84,17 @@ pub struct Attention {
     pub cudnn: bool,
 }
 
-/// Updates masters and both moments in place, in one kernel per device (a few for long lists). Waits neither for it nor for
-/// the norm.
+/// Updates masters and both moments in place, in one kernel per device (several for long lists), without waiting for it
+/// or for the norm.
 ///
-/// Item `i` of the four lists belongs together; all are f32, contiguous, of one size per item and on one device, the
-/// CPU or a GPU. A gradient may lie in any order, and holds the divided gradient or the given one afterwards: it is used up.
-/// `norm` is what [`norm`] gives of all gradients. Where the update does not fit it ([`Update::fits`]) nothing is
-/// changed, and nothing says so: only the device knows by then.
+/// The four lists have matching items: f32, contiguous, of one size per item, all on one device, the CPU or a GPU. A
+/// gradient may have any memory order and is overwritten. `norm` is the result of [`norm`] over all gradients. If the
+/// update is not applicable to it ([`Update::is_applicable`]), the device changes nothing and the call still succeeds,
+/// as only the device knows the norm.
 ///
-/// Whatever the kernel would refuse, or would take silently and get wrong, is [`Error::Unsuitable`]; nothing is changed then.
+/// # Errors
+/// [`Error::Unsuitable`] for inputs that the kernel would reject or misread; nothing is changed then. Otherwise if
+/// libtorch fails.
 pub fn fused_adamw(
     masters: &mut [Tensor],
     gradients: &mut [Tensor],
@@ -103,15 +105,15 @@ pub fn fused_adamw(
 ) -> Result<(), Error> {
     let count = masters.len();
     if [gradients.len(), exp_avg.len(), exp_avg_sq.len()] != [count; 3] {
-        return Err(Error::Unsuitable("fused AdamW takes a gradient and two moments for each master".into()));
+        return Err(Error::Unsuitable("fused AdamW requires a gradient and two moments for each master".into()));
     }
     let Update { learning_rate, beta1, beta2, eps, weight_decay, step, denominator, max_norm } = *update;
-    // Inexact past 2^53, and f32 in the kernel: by then no bias is left to correct.
+    // Inexact past 2^53, and f32 in the kernel; bias correction is 1 by then.
     let step = step as f64;
     let update = ffi::Update { learning_rate, beta1, beta2, eps, weight_decay, step, denominator, max_norm };
     let [masters, gradients] = [pointers(masters), pointers(gradients)];
     let [exp_avg, exp_avg_sq] = [pointers(exp_avg), pointers(exp_avg_sq)];
-    // SAFETY: four lists of `count` live tensors, borrowed for the call; sizes, kinds and devices are checked inside.
+    // SAFETY: four lists of `count` live tensors, borrowed for the call; C++ checks sizes, dtypes and devices.
     done(unsafe {
         ffi::draftmill_fused_adamw(
             masters.as_ptr(),
@@ -126,96 +128,114 @@ pub fn fused_adamw(
 }
 
 impl Update {
-    /// What gradients are divided by in all, where their norm is `norm`. The kernel has it in f32.
+    /// Total divisor of gradients with norm `norm`: mean and clipping. The kernel uses it in f32.
     pub fn divisor(&self, norm: f64) -> f64 {
         let clip = self.max_norm / (norm / self.denominator + 1e-6);
-        // Not by `min`, which takes NaN for no number at all.
+        // `min` would ignore a NaN.
         self.denominator / if clip > 1.0 { 1.0 } else { clip }
     }
 
-    /// Whether that is finite for the kernel, too: else nothing is updated.
-    pub fn fits(&self, norm: f64) -> bool {
+    /// True if the divisor is finite in f32; otherwise the kernel updates nothing.
+    pub fn is_applicable(&self, norm: f64) -> bool {
         (self.divisor(norm) as f32).is_finite()
     }
 }
 
-/// The L2 norm of all values of all tensors, 0 of none: one f64 beside them, for which the host does not wait. [`Reading`] brings it.
+/// L2 norm over all values of all tensors, 0 for none, as one f64 on their device. Does not wait for the device;
+/// [`PendingScalar`] reads the result.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn norm(tensors: &[Tensor]) -> Result<Tensor, Error> {
     let mut norm = ptr::null_mut();
     let tensors = pointers(tensors);
-    // SAFETY: a list of live tensors, borrowed for the call, which gives one tensor.
+    // SAFETY: a list of live tensors, borrowed for the call, which returns one tensor.
     done(unsafe { ffi::draftmill_norm(tensors.as_ptr(), tensors.len(), &mut norm) })?;
     Ok(owned(norm))
 }
 
-/// What `work` gives of each of `0..count`, shared out over the threads that an operation of the CPU may use. Operations inside stay
-/// on the thread that calls them. Threads have grad mode as its last user left it. A panic goes on in the caller.
-pub fn each<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Result<Vec<T>, Error> {
-    let (results, done_with) = sync_channel(count);
+/// Returns `work` of each of `0..count`, computed in parallel on libtorch's CPU threads. Operations inside run on the
+/// thread of their item. Threads keep the grad mode of their last user. A panic resumes in the caller.
+///
+/// # Errors
+/// Returns an error if libtorch fails or skips an item.
+pub fn parallel_map<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Result<Vec<T>, Error> {
+    let (results, receiver) = sync_channel(count);
     let call = Call { work, results };
-    // SAFETY: the call lives until all numbers are done, `run_one` is made for its type, and threads only share it.
-    done(unsafe { ffi::draftmill_each(count as i64, run_one(&call), (&raw const call).cast_mut().cast()) })?;
+    // SAFETY: `call` outlives the call, `run_one` matches its type, and threads only share it.
+    done(unsafe { ffi::draftmill_parallel_for(count as i64, run_one(&call), (&raw const call).cast_mut().cast()) })?;
     drop(call);
-    let mut all = done_with.into_iter().collect::<Vec<_>>();
+    let mut all = receiver.into_iter().collect::<Vec<_>>();
     all.sort_by_key(|(number, _)| *number);
     if all.len() != count {
-        return Err(Error::Failed("libtorch left a share of the work out".into()));
+        return Err(Error::Failed("libtorch skipped an item of a parallel map".into()));
     }
     Ok(all.into_iter().map(|(_, result)| result.unwrap_or_else(|panic| resume_unwind(panic))).collect())
 }
 
 struct Call<T, W> {
     work: W,
-    /// Has room for all.
+    /// Has capacity for all results.
     results: SyncSender<(usize, thread::Result<T>)>,
 }
 
-/// The function that runs one number of such a call. No panic leaves it.
+/// Returns the C function that runs one item of a call of this type. No panic leaves it.
 fn run_one<T: Send, W: Fn(usize) -> T + Sync>(_: &Call<T, W>) -> extern "C" fn(*mut c_void, i64) {
     extern "C" fn run<T: Send, W: Fn(usize) -> T + Sync>(context: *mut c_void, number: i64) {
-        // SAFETY: what `each` passes.
+        // SAFETY: the pointer that `parallel_map` passes.
         let call = unsafe { &*context.cast_const().cast::<Call<T, W>>() };
         let result = catch_unwind(AssertUnwindSafe(|| (call.work)(number as usize)));
-        // One that is lost is missed at the end.
+        // A lost result is detected at the end.
         let _ = call.results.try_send((number as usize, result));
     }
     run::<T, W>
 }
 
-/// Gives memory back that the allocator keeps and no tensor touches: that of all GPUs, as libtorch knows no finer
-/// call. Where `device` is no GPU nothing is kept and nothing happens.
+/// Releases memory that the allocator holds and no tensor uses, on all GPUs: libtorch has no call for one. Does nothing
+/// if `device` is not a GPU.
+///
+/// # Errors
+/// [`Error::Unsuitable`] if the GPU does not exist.
 pub fn empty_cache(device: Device) -> Result<(), Error> {
     match device {
-        // SAFETY: takes a number; one that names no GPU is an error.
-        Device::Cuda(index) => done(unsafe { ffi::draftmill_empty_cache(number(index)) }),
+        // SAFETY: takes an index; an unknown GPU is an error.
+        Device::Cuda(index) => done(unsafe { ffi::draftmill_empty_cache(gpu_index(index)) }),
         _ => Ok(()),
     }
 }
 
-/// The memory of a GPU; `None` for any other device.
+/// Memory of a GPU; `None` for other devices.
+///
+/// # Errors
+/// [`Error::Unsuitable`] if the GPU does not exist.
 pub fn memory(device: Device) -> Result<Option<Memory>, Error> {
     let Device::Cuda(index) = device else { return Ok(None) };
     let mut memory = Memory::default();
-    // SAFETY: takes a number and fills a struct of the same layout; a number that names no GPU is an error.
-    done(unsafe { ffi::draftmill_memory(number(index), &mut memory) })?;
+    // SAFETY: takes an index and fills a struct of the same layout; an unknown GPU is an error.
+    done(unsafe { ffi::draftmill_memory(gpu_index(index), &mut memory) })?;
     Ok(Some(memory))
 }
 
-/// The libtorch that this shim was compiled for: "2.11.0".
+/// Version of libtorch that this library was compiled for: "2.11.0".
 pub fn version() -> String {
-    // SAFETY: a constant text that ends with a zero.
+    // SAFETY: a constant C string.
     unsafe { CStr::from_ptr(ffi::draftmill_version()) }.to_string_lossy().into_owned()
 }
 
-/// Whether the allocator of GPUs takes one range of addresses and maps memory into it as need grows, so that what one shape gave
-/// back serves a larger one; else it takes each segment for itself, and sizes that differ from batch to batch leave gaps between
-/// them. Process-wide, for memory that is taken from now on.
+/// Sets if the CUDA allocator uses expandable segments: one address range that grows, so that freed memory serves
+/// larger shapes. Without them, varying sizes fragment memory. Process-wide, for later allocations.
+///
+/// # Errors
+/// Returns an error if libtorch rejects the setting.
 pub fn expand_segments(expand: bool) -> Result<(), Error> {
     // SAFETY: sets a flag.
     done(unsafe { ffi::draftmill_expand_segments(expand) })
 }
 
-/// Whether it does, as far as the machine's driver can.
+/// True if the CUDA allocator uses expandable segments, as far as the driver supports them.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn segments_expand() -> Result<bool, Error> {
     let mut expand = false;
     // SAFETY: fills a bool.
@@ -223,14 +243,20 @@ pub fn segments_expand() -> Result<bool, Error> {
     Ok(expand)
 }
 
-/// Whether products and convolutions of f32 on a GPU may round their operands to TF32 (10 bits of mantissa);
-/// process-wide, from the next operation on.
+/// Sets if f32 products and convolutions on a GPU may use TF32 (10 bits of mantissa); process-wide, for later
+/// operations.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn allow_tf32(allow: bool) -> Result<(), Error> {
     // SAFETY: sets flags.
     done(unsafe { ffi::draftmill_allow_tf32(allow) })
 }
 
-/// Whether any of them may.
+/// True if any f32 operation may use TF32.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn tf32_allowed() -> Result<bool, Error> {
     let mut allowed = false;
     // SAFETY: fills a bool.
@@ -238,13 +264,19 @@ pub fn tf32_allowed() -> Result<bool, Error> {
     Ok(allowed)
 }
 
-/// Sets the kernels that attention may choose from, from the next call of it on.
+/// Sets the attention kernels that libtorch may choose; process-wide, for later calls.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn set_attention(kernels: Attention) -> Result<(), Error> {
     // SAFETY: reads a struct of the same layout.
     done(unsafe { ffi::draftmill_set_attention(&kernels) })
 }
 
-/// Those in force.
+/// Attention kernels that libtorch may choose now.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn attention() -> Result<Attention, Error> {
     let mut used = Attention::default();
     // SAFETY: fills a struct of the same layout.
@@ -252,19 +284,19 @@ pub fn attention() -> Result<Attention, Error> {
     Ok(used)
 }
 
-/// As libtorch's C++ takes them: tch's tensor is a pointer to libtorch's.
+/// Pointers to libtorch's tensors, which tch's tensors wrap.
 fn pointers(tensors: &[Tensor]) -> Vec<*const C_tensor> {
     tensors.iter().map(Tensor::as_ptr).collect()
 }
 
-/// A tensor that the shim made for us.
+/// Takes ownership of a tensor that C++ returned.
 fn owned(tensor: *mut C_tensor) -> Tensor {
-    // SAFETY: after success each pointer is a tensor of libtorch on the heap that nobody else holds.
+    // SAFETY: after success each pointer is a heap tensor of libtorch without another owner.
     unsafe { Tensor::from_ptr(tensor) }
 }
 
-/// One that is too large for libtorch is none of its devices, and refused as such.
-fn number(index: usize) -> c_int {
+/// Converts a GPU index; libtorch rejects one that is too large.
+fn gpu_index(index: usize) -> c_int {
     c_int::try_from(index).unwrap_or(c_int::MAX)
 }
 
@@ -278,7 +310,7 @@ fn done(code: c_int) -> Result<(), Error> {
     if code == ffi::DONE {
         return Ok(());
     }
-    // SAFETY: the slot is this thread's, ends with a zero, and is not written again before the text is copied.
+    // SAFETY: the slot is thread-local, zero-terminated, and not written again before the text is copied.
     let text = unsafe { CStr::from_ptr(ffi::draftmill_last_error()) }.to_string_lossy();
     let line = text.lines().next().unwrap_or_default().to_owned();
     Err(match code {

@@ -1,157 +1,175 @@
-//! Tensors between the host and a GPU beside what else that GPU does: in turns through two pinned buffers, on a stream of their own.
+//! Asynchronous transfers between host and GPU, through two pinned buffers in turn, on a stream of their own.
 //!
-//! A copy from memory that is not pinned goes through buffers of the driver, slower, and the host waits for all that was in the stream
-//! before it. Pinning what is copied would be wrong the other way: it is gigabytes, of sizes that hardly come twice.
+//! A copy from unpinned memory goes through buffers of the driver: slower, and the host waits for all earlier work in
+//! the stream. Pinning the tensors themselves would pin gigabytes, in sizes that rarely repeat.
 
 use crate::Error;
 use crate::streams::{Event, Stream, copy, pinned};
 use tch::{Device, Kind, Tensor};
 
-/// Bytes of a buffer: some milliseconds of copying, beside which a call costs nothing.
-const BUFFER: usize = 32 << 20;
+/// Size of a buffer: some milliseconds of copying, so the cost of a call is negligible.
+const BUFFER_BYTES: usize = 32 << 20;
 
-/// The way from the host to one GPU and back. One tensor at a time.
-pub struct Ferry {
-    /// Where tensors on the far side lie.
+/// Transfer path between the host and one GPU. Transfers one tensor at a time.
+pub struct PinnedTransfer {
+    /// Device of the transferred tensors; differs from `device` in tests only.
+    tensor_device: Device,
+    /// GPU of the stream.
     device: Device,
-    /// The GPU's.
-    far: Device,
     stream: Stream,
     buffers: [Buffer; 2],
-    /// A copy failed half way: what is in the buffers is not known any more.
-    lost: bool,
+    /// True after a failed copy, which leaves the buffers undefined.
+    failed: bool,
 }
 
 struct Buffer {
     bytes: Tensor,
-    /// The copy that used it last is done when this is passed.
+    /// Event after the last copy that used the buffer.
     used: Option<Event>,
 }
 
-/// A tensor that is on its way to a GPU.
+/// Tensor whose copy to a GPU is pending.
 #[derive(Debug)]
-pub struct Arrival {
+pub struct PendingCopy {
     tensor: Tensor,
-    far: Device,
-    all_there: Event,
+    device: Device,
+    copied: Event,
 }
 
-impl Ferry {
-    /// `None` where the device is no GPU: then there is no way to go.
-    pub fn new(device: Device) -> Result<Option<Ferry>, Error> {
-        let Some(stream) = Stream::another(device)? else { return Ok(None) };
-        Ok(Some(Ferry::over([pinned(BUFFER)?, pinned(BUFFER)?], device, device, stream)))
+impl PinnedTransfer {
+    /// Creates a transfer path; `None` if `device` is not a GPU.
+    ///
+    /// # Errors
+    /// Returns an error if the GPU does not exist or memory cannot be pinned.
+    pub fn new(device: Device) -> Result<Option<PinnedTransfer>, Error> {
+        let Some(stream) = Stream::from_pool(device)? else { return Ok(None) };
+        Ok(Some(PinnedTransfer::with_buffers([pinned(BUFFER_BYTES)?, pinned(BUFFER_BYTES)?], device, device, stream)))
     }
 
-    /// With these bytes for buffers, of one length. In tests what is taken for the GPU's memory is not where its stream is.
-    fn over(buffers: [Tensor; 2], device: Device, far: Device, stream: Stream) -> Ferry {
-        Ferry { device, far, stream, buffers: buffers.map(|bytes| Buffer { bytes, used: None }), lost: false }
+    /// Uses `buffers` of equal length. In tests the transferred tensors are in host memory.
+    fn with_buffers(buffers: [Tensor; 2], tensor_device: Device, device: Device, stream: Stream) -> PinnedTransfer {
+        PinnedTransfer {
+            tensor_device,
+            device,
+            stream,
+            buffers: buffers.map(|bytes| Buffer { bytes, used: None }),
+            failed: false,
+        }
     }
 
-    /// A copy on the host, all of it. The copying begins when what this thread's stream holds is done, and holds nothing up that comes
-    /// into that stream later.
+    /// Copies a tensor to the host and waits for it. The copy starts after the current work of this thread's stream,
+    /// and does not delay later work in that stream.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails or an earlier copy failed.
     pub fn to_host(&mut self, tensor: &Tensor) -> Result<Tensor, Error> {
-        self.unless_lost(|ferry| {
+        self.unless_failed(|transfer| {
             let from = bytes_of(tensor)?;
             let copied = Tensor::f_empty(tensor.size(), (tensor.f_kind()?, Device::Cpu))?;
             let to = bytes_of(&copied)?;
-            if let Some(made) = Stream::current(ferry.far)? {
-                ferry.stream.waits_for(&Event::in_stream(made)?)?;
+            if let Some(current) = Stream::current(transfer.device)? {
+                transfer.stream.wait_event(&Event::record(current)?)?;
             }
-            let mut before: Option<Piece> = None;
-            for piece in ferry.pieces(&from) {
-                let buffer = ferry.emptied(&piece)?;
-                // One buffer fills while the host empties the other.
-                ferry.stream.run(|| copy(&buffer, &piece.of(&from)?))??;
-                ferry.fill(&piece)?;
-                if let Some(before) = before.replace(piece) {
-                    before.of(&to)?.f_copy_(&ferry.emptied(&before)?)?;
+            let mut before: Option<Chunk> = None;
+            for chunk in transfer.chunks(&from) {
+                let buffer = transfer.wait_for_buffer(&chunk)?;
+                // The GPU fills one buffer while the host empties the other.
+                transfer.stream.run(|| copy(&buffer, &chunk.of(&from)?))??;
+                transfer.mark_in_use(&chunk)?;
+                if let Some(before) = before.replace(chunk) {
+                    before.of(&to)?.f_copy_(&transfer.wait_for_buffer(&before)?)?;
                 }
             }
             if let Some(last) = before {
-                last.of(&to)?.f_copy_(&ferry.emptied(&last)?)?;
+                last.of(&to)?.f_copy_(&transfer.wait_for_buffer(&last)?)?;
             }
             Ok(copied)
         })
     }
 
-    /// Sends a tensor of the host to the GPU, beside what is done there. Gives it when the last piece is under way.
-    pub fn to_gpu(&mut self, tensor: &Tensor) -> Result<Arrival, Error> {
-        // The stream that writes it first is the one whose memory it is. Where there is no room nothing has begun.
-        let sent = self.stream.run(|| Tensor::f_empty(tensor.size(), (tensor.f_kind()?, self.device)))??;
-        self.unless_lost(|ferry| {
+    /// Copies a host tensor to the GPU, concurrently with its other work. Returns when the last chunk is queued.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails or an earlier copy failed.
+    pub fn to_gpu(&mut self, tensor: &Tensor) -> Result<PendingCopy, Error> {
+        // Allocated on the transfer stream, which writes it first. If memory is short, nothing has started.
+        let sent = self.stream.run(|| Tensor::f_empty(tensor.size(), (tensor.f_kind()?, self.tensor_device)))??;
+        self.unless_failed(|transfer| {
             let (from, to) = (bytes_of(tensor)?, bytes_of(&sent)?);
-            for piece in ferry.pieces(&from) {
-                let mut buffer = ferry.emptied(&piece)?;
-                buffer.f_copy_(&piece.of(&from)?)?;
-                ferry.stream.run(|| copy(&piece.of(&to)?, &buffer))??;
-                ferry.fill(&piece)?;
+            for chunk in transfer.chunks(&from) {
+                let mut buffer = transfer.wait_for_buffer(&chunk)?;
+                buffer.f_copy_(&chunk.of(&from)?)?;
+                transfer.stream.run(|| copy(&chunk.of(&to)?, &buffer))??;
+                transfer.mark_in_use(&chunk)?;
             }
-            Ok(Arrival { tensor: sent, far: ferry.far, all_there: Event::in_stream(ferry.stream)? })
+            Ok(PendingCopy { tensor: sent, device: transfer.device, copied: Event::record(transfer.stream)? })
         })
     }
 
-    fn pieces(&self, bytes: &Tensor) -> impl Iterator<Item = Piece> + use<> {
+    fn chunks(&self, bytes: &Tensor) -> impl Iterator<Item = Chunk> + use<> {
         let (all, each) = (bytes.numel(), self.buffers[0].bytes.numel().max(1));
         (0..all.div_ceil(each)).map(move |number| {
             let from = number * each;
-            Piece { buffer: number % 2, from: from as i64, length: each.min(all - from) as i64 }
+            Chunk { buffer: number % 2, from: from as i64, length: each.min(all - from) as i64 }
         })
     }
 
-    /// The part of a buffer that a piece takes, once the copy that used it last is done.
-    fn emptied(&mut self, piece: &Piece) -> Result<Tensor, Error> {
-        let buffer = &mut self.buffers[piece.buffer];
+    /// Part of the buffer for a chunk, after the last copy that used the buffer.
+    fn wait_for_buffer(&mut self, chunk: &Chunk) -> Result<Tensor, Error> {
+        let buffer = &mut self.buffers[chunk.buffer];
         if let Some(used) = buffer.used.take() {
             used.wait()?;
         }
-        Ok(buffer.bytes.f_narrow(0, 0, piece.length)?)
+        Ok(buffer.bytes.f_narrow(0, 0, chunk.length)?)
     }
 
-    /// The copy that is in the stream now uses the buffer of this piece.
-    fn fill(&mut self, piece: &Piece) -> Result<(), Error> {
-        self.buffers[piece.buffer].used = Some(Event::in_stream(self.stream)?);
+    /// Marks the buffer of a chunk as used by the copy that was queued last.
+    fn mark_in_use(&mut self, chunk: &Chunk) -> Result<(), Error> {
+        self.buffers[chunk.buffer].used = Some(Event::record(self.stream)?);
         Ok(())
     }
 
-    fn unless_lost<T>(&mut self, work: impl FnOnce(&mut Ferry) -> Result<T, Error>) -> Result<T, Error> {
-        if self.lost {
-            return Err(Error::Unsuitable("an earlier copy between host and GPU failed half way".into()));
+    fn unless_failed<T>(&mut self, work: impl FnOnce(&mut PinnedTransfer) -> Result<T, Error>) -> Result<T, Error> {
+        if self.failed {
+            return Err(Error::Unsuitable("an earlier copy between host and GPU failed".into()));
         }
-        // Not only after an error: work may panic.
-        self.lost = true;
+        // Set first, because `work` may panic.
+        self.failed = true;
         let done = work(self);
-        self.lost = done.is_err();
+        self.failed = done.is_err();
         done
     }
 }
 
-impl Arrival {
-    /// The tensor, for work of this thread's stream, which waits for it. The host does not.
-    pub fn taken(self) -> Result<Tensor, Error> {
-        if let Some(stream) = Stream::current(self.far)? {
-            stream.waits_for(&self.all_there)?;
-            stream.uses(&self.tensor)?;
+impl PendingCopy {
+    /// Returns the tensor for work on this thread's stream, which waits for the copy; the host does not.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
+    pub fn into_tensor(self) -> Result<Tensor, Error> {
+        if let Some(stream) = Stream::current(self.device)? {
+            stream.wait_event(&self.copied)?;
+            stream.record_use(&self.tensor)?;
         }
         Ok(self.tensor)
     }
 }
 
-/// A part of what is copied, no longer than a buffer.
-struct Piece {
-    /// Which one it goes through.
+/// Part of a transfer, at most as long as a buffer.
+struct Chunk {
+    /// Index of its buffer.
     buffer: usize,
     from: i64,
     length: i64,
 }
 
-impl Piece {
+impl Chunk {
     fn of(&self, bytes: &Tensor) -> Result<Tensor, Error> {
         Ok(bytes.f_narrow(0, self.from, self.length)?)
     }
 }
 
-/// Of a tensor that lies in order a view, of any other a copy.
+/// Bytes of a tensor: a view if it is contiguous, else a copy.
 fn bytes_of(tensor: &Tensor) -> Result<Tensor, Error> {
     Ok(tensor.f_contiguous()?.f_view([-1])?.f_view_dtype(Kind::Uint8)?)
 }
@@ -164,20 +182,20 @@ mod tests {
 
     const CPU: Device = Device::Cpu;
 
-    /// The way to the third GPU of those that do nothing; what would be its memory is the host's.
-    fn ferry(buffer: i64) -> Ferry {
+    /// Transfer path to the third fake GPU; its memory is host memory.
+    fn transfer(buffer: i64) -> PinnedTransfer {
         // SAFETY: registers a table that lives as long as the process.
         unsafe { ffi::draftmill_fake_gpus() };
         let gpu = Device::Cuda(3);
-        let stream = Stream::another(gpu).unwrap().unwrap();
+        let stream = Stream::from_pool(gpu).unwrap().unwrap();
         let buffers = [(); 2].map(|()| Tensor::full([buffer], 99, (Kind::Uint8, CPU)));
-        Ferry::over(buffers, CPU, gpu, stream)
+        PinnedTransfer::with_buffers(buffers, CPU, gpu, stream)
     }
 
-    /// What the GPUs were asked for since the last time.
-    fn told() -> Vec<String> {
-        // SAFETY: a text of this thread that ends with a zero, copied before the next call.
-        let text = unsafe { CStr::from_ptr(ffi::draftmill_fake_told()) }.to_str().unwrap();
+    /// Requests to the fake GPUs since the last call.
+    fn log() -> Vec<String> {
+        // SAFETY: a thread-local C string, copied before the next call.
+        let text = unsafe { CStr::from_ptr(ffi::draftmill_fake_log()) }.to_str().unwrap();
         text.lines().map(str::to_owned).collect()
     }
 
@@ -186,17 +204,17 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_sent_arrives_both_ways() {
+    fn tensors_are_copied_in_both_directions() {
         for buffer in [1, 8, 24, 1 << 10] {
-            let mut ferry = ferry(buffer);
+            let mut transfer = transfer(buffer);
             for kind in [Kind::Float, Kind::BFloat16, Kind::Double, Kind::Int64] {
                 for size in [&[][..], &[0, 4], &[1], &[2, 3], &[31, 5], &[5, 3, 4]] {
                     let count: i64 = size.iter().product();
                     let tensor = (Tensor::arange(count, (Kind::Double, CPU)) - 7.25).reshape(size).to_kind(kind);
                     let transposed = tensor.reshape([-1, size.last().copied().unwrap_or(1).max(1)]).transpose(0, 1);
                     for tensor in [tensor, transposed] {
-                        let there = ferry.to_gpu(&tensor).unwrap().taken().unwrap();
-                        let back = ferry.to_host(&tensor).unwrap();
+                        let there = transfer.to_gpu(&tensor).unwrap().into_tensor().unwrap();
+                        let back = transfer.to_host(&tensor).unwrap();
                         for copy in [there, back] {
                             assert!(copy.equal(&tensor), "{kind:?} {size:?} by {buffer} bytes");
                             assert!(copy.numel() == 0 || copy.data_ptr() != tensor.data_ptr());
@@ -207,59 +225,59 @@ mod tests {
         }
     }
 
-    /// Ten bytes through buffers of four: the third piece goes where the first one was.
+    /// Ten bytes through buffers of four: the third chunk reuses the first buffer.
     #[test]
-    fn a_buffer_is_filled_again_when_the_gpu_has_read_it_and_work_waits_for_the_last_piece() {
-        let mut ferry = ferry(4);
-        let [work, beside] = ["stream 3.0", "stream 3.1"];
-        let [enter, leave] = [beside, work].map(|stream| format!("enter {stream}"));
-        let event = |number| format!("event {number} in {beside}");
-        let arrival = ferry.to_gpu(&bytes(10)).unwrap();
-        let piece = |number| [enter.clone(), leave.clone(), event(number)];
+    fn to_gpu_reuses_a_buffer_only_after_its_copy() {
+        let mut transfer = transfer(4);
+        let [current, own] = ["stream 3.0", "stream 3.1"];
+        let [enter, leave] = [own, current].map(|stream| format!("enter {stream}"));
+        let event = |number| format!("event {number} in {own}");
+        let pending = transfer.to_gpu(&bytes(10)).unwrap();
+        let chunk = |number| [enter.clone(), leave.clone(), event(number)];
         let mut want = vec![enter.clone(), leave.clone()];
-        want.extend(piece(1).into_iter().chain(piece(2)));
+        want.extend(chunk(1).into_iter().chain(chunk(2)));
         want.push("host waits for event 1".into());
-        want.extend(piece(3));
+        want.extend(chunk(3));
         want.push(event(4));
-        assert_eq!(told(), want);
-        assert!(arrival.taken().unwrap().equal(&bytes(10)));
-        assert_eq!(told(), [format!("{work} waits for event 4"), format!("{work} uses")]);
-        // The next one waits for the last that used the buffer.
-        ferry.to_gpu(&bytes(3)).unwrap();
-        assert_eq!(told()[2], "host waits for event 3");
+        assert_eq!(log(), want);
+        assert!(pending.into_tensor().unwrap().equal(&bytes(10)));
+        assert_eq!(log(), [format!("{current} waits for event 4"), format!("{current} uses")]);
+        // The next transfer waits for the last use of the buffer.
+        transfer.to_gpu(&bytes(3)).unwrap();
+        assert_eq!(log()[2], "host waits for event 3");
     }
 
     #[test]
-    fn the_host_reads_a_buffer_when_the_gpu_has_filled_it_and_the_copying_waits_for_what_makes_the_tensor() {
-        let mut ferry = ferry(4);
-        let [work, beside] = ["stream 3.0", "stream 3.1"];
-        let [enter, leave] = [beside, work].map(|stream| format!("enter {stream}"));
-        assert!(ferry.to_host(&bytes(10)).unwrap().equal(&bytes(10)));
-        let piece = |number| [enter.clone(), leave.clone(), format!("event {number} in {beside}")];
-        let mut want = vec![format!("event 1 in {work}"), format!("{beside} waits for event 1")];
-        want.extend(piece(2).into_iter().chain(piece(3)));
+    fn to_host_reads_a_buffer_only_after_its_copy() {
+        let mut transfer = transfer(4);
+        let [current, own] = ["stream 3.0", "stream 3.1"];
+        let [enter, leave] = [own, current].map(|stream| format!("enter {stream}"));
+        assert!(transfer.to_host(&bytes(10)).unwrap().equal(&bytes(10)));
+        let chunk = |number| [enter.clone(), leave.clone(), format!("event {number} in {own}")];
+        let mut want = vec![format!("event 1 in {current}"), format!("{own} waits for event 1")];
+        want.extend(chunk(2).into_iter().chain(chunk(3)));
         want.push("host waits for event 2".into());
-        want.extend(piece(4));
+        want.extend(chunk(4));
         want.extend(["host waits for event 3".into(), "host waits for event 4".into()]);
-        assert_eq!(told(), want);
+        assert_eq!(log(), want);
     }
 
     #[test]
-    fn after_a_copy_that_failed_half_way_nothing_is_sent_any_more() {
-        let mut ferry = ferry(4);
-        // Of another kind than bytes, the second buffer is refused.
-        ferry.buffers[1].bytes = Tensor::zeros([4], (Kind::Float, CPU));
-        assert!(ferry.to_host(&bytes(3)).is_ok() && ferry.to_gpu(&bytes(4)).is_ok());
-        assert!(ferry.to_host(&bytes(5)).is_err());
-        for after in [ferry.to_host(&bytes(3)).map(drop), ferry.to_gpu(&bytes(3)).map(drop)] {
+    fn no_copy_starts_after_a_failed_one() {
+        let mut transfer = transfer(4);
+        // The second buffer has the wrong dtype and is rejected.
+        transfer.buffers[1].bytes = Tensor::zeros([4], (Kind::Float, CPU));
+        assert!(transfer.to_host(&bytes(3)).is_ok() && transfer.to_gpu(&bytes(4)).is_ok());
+        assert!(transfer.to_host(&bytes(5)).is_err());
+        for after in [transfer.to_host(&bytes(3)).map(drop), transfer.to_gpu(&bytes(3)).map(drop)] {
             let Err(Error::Unsuitable(text)) = after else { panic!("{after:?}") };
-            assert!(text.contains("failed half way"), "{text}");
+            assert!(text.contains("an earlier copy"), "{text}");
         }
     }
 
     #[test]
-    fn only_a_gpu_has_a_far_side() {
-        assert!(Ferry::new(CPU).unwrap().is_none());
-        assert!(Ferry::new(Device::Cuda(4096)).is_err());
+    fn only_a_gpu_has_a_transfer_path() {
+        assert!(PinnedTransfer::new(CPU).unwrap().is_none());
+        assert!(PinnedTransfer::new(Device::Cuda(4096)).is_err());
     }
 }

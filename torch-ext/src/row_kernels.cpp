@@ -1,14 +1,14 @@
-// Passes of a drafter's step over rows of f32 on the CPU, each in one walk over memory where plain operations need three to
-// seven. Each runs on the thread that calls it: threads share a step by blocks, not by operations.
+// Row operations of a drafter's step in f32 on the CPU, in one memory pass where plain operations need three to seven.
+// Each runs on the calling thread: threads share a step by blocks, not by operations.
 //
-// Nothing of libtorch is used here; lib.rs passes addresses that it has checked.
+// Uses nothing of libtorch; row_kernels.rs passes addresses that it has checked.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-// The widest registers that the processor has, chosen when the library is loaded.
+// Compiles for several register widths; the loader chooses the widest that the processor has.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define WIDEST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -18,11 +18,11 @@
 
 namespace {
 
-// Rows that one float sum of a column takes before it goes to a double: rounding grows with them.
+// Rows per float partial sum of a column, which is then added to a double: rounding grows with the number of rows.
 constexpr int64_t kSum = 64;
 
-// e^x to 2 units in the last place by Cody and Waite's reduction and Cephes' polynomial; 0 below what f32 can hold in full.
-INLINE float power(float x) {
+// e^x to 2 ulp by Cody and Waite's reduction and Cephes' polynomial; 0 below the normal range of f32.
+INLINE float exp_f32(float x) {
   const float within = x < 88.0f ? (x > -87.0f ? x : -87.0f) : (x == x ? 88.0f : x);
   const float n = std::nearbyintf(within * 1.44269504088896341f);
   const float r = (within - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -39,13 +39,13 @@ INLINE float power(float x) {
   return x < -87.0f ? 0.0f : fraction * scale;
 }
 
-INLINE float sigmoid(float x) { return 1.0f / (1.0f + power(-x)); }
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
 }  // namespace
 
 extern "C" {
 
-// A matrix of rows that are contiguous each: row (i, j) begins at i * outer_stride + j * inner_stride.
+// Matrix of contiguous rows: row (i, j) begins at i * outer_stride + j * inner_stride.
 struct Rows {
   float* data;
   int64_t outer, inner, outer_stride, inner_stride;
@@ -67,8 +67,8 @@ WIDEST void draftmill_rms_norm(const Rows* x, const float* weight, int64_t width
   }
 }
 
-// The same where the scales are known.
-WIDEST void draftmill_rms_norm_again(const Rows* x, const float* scale, const float* weight, int64_t width, float* y) {
+// RMS norm from known scales.
+WIDEST void draftmill_rms_norm_from_scale(const Rows* x, const float* scale, const float* weight, int64_t width, float* y) {
   for (int64_t i = 0; i < x->outer; ++i) {
     for (int64_t j = 0; j < x->inner; ++j, y += width) {
       const float* row = x->data + i * x->outer_stride + j * x->inner_stride;
@@ -109,8 +109,8 @@ WIDEST void draftmill_rms_norm_backward(
   for (int64_t k = 0; k < width; ++k) dw[k] = static_cast<float>(sums[k] + part[k]);
 }
 
-// `gate_up` holds gate and up of each row side by side, `width` each.
-WIDEST void draftmill_gated(const Rows* gate_up, int64_t width, float* out) {
+// `gate_up` holds gate and up of each row, `width` each.
+WIDEST void draftmill_swiglu(const Rows* gate_up, int64_t width, float* out) {
   for (int64_t i = 0; i < gate_up->outer; ++i, out += width) {
     const float* gate = gate_up->data + i * gate_up->outer_stride;
     const float* up = gate + width;
@@ -119,8 +119,8 @@ WIDEST void draftmill_gated(const Rows* gate_up, int64_t width, float* out) {
   }
 }
 
-// The same, and the gradient of gate and up from that of `out`.
-WIDEST void draftmill_gated_backward(
+// Recomputes `out`, and computes the gradient of gate and up from that of `out`.
+WIDEST void draftmill_swiglu_backward(
     const float* d_out, const Rows* gate_up, int64_t width, float* out, float* d_gate_up) {
   for (int64_t i = 0; i < gate_up->outer; ++i, out += width, d_out += width, d_gate_up += 2 * width) {
     const float* gate = gate_up->data + i * gate_up->outer_stride;
@@ -136,34 +136,35 @@ WIDEST void draftmill_gated_backward(
   }
 }
 
-// Of each row: the maximum so far grows, scores become exp(score - maximum), the sum so far shrinks by `shrink` and takes them in.
-WIDEST void draftmill_soften(
-    float* scores, int64_t rows, int64_t width, float* most, float* sum, float* shrink) {
+// Online softmax step per row: the running maximum grows, scores become exp(score - maximum), and the running sum is
+// multiplied by `rescale` and adds them.
+WIDEST void draftmill_online_softmax(
+    float* scores, int64_t rows, int64_t width, float* max, float* sum, float* rescale) {
   for (int64_t i = 0; i < rows; ++i, scores += width) {
-    float largest = most[i];
+    float largest = max[i];
 #pragma omp simd reduction(max : largest)
     for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
     float total = 0.0f;
 #pragma omp simd reduction(+ : total)
     for (int64_t k = 0; k < width; ++k) {
-      scores[k] = power(scores[k] - largest);
+      scores[k] = exp_f32(scores[k] - largest);
       total += scores[k];
     }
-    shrink[i] = power(most[i] - largest);
-    sum[i] = sum[i] * shrink[i] + total;
-    most[i] = largest;
+    rescale[i] = exp_f32(max[i] - largest);
+    sum[i] = sum[i] * rescale[i] + total;
+    max[i] = largest;
   }
 }
 
-// Of each row, the logarithm of whose sum is known: scores become weights, exp(score - log_sum), and the gradients of weights
-// those of scores, weight * (d_weight - delta).
-WIDEST void draftmill_soften_backward(
+// Softmax backward per row from a known log-sum: scores become weights exp(score - log_sum), and gradients of weights
+// become those of scores, weight * (d_weight - delta).
+WIDEST void draftmill_softmax_backward(
     float* scores, float* d_weights, int64_t rows, int64_t width, const float* log_sum, const float* delta) {
   for (int64_t i = 0; i < rows; ++i, scores += width, d_weights += width) {
     const float whole = log_sum[i], mean = delta[i];
 #pragma omp simd
     for (int64_t k = 0; k < width; ++k) {
-      const float weight = power(scores[k] - whole);
+      const float weight = exp_f32(scores[k] - whole);
       d_weights[k] = (d_weights[k] - mean) * weight;
       scores[k] = weight;
     }

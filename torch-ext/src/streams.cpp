@@ -1,9 +1,11 @@
-// Queues of work on a GPU, marks in them, memory that a GPU copies to and from by itself, and copies that nobody waits for.
+// CUDA streams and events, pinned memory, and asynchronous copies.
 //
-// The type of device is CUDA throughout; which GPU, a number says. No CUDA header: libtorch's own table of devices does it.
+// The device type is always CUDA, and an index selects the GPU. Uses libtorch's table of device implementations,
+// without CUDA headers.
 //
-// An event's calls go to its GPU and back to that of the thread, which on a fresh thread is the first one, whoever uses it; that alone would
-// take memory there, or fail. So the thread is brought to the event's GPU by a guard that knows better how to come back.
+// An event switches to its GPU and back to the thread's GPU, which on a new thread is the first one. That alone would
+// allocate memory on the first GPU, or fail if another process uses it. A device guard, which restores the device
+// without this effect, therefore surrounds each call.
 
 #include "guard.h"
 
@@ -30,7 +32,7 @@ namespace {
 
 c10::Device device(int32_t gpu) {
   if (gpu < 0 || gpu > std::numeric_limits<c10::DeviceIndex>::max()) {
-    throw Unsuitable("there is no CUDA device " + std::to_string(gpu) + " in this process");
+    throw Unsuitable("CUDA device " + std::to_string(gpu) + " does not exist in this process");
   }
   return {c10::kCUDA, static_cast<c10::DeviceIndex>(gpu)};
 }
@@ -55,12 +57,12 @@ int draftmill_stream_current(int32_t gpu, DraftmillStream* stream) noexcept {
   return guarded([&] { *stream = packed(gpus().getStream(device(gpu))); });
 }
 
-// One of a pool, which libtorch never gives back.
+// Stream from libtorch's pool, which never frees streams.
 int draftmill_stream_new(int32_t gpu, DraftmillStream* stream) noexcept {
   return guarded([&] { *stream = packed(gpus().getStreamFromGlobalPool(device(gpu))); });
 }
 
-// From now on this thread's work for that GPU goes there; `before` says where it went.
+// Makes `stream` the current one of this thread; `before` receives the previous one.
 int draftmill_stream_enter(const DraftmillStream* stream, DraftmillStream* before) noexcept {
   return guarded([&] { *before = packed(gpus().exchangeStream(unpacked(*stream))); });
 }
@@ -72,7 +74,7 @@ int draftmill_stream_wait(const DraftmillStream* stream, const c10::Event* event
   });
 }
 
-// The allocator then gives the tensor's memory away no earlier than what is in this stream now is done.
+// Delays reuse of the tensor's memory until the current work of this stream is finished.
 int draftmill_stream_uses(const DraftmillStream* stream, const at::Tensor* tensor) noexcept {
   return guarded([&] { gpus().recordDataPtrOnStream(tensor->storage().data_ptr(), unpacked(*stream)); });
 }
@@ -86,10 +88,10 @@ int draftmill_event_record(const DraftmillStream* stream, c10::Event** event) no
   });
 }
 
-int draftmill_event_passed(const c10::Event* event, bool* passed) noexcept {
+int draftmill_event_query(const c10::Event* event, bool* complete) noexcept {
   return guarded([&] {
     const c10::DeviceGuard there(event->device());
-    *passed = event->query();
+    *complete = event->query();
   });
 }
 
@@ -104,7 +106,7 @@ int draftmill_event_drop(c10::Event* event) noexcept {
   return guarded([&] {
     const std::unique_ptr<c10::Event> dropped(event);
     const c10::DeviceGuard there(event->device());
-    // Before the guard goes.
+    // Destroys the event while the guard is active.
     *dropped = c10::Event(c10::kCUDA);
   });
 }
@@ -116,11 +118,11 @@ int draftmill_pinned(int64_t bytes, at::Tensor** memory) noexcept {
   });
 }
 
-// In this thread's stream; the host goes on at once where its side is pinned.
+// Copies in this thread's stream; the host does not wait if its memory is pinned.
 int draftmill_copy(const at::Tensor* to, const at::Tensor* from) noexcept {
   return guarded([&] {
     if (to->sizes() != from->sizes() || to->scalar_type() != from->scalar_type()) {
-      throw Unsuitable("a copy that nobody waits for takes two tensors of one size and kind");
+      throw Unsuitable("non-blocking copy needs two tensors of the same size and dtype");
     }
     to->copy_(*from, /*non_blocking=*/true);
   });

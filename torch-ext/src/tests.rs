@@ -1,11 +1,11 @@
-//! What can be seen on a CPU: the kernels against their formulas, what they refuse, and how failures come across.
+//! Tests on the CPU: kernels against their formulas, rejected inputs, and error conversion.
 
 use super::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::Kind;
 
 const CPU: Device = Device::Cpu;
-/// The norm that [`run`] tells is small beside the largest one, unless a test says otherwise.
+/// The norm that [`run`] passes is far below `max_norm`, unless a test sets another one.
 const UPDATE: Update = Update {
     learning_rate: 1e-2,
     beta1: 0.9,
@@ -34,16 +34,16 @@ fn copies(lists: &[Vec<Tensor>; 4]) -> [Vec<Tensor>; 4] {
 }
 
 fn run(lists: &mut [Vec<Tensor>; 4], update: &Update) -> Result<(), Error> {
-    run_told(lists, &Tensor::from(1f64), update)
+    run_with_norm(lists, &Tensor::from(1f64), update)
 }
 
-fn run_told(lists: &mut [Vec<Tensor>; 4], norm: &Tensor, update: &Update) -> Result<(), Error> {
+fn run_with_norm(lists: &mut [Vec<Tensor>; 4], norm: &Tensor, update: &Update) -> Result<(), Error> {
     let [masters, gradients, exp_avg, exp_avg_sq] = lists;
     fused_adamw(masters, gradients, exp_avg, exp_avg_sq, norm, update)
 }
 
 fn value(norm: Tensor) -> f64 {
-    Reading::begin(&norm).value().unwrap()
+    PendingScalar::start(&norm).value().unwrap()
 }
 
 fn gap(a: &Tensor, b: &Tensor) -> f64 {
@@ -51,20 +51,20 @@ fn gap(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 #[test]
-fn it_is_compiled_for_the_libtorch_that_tch_wants() {
+fn compiled_for_the_libtorch_version_of_tch() {
     assert_eq!(version(), "2.11.0");
 }
 
 #[test]
-fn fused_adamw_is_the_formula() {
+fn fused_adamw_matches_the_formula() {
     let mut lists = lists();
-    // A gradient in another order serves as well as one in order.
+    // A gradient may have another memory order.
     lists[1][0] = values(11, &[5, 33]).transpose(0, 1);
     let before = copies(&lists).map(|list| list.into_iter().map(|t| t.to_kind(Kind::Double)).collect::<Vec<_>>());
-    // So long that it is clipped to a fifth.
+    // Long enough to be clipped to a fifth.
     let norm = norm(&lists[1]).unwrap();
     let update = Update { max_norm: norm.double_value(&[]) / 20.0, ..UPDATE };
-    run_told(&mut lists, &norm, &update).unwrap();
+    run_with_norm(&mut lists, &norm, &update).unwrap();
     let divisor = update.divisor(norm.double_value(&[]));
     assert!((divisor - 20.0).abs() < 1e-4, "{divisor}");
     let Update { learning_rate: lr, beta1, beta2, eps, weight_decay, step, .. } = update;
@@ -81,9 +81,9 @@ fn fused_adamw_is_the_formula() {
     }
 }
 
-/// The CPU kernel looks at neither size nor stride: what it would read or write astray is refused before it runs.
+/// The CPU kernel checks neither size nor stride: tensors that it would misread are rejected first.
 #[test]
-fn what_the_kernel_would_get_wrong_is_refused_and_nothing_is_changed() {
+fn unsupported_tensors_are_rejected_unchanged() {
     type Spoil = fn(&mut [Vec<Tensor>; 4]);
     let spoilt: [(&str, Spoil); 7] = [
         ("master that is not f32", |lists| lists[0][1] = lists[0][1].to_kind(Kind::Double)),
@@ -92,11 +92,11 @@ fn what_the_kernel_would_get_wrong_is_refused_and_nothing_is_changed() {
         ("second moment of another size", |lists| lists[3][1] = values(3, &[6])),
         ("gradient of another size", |lists| lists[1][1] = values(3, &[6])),
         ("gradient that is undefined", |lists| lists[1][1] = Tensor::new()),
-        ("gradient and two moments for each master", |lists| drop(lists[1].pop())),
+        ("a gradient and two moments for each master", |lists| drop(lists[1].pop())),
     ];
-    let refused = |lists: &mut [Vec<Tensor>; 4], update: &Update, what: &str| {
+    let rejected = |lists: &mut [Vec<Tensor>; 4], update: &Update, what: &str| {
         let before = copies(&[0, 1, 2, 3].map(|i| lists[i].iter().filter(|t| t.defined()).map(Tensor::copy).collect()));
-        let Err(Error::Unsuitable(text)) = run(lists, update) else { panic!("{what} was taken") };
+        let Err(Error::Unsuitable(text)) = run(lists, update) else { panic!("{what}: accepted") };
         assert!(text.contains(what), "{text}");
         for (list, before) in lists.iter().zip(&before) {
             let same = list.iter().filter(|t| t.defined()).zip(before).all(|(now, before)| now.equal(before));
@@ -106,36 +106,36 @@ fn what_the_kernel_would_get_wrong_is_refused_and_nothing_is_changed() {
     for (what, spoil) in spoilt {
         let mut lists = lists();
         spoil(&mut lists);
-        refused(&mut lists, &UPDATE, what);
+        rejected(&mut lists, &UPDATE, what);
     }
     for denominator in [0.0, -1.0, f64::INFINITY, f64::NAN] {
-        refused(&mut lists(), &Update { denominator, ..UPDATE }, "a finite number above zero");
+        rejected(&mut lists(), &Update { denominator, ..UPDATE }, "a finite number above zero");
     }
     for norm in [Tensor::from(1f32), Tensor::from_slice(&[1f64]), Tensor::new()] {
-        let refused = run_told(&mut lists(), &norm, &UPDATE);
+        let refused = run_with_norm(&mut lists(), &norm, &UPDATE);
         assert!(matches!(refused, Err(Error::Unsuitable(_))), "{norm:?}");
     }
     run(&mut lists(), &UPDATE).unwrap();
     run(&mut [vec![], vec![], vec![], vec![]], &UPDATE).unwrap();
 }
 
-/// The host has not seen the norm by then, so the device has to know.
+/// Only the device knows the norm at that time.
 #[test]
-fn where_it_does_not_fit_the_norm_nothing_is_changed() {
+fn update_with_an_inapplicable_norm_changes_nothing() {
     let unchanged = |norm: f64, update: &Update| {
         let (mut lists, before) = (lists(), lists());
-        run_told(&mut lists, &Tensor::from(norm), update).unwrap();
+        run_with_norm(&mut lists, &Tensor::from(norm), update).unwrap();
         [0, 2, 3].iter().all(|&i| lists[i].iter().zip(&before[i]).all(|(now, before)| now.equal(before)))
     };
     for norm in [f64::NAN, f64::INFINITY, 1e300, 1.0, 0.0] {
-        let fits = norm <= 1.0;
-        assert_eq!((unchanged(norm, &UPDATE), UPDATE.fits(norm)), (!fits, fits), "{norm}");
+        let applicable = norm <= 1.0;
+        assert_eq!((unchanged(norm, &UPDATE), UPDATE.is_applicable(norm)), (!applicable, applicable), "{norm}");
     }
     assert!(unchanged(1.0, &Update { denominator: 1e300, ..UPDATE }));
 }
 
 #[test]
-fn the_norm_is_that_of_all_values() {
+fn norm_covers_all_values() {
     let [list, ..] = lists();
     let want = list.iter().map(|t| t.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])).sum::<f64>();
     let got = value(norm(&list).unwrap());
@@ -146,11 +146,11 @@ fn the_norm_is_that_of_all_values() {
 }
 
 #[test]
-fn only_a_gpu_has_memory_to_tell_of() {
+fn only_a_gpu_reports_memory() {
     assert_eq!((memory(CPU), empty_cache(CPU)), (Ok(None), Ok(())));
     let none = Device::Cuda(4096);
     for answer in [memory(none).map(drop), empty_cache(none)] {
-        let Err(Error::Unsuitable(text)) = answer else { panic!("there is no such GPU") };
+        let Err(Error::Unsuitable(text)) = answer else { panic!("unknown GPU: accepted") };
         assert!(text.contains("CUDA device"), "{text}");
     }
 }
@@ -174,7 +174,7 @@ fn switches_are_read_back() {
 }
 
 #[test]
-fn whatever_is_thrown_comes_back_as_an_error() {
+fn exceptions_become_errors() {
     // SAFETY: takes a number and throws inside.
     let thrown = |what| done(unsafe { ffi::draftmill_throw(what) }).unwrap_err();
     for what in [1, 3, 5] {
@@ -183,13 +183,13 @@ fn whatever_is_thrown_comes_back_as_an_error() {
     }
     assert_eq!(thrown(2), Error::Failed("a mistake".into()));
     assert_eq!(thrown(4), Error::Failed("a shape".into()));
-    assert!(thrown(0).to_string().contains("no std::exception"), "{}", thrown(0));
-    // What went wrong before does not stick.
+    assert!(thrown(0).to_string().contains("not a std::exception"), "{}", thrown(0));
+    // The earlier error is cleared.
     assert_eq!(value(norm(&[]).unwrap()), 0.0);
 }
 
 #[test]
-fn the_thread_tracks_gradients_as_before() {
+fn grad_mode_of_the_thread_is_unchanged() {
     let leaf = Tensor::ones([2], (Kind::Float, CPU)).set_requires_grad(true);
     let tracked = || (&leaf * 2.0).requires_grad();
     drop(norm(&[leaf.shallow_clone()]).unwrap());
@@ -202,13 +202,13 @@ fn the_thread_tracks_gradients_as_before() {
     assert!(!tracked());
 }
 
-/// Each number once, on as many threads as an operation has; operations inside stay on theirs.
+/// Each item runs once, on as many threads as an operation has; operations inside stay on the thread of their item.
 #[test]
-fn work_is_shared_out_once_and_stays_on_its_threads() {
+fn parallel_items_run_once_and_stay_on_their_threads() {
     tch::set_num_threads(2);
-    // Each waits for the other: a thread alone would never see the second begin.
+    // Each item waits for the other: on a single thread the second would never start.
     let begun = AtomicUsize::new(0);
-    let met = each(2, |_| {
+    let met = parallel_map(2, |_| {
         begun.fetch_add(1, Ordering::SeqCst);
         (0..10_000).any(|_| {
             std::thread::sleep(std::time::Duration::from_millis(1));
@@ -217,31 +217,31 @@ fn work_is_shared_out_once_and_stays_on_its_threads() {
     });
     assert_eq!(met, Ok(vec![true, true]));
     let x = values(3, &[300, 300]);
-    let x = Alone(x);
-    let sums = each(40, |number| {
-        let Alone(x) = &x;
+    let x = Shared(x);
+    let sums = parallel_map(40, |number| {
+        let Shared(x) = &x;
         (x.matmul(x) * number as f64).sum(Kind::Double).double_value(&[])
     });
     let sums = sums.unwrap();
     let once = x.0.matmul(&x.0).sum(Kind::Double).double_value(&[]);
     assert!(sums.iter().enumerate().all(|(i, sum)| (sum - once * i as f64).abs() < 1e-3 * once.abs() * (1 + i) as f64));
-    assert_eq!(each(0, |number| number), Ok(Vec::new()));
+    assert_eq!(parallel_map(0, |number| number), Ok(Vec::new()));
 }
 
-struct Alone(Tensor);
+struct Shared(Tensor);
 // SAFETY: the test only reads it.
-unsafe impl Sync for Alone {}
+unsafe impl Sync for Shared {}
 
 #[test]
-fn a_panic_of_shared_work_goes_on_in_the_caller_and_the_rest_is_done() {
+fn panic_resumes_in_the_caller_after_the_other_items() {
     let done = AtomicUsize::new(0);
     let panicked = std::panic::catch_unwind(|| {
-        each(5, |number| {
+        parallel_map(5, |number| {
             assert_ne!(number, 3, "three");
             done.fetch_add(1, Ordering::Relaxed);
         })
     });
     assert!(panicked.is_err());
     assert_eq!(done.load(Ordering::Relaxed), 4);
-    assert_eq!(each(3, |number| number).unwrap(), [0, 1, 2]);
+    assert_eq!(parallel_map(3, |number| number).unwrap(), [0, 1, 2]);
 }

@@ -1,7 +1,7 @@
-// What tch lacks of libtorch, as C functions. Only device-neutral headers are included: no CUDA header, so that this
-// compiles wherever libtorch does, and the CUDA half answers when it was loaded.
+// C functions that tch lacks. Includes device-neutral headers only, so that this compiles wherever libtorch does; the
+// CUDA half is used if it was loaded.
 //
-// Each function returns a code; guard.h says what becomes of failures.
+// Each function returns a code; see guard.h for the handling of failures.
 
 #include "guard.h"
 
@@ -46,59 +46,59 @@ at::Tensor norm_of(const Tensors& list) {
   return at::linalg_vector_norm(at::stack(at::_foreach_norm(list, 2)), 2).to(at::kDouble);
 }
 
-// What the fused kernels take for granted and do not check everywhere: on the CPU they walk over `numel` values from
-// each tensor's first, whatever its size, stride and kind.
+// Checks what the fused kernels assume: on the CPU they read `numel` values from a tensor's first, whatever its size,
+// stride and dtype.
 void check(const at::Tensor& tensor, const at::Tensor& like, const char* what) {
   const auto refuse = [&](const char* why) {
-    throw Unsuitable(std::string("fused AdamW takes no ") + what + " that " + why);
+    throw Unsuitable(std::string("fused AdamW does not support a ") + what + " " + why);
   };
-  if (!tensor.defined()) refuse("is undefined");
-  if (tensor.layout() != at::kStrided) refuse("is sparse");
-  if (tensor.scalar_type() != at::kFloat) refuse("is not f32");
-  if (!tensor.is_cpu() && !tensor.is_cuda()) refuse("lies on another device than the CPU or a GPU");
-  if (tensor.device() != like.device()) refuse("lies on another device than the first master");
-  if (!tensor.is_contiguous()) refuse("is not contiguous");
+  if (!tensor.defined()) refuse("that is undefined");
+  if (tensor.layout() != at::kStrided) refuse("that is sparse");
+  if (tensor.scalar_type() != at::kFloat) refuse("that is not f32");
+  if (!tensor.is_cpu() && !tensor.is_cuda()) refuse("on a device other than the CPU or a GPU");
+  if (tensor.device() != like.device()) refuse("on another device than the first master");
+  if (!tensor.is_contiguous()) refuse("that is not contiguous");
 }
 
 void same_size(const at::Tensor& tensor, const at::Tensor& master, const char* what) {
   if (tensor.sizes() != master.sizes()) {
-    throw Unsuitable(std::string("fused AdamW takes no ") + what + " of another size than its master");
+    throw Unsuitable(std::string("fused AdamW does not support a ") + what + " of another size than its master");
   }
 }
 
-// The allocator of GPU `index`, ready to be asked.
+// Allocator of GPU `index`, initialised.
 c10::DeviceAllocator& allocator(int index) {
   auto& context = at::globalContext();
   if (!context.hasCUDA()) {
-    throw Unsuitable("this process has no CUDA device to ask about memory");
+    throw Unsuitable("this process has no CUDA device, so no GPU memory");
   }
   if (index < 0 || index >= at::accelerator::deviceCount()) {
-    throw Unsuitable("there is no CUDA device " + std::to_string(index) + " in this process");
+    throw Unsuitable("CUDA device " + std::to_string(index) + " does not exist in this process");
   }
-  // Until a first use of CUDA its allocator knows no device.
+  // Before the first use of CUDA, its allocator knows no device.
   context.lazyInitDevice(c10::kCUDA);
   return *c10::getDeviceAllocator(c10::kCUDA);
 }
 
-// The same numbers as in attend.rs, where the choice is made.
+// The same numbers as in attend.rs, which chooses the kernel.
 enum Kernel : int { kCpu = 0, kFlash = 1, kEfficient = 2 };
 
-// The kernels take sizes, kinds and the step within a row for granted, and would read astray.
+// Checks what the kernels assume: size, dtype and a step of one within a row.
 void check_attention(const at::Tensor& x, at::IntArrayRef size, const at::Tensor& queries, at::ScalarType kind, const char* what) {
-  const auto refuse = [&](const char* why) { throw Unsuitable(std::string("attention takes no ") + what + " that " + why); };
-  if (!x.defined()) refuse("are undefined");
-  if (x.layout() != at::kStrided) refuse("are sparse");
-  if (x.device() != queries.device()) refuse("lie on another device than the queries");
-  if (x.scalar_type() != kind) refuse("are of another kind than the queries ask for");
-  if (x.sizes() != size) refuse("do not fit the queries in size");
-  if (x.stride(-1) != 1) refuse("are not contiguous in their last dimension");
+  const auto refuse = [](const std::string& why) { throw Unsuitable(std::string("attention does not support ") + why); };
+  if (!x.defined()) refuse(std::string("undefined ") + what);
+  if (x.layout() != at::kStrided) refuse(std::string("sparse ") + what);
+  if (x.device() != queries.device()) refuse(what + std::string(" on another device than the queries"));
+  if (x.scalar_type() != kind) refuse(what + std::string(" of another dtype than the queries require"));
+  if (x.sizes() != size) refuse(what + std::string(" of another size than the queries require"));
+  if (x.stride(-1) != 1) refuse(what + std::string(" that are not contiguous in their last dimension"));
 }
 
 void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   if (!q.defined() || q.dim() != 3 || !k.defined() || k.dim() != 3) {
-    throw Unsuitable("attention takes queries and keys of three dimensions");
+    throw Unsuitable("attention requires queries and keys of three dimensions");
   }
-  if (q.numel() == 0 || k.numel() == 0) throw Unsuitable("attention takes no queries or keys that are empty");
+  if (q.numel() == 0 || k.numel() == 0) throw Unsuitable("attention does not support empty queries or keys");
   const std::array<int64_t, 3> seen = {q.size(0), k.size(1), q.size(2)};
   check_attention(q, q.sizes(), q, q.scalar_type(), "queries");
   check_attention(k, seen, q, q.scalar_type(), "keys");
@@ -109,8 +109,8 @@ at::ScalarType kind_of_sums(const at::Tensor& q) {
   return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// `[heads, length, ...]` as a batch of `heads` with one head each. The backward of the efficient kernel asks for an
-// output that lies as `[batch, length, heads, width]`, and only with one head the two orders are the same.
+// `[heads, length, ...]` as a batch of `heads` with one head each. The backward of the efficient kernel expects the
+// output as `[batch, length, heads, width]`; with one head both layouts are the same.
 at::Tensor one_head(const at::Tensor& x) {
   return x.unsqueeze(1);
 }
@@ -152,7 +152,7 @@ struct DraftmillAttention {
   bool cudnn;
 };
 
-// Of the last call of this thread; empty where it succeeded.
+// Error text of this thread's last call; empty after success.
 const char* draftmill_last_error() noexcept {
   return slot;
 }
@@ -173,7 +173,7 @@ int draftmill_fused_adamw(
     const c10::AutoGradMode no_grad(false);
     const double denominator = update->denominator;
     if (!std::isfinite(denominator) || denominator <= 0) {
-      throw Unsuitable("fused AdamW divides gradients by a finite number above zero alone");
+      throw Unsuitable("fused AdamW requires a denominator that is a finite number above zero");
     }
     Tensors m, g, a, s;
     for (size_t i = 0; i < count; ++i) {
@@ -181,13 +181,13 @@ int draftmill_fused_adamw(
       check(master, *masters[0], "master");
       check(*exp_avg[i], *masters[0], "first moment");
       check(*exp_avg_sq[i], *masters[0], "second moment");
-      // A gradient is consumed, so a copy of it serves as well.
+      // A gradient is overwritten anyway, so a copy of it serves as well.
       const at::Tensor dense = gradient.defined() && gradient.layout() == at::kStrided ? gradient.contiguous() : gradient;
       check(dense, *masters[0], "gradient");
       same_size(*exp_avg[i], master, "first moment");
       same_size(*exp_avg_sq[i], master, "second moment");
       same_size(dense, master, "gradient");
-      // The CUDA kernel refuses lists that end with an empty tensor.
+      // The CUDA kernel rejects lists that end with an empty tensor.
       if (master.numel() == 0) continue;
       m.push_back(master);
       g.push_back(dense);
@@ -196,13 +196,13 @@ int draftmill_fused_adamw(
     }
     if (m.empty()) return;
     if (!norm->defined() || norm->dim() != 0 || norm->scalar_type() != at::kDouble || norm->device() != m[0].device()) {
-      throw Unsuitable("fused AdamW takes no norm that is not a single f64 beside the masters");
+      throw Unsuitable("fused AdamW requires a norm that is a single f64 on the device of the masters");
     }
-    // The kernels read the step and the divisor from their device, and write neither: one of each serves all tensors.
-    // Filled and computed there, so that the host need not know the norm, nor wait for it.
+    // The kernels only read the step and the divisor, from their device, so all tensors share one of each. Both are
+    // computed there, so that the host need not wait for the norm.
     const auto options = m[0].options().requires_grad(false);
     const auto number = [&](double value) { return at::full({}, value, options.dtype(at::kDouble)); };
-    // By a tensor: by a number of the host a GPU would multiply with its reciprocal.
+    // Divide by a tensor: for a host scalar a GPU multiplies by its reciprocal.
     const at::Tensor mean = number(denominator);
     const at::Tensor clip = number(update->max_norm).div(norm->div(mean).add(1e-6)).clamp_max(1.0);
     const at::Tensor divisor = mean.div(clip).to(at::kFloat);
@@ -214,7 +214,7 @@ int draftmill_fused_adamw(
   });
 }
 
-// Gives a single f64 where the tensors are; the host waits for nothing.
+// Returns one f64 on the device of the tensors without waiting.
 int draftmill_norm(at::Tensor* const* tensors, size_t count, at::Tensor** norm) noexcept {
   return guarded([&] {
     const c10::AutoGradMode no_grad(false);
@@ -224,9 +224,10 @@ int draftmill_norm(at::Tensor* const* tensors, size_t count, at::Tensor** norm) 
   });
 }
 
-// Hands each number from 0 to one thread of those that an operation may use. An iterator over the numbers does that without
-// OpenMP here, whose runtime has to be libtorch's own; what is called inside finds itself in parallel and stays on its thread.
-int draftmill_each(int64_t count, void (*work)(void*, int64_t), void* context) noexcept {
+// Calls `work` for each number on one of the threads of a CPU operation. A tensor iterator does so without linking
+// OpenMP here, whose runtime must be libtorch's own. Operations inside detect the parallel region and stay on their
+// thread.
+int draftmill_parallel_for(int64_t count, void (*work)(void*, int64_t), void* context) noexcept {
   return guarded([&] {
     const at::Tensor numbers = at::arange(count, at::kLong);
     auto iterator = at::TensorIterator::borrowing_nullary_op(numbers);
@@ -309,7 +310,7 @@ int draftmill_attention(DraftmillAttention* used) noexcept {
   });
 }
 
-// Gives two tensors: what was gathered, and the logarithm of each row's sum.
+// Returns two tensors: the output, and the log-sum of each row.
 int draftmill_attend(
     int kernel,
     const at::Tensor* queries,
@@ -336,14 +337,14 @@ int draftmill_attend(
         out = std::get<0>(all), log_sum = std::get<1>(all);
         break;
       }
-      default: throw Unsuitable("there is no such attention kernel");
+      default: throw Unsuitable("unknown attention kernel");
     }
-    // The efficient kernel fills the sums up to a multiple of 32.
+    // The efficient kernel pads the log-sums to a multiple of 32.
     hand_over<2>({out.squeeze(1), log_sum.squeeze(1).narrow(1, 0, q.size(2))}, gathered);
   });
 }
 
-// Gives three tensors: the gradients of queries, keys and values.
+// Returns three tensors: the gradients of queries, keys and values.
 int draftmill_attend_backward(
     int kernel,
     const at::Tensor* d_gathered,
@@ -360,13 +361,13 @@ int draftmill_attend_backward(
     check_attention(*d_gathered, queries->sizes(), *queries, queries->scalar_type(), "gradients");
     check_attention(*gathered, queries->sizes(), *queries, queries->scalar_type(), "outputs");
     const int64_t heads = queries->size(0), length = queries->size(1);
-    if (!log_sum->defined() || log_sum->dim() != 2) throw Unsuitable("attention takes sums of two dimensions");
-    // The kernels go from one sum to the next by one value.
+    if (!log_sum->defined() || log_sum->dim() != 2) throw Unsuitable("attention requires log-sums of two dimensions");
+    // The kernels assume log-sums with a step of one.
     const at::Tensor sums = log_sum->contiguous();
-    check_attention(sums, {heads, length}, *queries, kind_of_sums(*queries), "sums");
+    check_attention(sums, {heads, length}, *queries, kind_of_sums(*queries), "log-sums");
     const at::Tensor q = one_head(*queries), k = one_head(*keys), v = one_head(*values);
     const at::Tensor d_out = one_head(*d_gathered), out = one_head(*gathered), sum = one_head(sums);
-    // The state of a random generator, which no dropout means nobody reads.
+    // State of the random generator, which is unused without dropout.
     const at::Tensor none = at::empty({2}, q.options().dtype(at::kLong));
     at::Tensor dq, dk, dv;
     switch (kernel) {
@@ -379,7 +380,8 @@ int draftmill_attend_backward(
             d_out, q, k, v, out, sum, {}, {}, length, k.size(2), 0, false, none, none, scale);
         break;
       case kEfficient: {
-        // As its forward leaves them: each head's sums begin at a multiple of 32, and what fills them up has no weight.
+        // Same layout as in the forward: each head's log-sums start at a multiple of 32, and the padding has zero
+        // weight.
         constexpr double kInfinity = std::numeric_limits<double>::infinity();
         const at::Tensor padded = at::full({heads, 1, (length + 31) / 32 * 32}, kInfinity, sum.options());
         padded.narrow(2, 0, length).copy_(sum);
@@ -388,13 +390,13 @@ int draftmill_attend_backward(
         dq = std::get<0>(all), dk = std::get<1>(all), dv = std::get<2>(all);
         break;
       }
-      default: throw Unsuitable("there is no such attention kernel");
+      default: throw Unsuitable("unknown attention kernel");
     }
     hand_over<3>({dq.squeeze(1), dk.squeeze(1), dv.squeeze(1)}, gradients);
   });
 }
 
-// For the tests of what crosses over: throws what its number says.
+// Throws the exception that `what` selects, for tests of error conversion.
 int draftmill_throw(int what) noexcept {
   return guarded([&] {
     switch (what) {

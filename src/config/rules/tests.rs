@@ -1,10 +1,9 @@
-//! Each rule refuses what it is there for, and no more.
+//! Tests of the rules: each line breaks one rule and no other.
 
 use crate::config::load_text;
 
-/// Each line breaks one rule and no other.
 #[test]
-fn every_rule_refuses_what_it_names() {
+fn every_rule_names_its_key() {
     for (section, line) in [
         ("run", "epochs = 0"),
         ("run", "threads = 0"),
@@ -86,7 +85,7 @@ fn every_rule_refuses_what_it_names() {
         ("simulate", "micro_batch = \"2h\""),
     ] {
         let problems = load_text(&format!("[{section}]\n{line}"), "x.toml", &[]).unwrap_err().0;
-        // Rules that join two keys may stand at the other one; one rule, one finding.
+        // A rule on two keys may report the other key. One broken rule gives one problem.
         assert_eq!(problems.len(), 1, "{section}: {line}: {problems:?}");
         assert!(!problems[0].remedy.is_empty() && !problems[0].value.is_empty(), "{problems:?}");
         let named = format!("{section}.{}", line.split(' ').next().unwrap());

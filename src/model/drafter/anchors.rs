@@ -1,7 +1,7 @@
-//! Where blocks start, and which of their slots are trained: pure functions of masks, lengths and a seed.
+//! Selection of block anchors and trained slots: pure functions of masks, lengths and a seed.
 
 use crate::model::ModelError;
-use crate::model::batch::{Likeliest, Packed, Teacher};
+use crate::model::batch::{Packed, TargetLabels, TopKLabels};
 use draftmill_actors::{messages::types::JobId, runtime::random::stream_seed};
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
@@ -13,36 +13,44 @@ pub struct Anchors {
     pub rows: Vec<Vec<u32>>,
 }
 
-/// The slots that are trained, over all blocks in row order: slot `j` of block `n` has the place `n * block_size + j`.
+/// Trained slots of all blocks in row order: slot `j` of block `n` has the index `n * block_size + j`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Slots {
-    pub places: Vec<i64>,
-    /// The packed token before each slot's own position: where the target says what is to come there.
-    pub before: Vec<i64>,
-    /// Labels of each slot; none where they are made from the target's states.
-    pub each: usize,
-    /// Those at the slot's own position, `[slots, each]`: labels are not shifted.
+    pub indices: Vec<i64>,
+    /// Packed index of the token before each slot's position; the target's prediction there is the slot's label.
+    pub previous_tokens: Vec<i64>,
+    /// Labels per slot; 0 if they come from target states.
+    pub labels_per_slot: usize,
+    /// Labels of each slot's own position, `[slots, labels_per_slot]`: labels are not shifted.
     pub labels: Vec<i64>,
-    /// How much each of them counts, `[slots, each]`; 1 in sum.
-    pub shares: Vec<f32>,
-    /// Decay of the slot; 1 where there is none.
+    /// Probabilities of the labels, `[slots, labels_per_slot]`, with sum 1 per slot.
+    pub probabilities: Vec<f32>,
+    /// Decay weight of each slot; 1 without decay.
     pub weights: Vec<f32>,
 }
 
-/// The stream of random numbers that belongs to one job of a run, whoever trains it and when.
+/// Random stream of one job, independent of drafter and time.
 pub fn job_rng(seed: u64, job: JobId) -> ChaCha8Rng {
     ChaCha8Rng::from_seed(stream_seed(seed, "anchors", &[job.epoch.into(), job.index.into()]))
 }
 
-/// Positions of one row where a block may start: the token and the one after it are supervised. Whether the whole block
-/// fits does not matter, since slots past the end are not trained.
+/// Positions of one row where a block may start: the token and the next one are supervised. The block need not fit into
+/// the row, as slots past the end are not trained.
 pub fn candidates(loss_mask: &[u8]) -> Vec<u32> {
     (0u32..).zip(loss_mask.windows(2)).filter(|(_, pair)| pair[0] > 0 && pair[1] > 0).map(|(p, _)| p).collect()
 }
 
 impl Anchors {
-    /// At most `most` anchors of each row, drawn uniformly without replacement.
-    pub fn sample(loss_mask: &[u8], lengths: &[u32], most: usize, rng: &mut ChaCha8Rng) -> Result<Anchors, ModelError> {
+    /// Samples at most `limit` anchors per row, uniformly without replacement.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if the mask and the lengths differ in size.
+    pub fn sample(
+        loss_mask: &[u8],
+        lengths: &[u32],
+        limit: usize,
+        rng: &mut ChaCha8Rng,
+    ) -> Result<Anchors, ModelError> {
         let total: usize = lengths.iter().map(|&len| len as usize).sum();
         if total != loss_mask.len() {
             let have = loss_mask.len();
@@ -53,39 +61,43 @@ impl Anchors {
             let (row, after) = rest.split_at(len as usize);
             rest = after;
             let candidates = candidates(row);
-            let chosen = index::sample(rng, candidates.len(), most.min(candidates.len()));
-            let mut anchors: Vec<u32> = chosen.into_iter().map(|place| candidates[place]).collect();
+            let chosen = index::sample(rng, candidates.len(), limit.min(candidates.len()));
+            let mut anchors: Vec<u32> = chosen.into_iter().map(|index| candidates[index]).collect();
             anchors.sort_unstable();
             anchors
         });
         Ok(Anchors { rows: rows.collect() })
     }
 
-    /// Blocks of all rows.
+    /// Number of blocks of all rows.
     pub fn count(&self) -> usize {
         self.rows.iter().map(Vec::len).sum()
     }
 
-    /// Of each row: the largest anchor, before which lies all that its blocks see; 0 without anchors.
-    pub fn cuts(&self) -> Vec<i64> {
+    /// Largest anchor of each row, which is the length of the context that its blocks see; 0 without anchors.
+    pub fn context_lengths(&self) -> Vec<i64> {
         self.rows.iter().map(|row| row.last().copied().unwrap_or(0).into()).collect()
     }
 
-    /// Part `number` of `count` of about the same size, for the same rows; none is empty where there are as many blocks.
-    pub fn part(&self, number: usize, count: usize) -> Anchors {
+    /// Returns chunk `number` of `count` chunks of about equal size, for the same rows. No chunk is empty if there are
+    /// at least `count` blocks.
+    pub fn chunk(&self, number: usize, count: usize) -> Anchors {
         let all = self.count();
         let (from, to) = (all * number / count, all * (number + 1) / count);
         let mut seen = 0;
         let rows = self.rows.iter().map(|row| {
-            let place = |at: usize| at.saturating_sub(seen).min(row.len());
-            let mine = row[place(from)..place(to)].to_vec();
+            let offset = |block: usize| block.saturating_sub(seen).min(row.len());
+            let chunk = row[offset(from)..offset(to)].to_vec();
             seen += row.len();
-            mine
+            chunk
         });
         Anchors { rows: rows.collect() }
     }
 
-    /// Refuses anchors outside their rows, out of order, or for another number of rows.
+    /// Checks that anchors are sorted, inside their rows, and given for every row.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if they are not.
     pub fn check(&self, lengths: &[u32]) -> Result<(), ModelError> {
         let fits = |(anchors, &len): (&Vec<u32>, &u32)| {
             anchors.windows(2).all(|pair| pair[0] <= pair[1]) && anchors.last().is_none_or(|&last| last < len)
@@ -99,22 +111,22 @@ impl Anchors {
         Ok(())
     }
 
-    /// Ids that stand in slot 0 of each block.
+    /// Token ids of the anchors, which fill slot 0 of each block.
     pub fn ids(&self, batch: &Packed<'_>) -> Vec<i64> {
         let rows = self.rows.iter().zip(batch.offsets());
         rows.flat_map(|(anchors, start)| anchors.iter().map(move |&a| i64::from(batch.ids[start + a as usize])))
             .collect()
     }
 
-    /// Slots `1..` of each block whose position lies in the row and is supervised. A hole in the loss mask leaves out
-    /// its own slot only.
+    /// Trained slots of each block: slots `1..` whose position is in the row and supervised. A gap in the loss mask
+    /// excludes only its own slot.
     pub fn slots(&self, batch: &Packed<'_>, block_size: usize, gamma: Option<f64>) -> Slots {
         let decay = decay(block_size, gamma);
         let mut slots = Slots {
-            each: match batch.teacher {
+            labels_per_slot: match batch.target_labels {
                 None => 1,
-                Some(Teacher::Likeliest(said)) => said.each,
-                Some(Teacher::States(_)) => 0,
+                Some(TargetLabels::TopK(labels)) => labels.k,
+                Some(TargetLabels::States(_)) => 0,
             },
             ..Slots::default()
         };
@@ -124,18 +136,18 @@ impl Anchors {
             for (slot, &weight) in decay.iter().enumerate().skip(1) {
                 let position = anchor + slot;
                 if position < len as usize && batch.loss_mask[start + position] > 0 {
-                    slots.places.push((block * block_size + slot) as i64);
-                    slots.before.push((start + position) as i64 - 1);
-                    match batch.teacher {
+                    slots.indices.push((block * block_size + slot) as i64);
+                    slots.previous_tokens.push((start + position) as i64 - 1);
+                    match batch.target_labels {
                         None => {
                             slots.labels.push(batch.ids[start + position].into());
-                            slots.shares.push(1.0);
+                            slots.probabilities.push(1.0);
                         }
-                        Some(Teacher::States(_)) => {}
-                        Some(Teacher::Likeliest(Likeliest { each, ids, shares })) => {
-                            let at = (start + position) * each..(start + position + 1) * each;
+                        Some(TargetLabels::States(_)) => {}
+                        Some(TargetLabels::TopK(TopKLabels { k, ids, probabilities })) => {
+                            let at = (start + position) * k..(start + position + 1) * k;
                             slots.labels.extend(ids[at.clone()].iter().map(|&id| i64::from(id)));
-                            slots.shares.extend(&shares[at]);
+                            slots.probabilities.extend(&probabilities[at]);
                         }
                     }
                     slots.weights.push(weight as f32);
@@ -146,7 +158,8 @@ impl Anchors {
     }
 }
 
-/// Weight of each slot by its distance from the anchor: `exp(-max(j - 1, 0) / gamma)`. `None` or 0 weighs all alike.
+/// Decay weight of each slot by distance from the anchor: `exp(-max(j - 1, 0) / gamma)`. `None` or 0 gives equal
+/// weights.
 pub fn decay(block_size: usize, gamma: Option<f64>) -> Vec<f64> {
     let gamma = gamma.filter(|&gamma| gamma > 0.0);
     (0..block_size).map(|j| gamma.map_or(1.0, |gamma| (-(j.saturating_sub(1) as f64) / gamma).exp())).collect()
@@ -166,27 +179,27 @@ mod tests {
     }
 
     proptest! {
-        /// Automodel#3673: how many blocks a batch had was known only once it had run out of memory.
+        /// Automodel#3673: the number of blocks of a batch was known only after it had run out of memory.
         #[test]
-        fn automodel_3673_anchors_are_sorted_different_supervised_and_as_many_as_a_row_has_up_to_the_limit(
-            (mask, lengths) in rows(), most in 0usize..30, seed: u64,
+        fn automodel_3673_anchors_are_sorted_supervised_and_limited(
+            (mask, lengths) in rows(), limit in 0usize..30, seed: u64,
         ) {
             let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            let anchors = Anchors::sample(&mask, &lengths, most, &mut rng).unwrap();
+            let anchors = Anchors::sample(&mask, &lengths, limit, &mut rng).unwrap();
             anchors.check(&lengths).unwrap();
             let mut start = 0;
             for (row, &len) in anchors.rows.iter().zip(&lengths) {
                 let mask = &mask[start..start + len as usize];
                 prop_assert!(row.windows(2).all(|pair| pair[0] < pair[1]));
                 prop_assert!(row.iter().all(|&a| mask[a as usize] == 1 && mask[a as usize + 1] == 1));
-                prop_assert_eq!(row.len(), most.min(candidates(mask).len()));
+                prop_assert_eq!(row.len(), limit.min(candidates(mask).len()));
                 start += len as usize;
             }
         }
     }
 
     #[test]
-    fn every_candidate_is_drawn_about_equally_often() {
+    fn candidates_are_drawn_uniformly() {
         let mask = [1u8; 9];
         let mut seen = [0u32; 9];
         for index in 0..4000 {
@@ -195,12 +208,12 @@ mod tests {
                 seen[a as usize] += 1;
             }
         }
-        // Three of eight candidates; a fair draw strays from 1500 by more than 150 once in 10^6 runs.
+        // Three of eight candidates; a fair draw deviates from 1500 by more than 150 once in 10^6 runs.
         assert!(seen[..8].iter().all(|&n| n.abs_diff(1500) < 150) && seen[8] == 0, "{seen:?}");
     }
 
     #[test]
-    fn a_job_has_its_own_stream() {
+    fn each_job_has_its_own_random_stream() {
         let draw = |seed, epoch, index| {
             Anchors::sample(&[1; 200], &[200], 5, &mut job_rng(seed, JobId { epoch, index })).unwrap()
         };
@@ -223,34 +236,34 @@ mod tests {
         let anchors = Anchors { rows: vec![vec![1], vec![0]] };
         assert_eq!(anchors.ids(&batch), [11, 20]);
         let slots = anchors.slots(&batch, 4, None);
-        // Slot j holds the token at anchor + j; slot 0 is given; nothing runs over into the next row.
-        assert_eq!(slots.places, [1, 2, 5, 6]);
+        // Slot j holds the token at anchor + j; slot 0 is given; no block continues into the next row.
+        assert_eq!(slots.indices, [1, 2, 5, 6]);
         assert_eq!(slots.labels, [12, 13, 21, 22]);
-        assert_eq!(slots.before, [1, 2, 4, 5]);
+        assert_eq!(slots.previous_tokens, [1, 2, 4, 5]);
     }
 
-    /// A hole in the loss mask takes out its own slot; it does not end the block.
+    /// A gap in the loss mask excludes its own slot and does not end the block.
     #[test]
-    fn a_hole_in_the_loss_mask_does_not_end_the_block() {
+    fn gap_in_the_loss_mask_does_not_end_the_block() {
         let hidden = Tensor::zeros([6, 1], (Kind::Float, Device::Cpu));
         let batch = packed(&hidden, &[1, 2, 3, 4, 5, 6], &[1, 1, 0, 1, 0, 1], &[6]);
         let slots = Anchors { rows: vec![vec![0]] }.slots(&batch, 6, Some(2.0));
-        assert_eq!(slots.places, [1, 3, 5]);
+        assert_eq!(slots.indices, [1, 3, 5]);
         let want = [1.0, (-1.0f64).exp() as f32, (-2.0f64).exp() as f32];
         assert_eq!(slots.weights, want);
     }
 
     /// SpecForge#463: the trainer had no decay, so late slots weighed as much as the first.
     #[test]
-    fn specforge_463_weights_decay_from_the_first_trained_slot_on() {
+    fn specforge_463_weights_decay_from_the_first_trained_slot() {
         assert_eq!(decay(4, None), [1.0; 4]);
         assert_eq!(decay(4, Some(0.0)), [1.0; 4]);
         assert_eq!(decay(5, Some(2.0)), [1.0, 1.0, (-0.5f64).exp(), (-1.0f64).exp(), (-1.5f64).exp()]);
     }
 
-    /// ModelOpt#1211: one anchor fewer than there are candidates was drawn.
+    /// ModelOpt#1211: one anchor fewer than the number of candidates was drawn.
     #[test]
-    fn modelopt_1211_all_candidates_can_be_drawn_and_blocks_may_run_past_the_end() {
+    fn modelopt_1211_all_candidates_can_be_drawn() {
         let anchors = Anchors::sample(&[1; 5], &[5], 99, &mut ChaCha8Rng::seed_from_u64(0)).unwrap();
         assert_eq!(anchors.rows, [[0, 1, 2, 3]]);
     }

@@ -1,4 +1,4 @@
-//! One block as a serving engine drafts it: no mask at all, each slot is simply given what it may see.
+//! Reference implementation of block drafting for tests: no mask, each slot receives only what it may see.
 
 use super::Drafter;
 use super::layers::Layers;
@@ -8,8 +8,11 @@ use crate::model::ops::attention;
 use tch::Tensor;
 
 impl Drafter {
-    /// What the head sees of the block whose anchor `id` follows the tokens of `context [tokens, taps * hidden]`:
-    /// `[block_size, hidden]`.
+    /// Final hidden states of a block, `[block_size, hidden]`, whose anchor `id` follows the tokens of `context
+    /// [tokens, taps * hidden]`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn draft_block(&self, context: &Tensor, id: u32) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let (config, kind) = (self.config(), self.options().kind);
@@ -30,7 +33,7 @@ impl Drafter {
             let (before, own) = (layer.keys_values(&context, &context_table)?, layer.keys_values(&inner, &slot_table)?);
             let keys = Tensor::f_cat(&[before.0, own.0], 0)?;
             let values = Tensor::f_cat(&[before.1, own.1], 0)?;
-            // Ranges of queries with the keys that each may see.
+            // Query ranges with the key ranges that they see.
             let spans: Vec<(i64, i64, i64, i64)> = match (layer_type, config.sliding_window) {
                 (LayerType::Sliding, Some(window)) => (0..size)
                     .map(|slot| {

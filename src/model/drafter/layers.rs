@@ -1,4 +1,4 @@
-//! The drafter's layers on flat lists of positions: what every form of its forward is made of.
+//! Plain form of the drafter's layers on flat lists of positions, for decoding and the reference implementation.
 
 use crate::hf::draft::{DraftConfig, layer_weight};
 use crate::model::ModelError;
@@ -7,7 +7,7 @@ use crate::model::params::ParamSet;
 use crate::model::rope::RopeTable;
 use tch::{Kind, Tensor};
 
-/// The weights of one forward, cast to the number type that it computes in. Autograd reaches through the cast.
+/// Weights of one forward, cast to the compute dtype. Autograd differentiates through the cast.
 pub struct Layers {
     fc: Tensor,
     hidden_norm: Tensor,
@@ -62,37 +62,55 @@ impl Layers {
         })
     }
 
-    /// Tapped hidden states `[tokens, taps * hidden]` to the context feature `[tokens, hidden]` that all layers share.
+    /// Context feature `[tokens, hidden]`, which all layers share, from tapped hidden states `[tokens, taps * hidden]`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn context(&self, hidden: &Tensor) -> Result<Tensor, ModelError> {
         let hidden = hidden.f_to_kind(self.fc.f_kind()?)?;
         rms_norm(&linear(&hidden, &self.fc, None)?, &self.hidden_norm, self.eps)
     }
 
-    /// The final norm.
+    /// Final norm.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn normed(&self, x: &Tensor) -> Result<Tensor, ModelError> {
         rms_norm(x, &self.norm, self.eps)
     }
 }
 
 impl Layer {
-    /// The block's side of attention: input norm of the residual stream `[slots, hidden]`.
+    /// Input norm of the residual stream `[slots, hidden]`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn inner(&self, x: &Tensor) -> Result<Tensor, ModelError> {
         rms_norm(x, &self.input_norm, self.eps)
     }
 
     /// Queries of normed slots, `[slots, heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn queries(&self, inner: &Tensor, table: &RopeTable) -> Result<Tensor, ModelError> {
         table.apply(&rms_norm(&self.heads(inner, &self.q)?, &self.q_norm, self.eps)?)
     }
 
-    /// Keys and values, each `[positions, kv_heads, head_dim]`, of normed slots or of the context feature: both go
-    /// through the same matrices, and the context goes without the layer's input norm.
+    /// Keys and values, each `[positions, kv_heads, head_dim]`, of normed slots or of the context feature. Both use the
+    /// same matrices; the context skips the layer's input norm.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn keys_values(&self, source: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor), ModelError> {
         let keys = table.apply(&rms_norm(&self.heads(source, &self.k)?, &self.k_norm, self.eps)?)?;
         Ok((keys, self.heads(source, &self.v)?))
     }
 
-    /// Adds what attention gathered, `[slots, heads * head_dim]`, to the residual stream, and then the MLP.
+    /// Adds the attention output `[slots, heads * head_dim]` and then the MLP to the residual stream.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn finish(&self, x: &Tensor, gathered: &Tensor) -> Result<Tensor, ModelError> {
         let x = x.f_add(&linear(gathered, &self.o, None)?)?;
         let inner = rms_norm(&x, &self.post_norm, self.eps)?;
@@ -101,7 +119,7 @@ impl Layer {
     }
 
     fn heads(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
-        // Spelt out, since nothing can be inferred for a context of no tokens.
+        // Computed explicitly, because libtorch cannot infer a dimension of an empty context.
         let heads = weight.size()[0] / self.head_dim;
         Ok(linear(x, weight, None)?.f_reshape([x.size()[0], heads, self.head_dim])?)
     }

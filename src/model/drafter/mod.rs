@@ -1,19 +1,21 @@
-//! The drafter as it trains: one flat list of blocks, no dead ones, and the loss behind the head in chunks.
+//! Drafter in training: a flat list of blocks without padding, and a loss in tiles of the vocabulary.
 
 pub mod anchors;
 pub mod blocks;
 mod fused;
 pub mod held_out;
+#[cfg(any(test, feature = "testing"))]
 pub mod infer;
 pub mod layers;
 pub mod least_squares_init;
 mod parallel;
+#[cfg(any(test, feature = "testing"))]
 pub mod reference;
 
 use self::anchors::Anchors;
 use self::blocks::Blocks;
-use self::fused::{Context, Gradients, Pass, WeightGradients};
-use self::parallel::side_by_side;
+use self::fused::{Context, FusedDrafter, Gradients, WeightGradients};
+use self::parallel::map_on_threads;
 use super::ModelError;
 use super::batch::Packed;
 use super::load::weight;
@@ -28,49 +30,49 @@ use crate::hf::tensors::TensorFiles;
 use draftmill_actors::messages::engine::MicroReport;
 use tch::{Device, Kind, Tensor};
 
-/// The target's embedding and head, frozen, `[vocab, hidden]` each, in the number type that the drafter computes in.
+/// Frozen embedding and head of the target, `[vocab, hidden]` each, in the drafter's compute dtype.
 pub struct Shared {
     pub embedding: Tensor,
     pub head: Tensor,
 }
 
-/// How blocks attend to the context that all slots of a group see.
+/// Attention implementation for the context that all slots of a group see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AttentionBy {
-    /// libtorch's attention kernels, which store no score; plain products where they have none for the number type.
+pub enum AttentionBackend {
+    /// libtorch's attention kernels, which store no scores; plain products for dtypes without a kernel.
     Kernel,
     /// Plain products, which store the scores of one group at a time.
     Plain,
 }
 
-/// How a drafter computes, and how much each slot counts.
+/// Compute options of a drafter, and the weighting of its loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DraftOptions {
-    /// Number type of activations: fp32 or bf16, with weights and gradients in fp32; or fp64 throughout, for tests.
+    /// Dtype of activations: fp32 or bf16, with weights and gradients in fp32; or fp64 throughout, for tests.
     pub kind: Kind,
     pub device: Device,
     pub weighting: Weighting,
-    /// Logits that are held at once.
+    /// Tile of logits that is held at once.
     pub tile: Tile,
-    /// Slots that attend together.
+    /// Limit on the slots of an attention group.
     pub group_slots: usize,
-    pub attention: AttentionBy,
-    /// Keep no more than each layer's input for the backward pass, and compute the layer again there.
+    pub attention: AttentionBackend,
+    /// Saves only each layer's input for the backward pass, and recomputes the layer there.
     pub recompute: bool,
 }
 
 impl DraftOptions {
-    /// fp32 without decay, in chunks that suit CPUs and GPUs alike.
+    /// Defaults: fp32, no decay, and chunk sizes that suit CPUs and GPUs.
     pub fn new(device: Device) -> DraftOptions {
         let tile = Tile { slots: 1024, tokens: 2048 };
         let weighting = Weighting::Decay(None);
-        // On a CPU scores that are stored lie in the cache, and the kernel was not measurably faster (benches/README.md).
-        let attention = if device.is_cuda() { AttentionBy::Kernel } else { AttentionBy::Plain };
+        // On a CPU stored scores fit into the cache, and the kernel was not measurably faster (benches/README.md).
+        let attention = if device.is_cuda() { AttentionBackend::Kernel } else { AttentionBackend::Plain };
         DraftOptions { kind: Kind::Float, device, weighting, tile, group_slots: 256, attention, recompute: false }
     }
 }
 
-/// A DFlash drafter on one device. Weights are kept in fp32 and cast inside each forward.
+/// DFlash drafter on one device. Weights are kept in fp32 and cast in each forward.
 pub struct Drafter {
     config: DraftConfig,
     shared: Shared,
@@ -80,7 +82,10 @@ pub struct Drafter {
 }
 
 impl Shared {
-    /// Reads both from a target's weights; a tied head is the embedding.
+    /// Loads both from a target's weights; a tied head is the embedding.
+    ///
+    /// # Errors
+    /// Returns an error if a tensor is absent or has another shape.
     pub fn load(target: &TargetConfig, files: &TensorFiles, kind: Kind, device: Device) -> Result<Shared, ModelError> {
         let shape = [target.vocab_size, target.hidden_size];
         let embedding = weight(files, "model.embed_tokens.weight", &shape, kind, device)?;
@@ -94,7 +99,10 @@ impl Shared {
 }
 
 impl Drafter {
-    /// Without weights as yet: see [`Drafter::load_weights`].
+    /// Creates a drafter without weights: see [`Drafter::load_weights`].
+    ///
+    /// # Errors
+    /// Returns an error if the configuration is invalid, the dtype is not supported, or a shared table does not fit.
     pub fn new(config: DraftConfig, shared: Shared, options: DraftOptions) -> Result<Drafter, ModelError> {
         config.validate()?;
         if !matches!(options.kind, Kind::Float | Kind::BFloat16 | Kind::Double) {
@@ -133,19 +141,25 @@ impl Drafter {
         &self.rope
     }
 
-    /// The weights themselves: reading them is free, writing them changes the next forward.
+    /// Weights in place: reading is free, and a write affects the next forward.
     pub fn params(&self) -> &ParamSet {
         &self.params
     }
 
-    /// Replaces the weights. They must have the drafter's names and shapes.
+    /// Replaces the weights.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if names or shapes differ from the configuration's.
     pub fn load_weights(&mut self, weights: Weights) -> Result<(), ModelError> {
-        self.params = kept(&self.config, weights, &self.options)?;
+        self.params = checked_params(&self.config, weights, &self.options)?;
         Ok(())
     }
 
-    /// Weighted loss over the supervised slots of all blocks, and the gradient of its *numerator* with respect
-    /// to every weight. `None` where nothing is supervised.
+    /// Weighted loss over the supervised slots of all blocks, and the gradient of its *numerator* with respect to every
+    /// weight. The gradient is `None` if nothing is supervised.
+    ///
+    /// # Errors
+    /// Returns an error if the batch or the anchors do not fit the drafter, or libtorch fails.
     pub fn loss_and_gradient(
         &self,
         batch: &Packed<'_>,
@@ -155,14 +169,16 @@ impl Drafter {
         let _no_grad = tch::no_grad_guard();
         let weights = fused::Weights::new(&self.config, &self.params, self.options.kind)?;
         let context = Context::new(batch, anchors, &weights, self.config.rms_norm_eps)?;
-        let count = self.shares(anchors);
-        let shares: Vec<Anchors> = (0..count).map(|number| anchors.part(number, count)).collect();
-        // SAFETY: a share makes tensors of its own from weights, context and features, and writes to none of these.
-        let trained = unsafe { side_by_side(&shares, |share| self.share(batch, share, &weights, context.as_ref())) }?;
+        let count = self.thread_count(anchors);
+        let chunks: Vec<Anchors> = (0..count).map(|number| anchors.chunk(number, count)).collect();
+        // SAFETY: each call creates its own tensors from weights, context and features, and writes to none of these.
+        let trained = unsafe {
+            map_on_threads(&chunks, |chunk| self.chunk_loss_and_gradient(batch, chunk, &weights, context.as_ref()))
+        }?;
 
         let mut total = MicroReport { tokens: batch.ids.len() as u64, ..MicroReport::default() };
         let (mut sum, mut d_context) = (None::<WeightGradients>, None);
-        for (share, (report, gradients)) in shares.iter().zip(trained) {
+        for (chunk, (report, gradients)) in chunks.iter().zip(trained) {
             total.add(&report);
             let Some(Gradients { weights, context: of_context }) = gradients else { continue };
             match &mut sum {
@@ -170,7 +186,7 @@ impl Drafter {
                 Some(sum) => sum.add(weights)?,
             }
             if let (Some(context), Some(part)) = (&context, of_context) {
-                context.add(&mut d_context, share, part)?;
+                context.add(&mut d_context, chunk, part)?;
             }
         }
         let Some(sum) = sum else { return Ok((total, None)) };
@@ -181,59 +197,61 @@ impl Drafter {
         Ok((total, Some(sum.into_gradient(of_context, &self.config, &self.params)?)))
     }
 
-    /// What the head sees of every slot, `[blocks * block_size, hidden]`, block after block. Without gradients.
+    /// Final hidden states of every slot, `[blocks * block_size, hidden]`, block after block. Without gradients.
+    ///
+    /// # Errors
+    /// Returns an error if the batch or the anchors do not fit the drafter, or libtorch fails.
     pub fn hidden(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Tensor, ModelError> {
         self.check(batch, anchors)?;
         let _no_grad = tch::no_grad_guard();
         let weights = fused::Weights::new(&self.config, &self.params, self.options.kind)?;
         let context = Context::new(batch, anchors, &weights, self.config.rms_norm_eps)?;
         let blocks = self.blocks(batch, anchors)?;
-        let pass = self.pass(&blocks, anchors, &weights, context.as_ref())?;
-        pass.hidden(self.shared.embedding.f_index_select(0, &blocks.ids)?)
+        let fused = self.fused(&blocks, anchors, &weights, context.as_ref())?;
+        fused.hidden(self.shared.embedding.f_index_select(0, &blocks.ids)?)
     }
 
-    /// Loss and gradients of some of the blocks, and nothing where none of their slots is supervised. Tokens are left to whoever
-    /// knows all blocks.
-    fn share(
+    /// Loss and gradients of a chunk of blocks; no gradients if none of their slots is supervised. Does not count
+    /// tokens, which chunks share.
+    fn chunk_loss_and_gradient(
         &self,
         batch: &Packed<'_>,
         anchors: &Anchors,
         weights: &fused::Weights,
         context: Option<&Context>,
     ) -> Result<(MicroReport, Option<Gradients>), ModelError> {
-        // On each thread anew: grad mode is the thread's.
+        // Set on each thread, as grad mode is thread-local.
         let _no_grad = tch::no_grad_guard();
         let mut report = MicroReport { anchors: anchors.count() as u64, ..MicroReport::default() };
         let size = self.config.block_size;
         let slots = anchors.slots(batch, size, self.options.weighting.gamma());
-        if slots.places.is_empty() {
+        if slots.indices.is_empty() {
             return Ok((report, None));
         }
         let device = self.options.device;
-        let places = Tensor::f_from_slice(&slots.places)?.f_to(device)?;
+        let indices = Tensor::f_from_slice(&slots.indices)?.f_to(device)?;
         let blocks = self.blocks(batch, anchors)?;
-        let pass = self.pass(&blocks, anchors, weights, context)?;
-        let (hidden, tape) = pass.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &places)?;
-        let labels = Labels::of(&slots, batch.teacher, &self.shared.head)?;
+        let fused = self.fused(&blocks, anchors, weights, context)?;
+        let (hidden, tape) = fused.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &indices)?;
+        let labels = Labels::for_slots(&slots, batch.target_labels, &self.shared.head)?;
         let mut loss = head_loss(&hidden, &self.shared.head, &labels, self.options.tile)?;
         let weights = match self.options.weighting {
             Weighting::Decay(_) => Tensor::f_from_slice(&slots.weights)?.f_to(device)?,
-            Weighting::DPace(alpha) => d_pace(&loss.surprise, &places, size as i64, alpha)?,
+            Weighting::DPace(alpha) => d_pace(&loss.cross_entropy, &indices, size as i64, alpha)?,
         };
         let d_hidden = loss.gradient.f_mul_(&weights.f_unsqueeze(1)?)?;
-        let gradients = pass.backward(tape, &d_hidden)?;
+        let gradients = fused.backward(tape, &d_hidden)?;
 
         report.loss_numerator = loss.losses.f_mul(&weights)?.f_sum(Kind::Double)?.f_double_value(&[])?;
-        // D-PACE's weights are no share of anything: there it is the number of slots, over all drafters alike.
+        // D-PACE's weights are not normalised, so its denominator is the number of slots, as on all other drafters.
         report.loss_denominator = slots.weights.iter().map(|&weight| f64::from(weight)).sum();
         report.correct = loss.correct.f_sum(Kind::Int64)?.f_int64_value(&[])? as f64;
-        report.supervised = slots.places.len() as f64;
+        report.supervised = slots.indices.len() as f64;
         Ok((report, Some(gradients)))
     }
 
-    /// Threads that share these blocks. A GPU computes all at once; on a CPU each thread takes some, but none that would not fill
-    /// a group.
-    pub fn shares(&self, anchors: &Anchors) -> usize {
+    /// Number of threads for these blocks: 1 on a GPU; on a CPU as many as can fill a group of slots each.
+    pub fn thread_count(&self, anchors: &Anchors) -> usize {
         let most = anchors.count() / (self.options.group_slots / self.config.block_size).max(1);
         let threads = if self.options.device == Device::Cpu { tch::get_num_threads() } else { 1 };
         usize::try_from(threads).unwrap_or(1).min(most).max(1)
@@ -243,15 +261,15 @@ impl Drafter {
         Blocks::new(&self.config, &self.rope, batch, anchors, self.options.group_slots, self.options.kind)
     }
 
-    fn pass<'a>(
+    fn fused<'a>(
         &'a self,
         blocks: &'a Blocks,
         anchors: &Anchors,
         weights: &'a fused::Weights,
         context: Option<&Context>,
-    ) -> Result<Pass<'a>, ModelError> {
-        let seen = context.map(|context| context.seen_by(anchors)).transpose()?.flatten();
-        Pass::new(&self.config, weights, blocks, seen, &self.options)
+    ) -> Result<FusedDrafter<'a>, ModelError> {
+        let seen = context.map(|context| context.of_chunk(anchors)).transpose()?.flatten();
+        FusedDrafter::new(&self.config, weights, blocks, seen, &self.options)
     }
 
     fn check(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<(), ModelError> {
@@ -259,18 +277,18 @@ impl Drafter {
         batch.check(target_layer_ids.len(), *hidden_size, *vocab_size)?;
         anchors.check(batch.lengths)?;
         if self.params.is_empty() {
-            return Err(ModelError::Input("the drafter has no weights yet; load some first".into()));
+            return Err(ModelError::Input("the drafter has no weights; load them first".into()));
         }
         if batch.hidden.device() != self.options.device {
             let (found, want) = (batch.hidden.device(), self.options.device);
-            return Err(ModelError::Input(format!("features lie on {found:?}, but the drafter on {want:?}")));
+            return Err(ModelError::Input(format!("the features are on {found:?}, but the drafter is on {want:?}")));
         }
         Ok(())
     }
 }
 
-/// Checks names and shapes, and puts weights on `device` in the number type that they are kept in.
-fn kept(config: &DraftConfig, weights: Weights, options: &DraftOptions) -> Result<ParamSet, ModelError> {
+/// Checks names and shapes, and moves weights to the drafter's device and weight dtype.
+fn checked_params(config: &DraftConfig, weights: Weights, options: &DraftOptions) -> Result<ParamSet, ModelError> {
     let shapes = config.tensor_shapes();
     if weights.len() != shapes.len() {
         let (have, want) = (weights.len(), shapes.len());

@@ -1,53 +1,56 @@
-//! Work that the threads of a CPU share by taking parts of it, instead of meeting at the end of every operation.
+//! Parallel map over CPU threads: each thread computes whole items, instead of synchronising in every operation.
 
 use crate::model::ModelError;
 
-/// What `work` gives of each part. Several parts run side by side, each on one thread from its first operation to its last; a
-/// single one runs here, its operations on all threads.
+/// Returns `work` of each item. Several items run in parallel, each on one thread from start to end; a single item runs
+/// on the calling thread, with multi-threaded operations.
 ///
-/// Threads that share each operation wait for the slowest of them every time, thousands of times a step, and for a thread that
-/// another process keeps from its core they wait long. Threads that share parts meet once.
+/// Threads that share each operation wait for the slowest of them thousands of times per step, and long if another
+/// process preempts one. Threads that run whole items synchronise once.
+///
+/// # Errors
+/// Returns the first error in item order.
 ///
 /// # Safety
-/// tch's tensors may be read by many threads and written by one: `work` must not write to what it captures.
-pub unsafe fn side_by_side<P, T: Send>(
-    parts: &[P],
-    work: impl Fn(&P) -> Result<T, ModelError>,
+/// A tensor of tch may be read by many threads but written by one only: `work` must not write to what it captures.
+pub unsafe fn map_on_threads<I, T: Send>(
+    items: &[I],
+    work: impl Fn(&I) -> Result<T, ModelError>,
 ) -> Result<Vec<T>, ModelError> {
-    if let [part] = parts {
-        return Ok(vec![work(part)?]);
+    if let [item] = items {
+        return Ok(vec![work(item)?]);
     }
-    let all = Read((parts, work));
-    let done = draftmill_torch_ext::each(parts.len(), |place| {
-        let Read((parts, work)) = &all;
-        work(&parts[place])
+    let shared = SharedRef((items, work));
+    let results = draftmill_torch_ext::parallel_map(items.len(), |index| {
+        let SharedRef((items, work)) = &shared;
+        work(&items[index])
     });
-    done?.into_iter().collect()
+    results?.into_iter().collect()
 }
 
-/// Read by many threads at once.
-struct Read<T>(T);
+/// Reference that many threads read.
+struct SharedRef<T>(T);
 
-// SAFETY: `side_by_side` promises that nobody writes.
-unsafe impl<T> Sync for Read<T> {}
+// SAFETY: the caller of `map_on_threads` guarantees that nothing is written.
+unsafe impl<T> Sync for SharedRef<T> {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn every_part_is_done_in_order_and_the_first_error_is_told() {
-        let double = |part: &u32| Ok(part * 2);
+    fn results_are_in_item_order_and_the_first_error_is_returned() {
+        let double = |item: &u32| Ok(item * 2);
         // SAFETY: captures nothing.
-        assert_eq!(unsafe { side_by_side(&[1, 2, 3], double) }.unwrap(), [2, 4, 6]);
-        // SAFETY: the same.
-        assert_eq!(unsafe { side_by_side(&[7], double) }.unwrap(), [14]);
-        let odd = |part: &u32| match part % 2 {
-            0 => Ok(*part),
-            _ => Err(ModelError::Input(format!("{part} is odd"))),
+        assert_eq!(unsafe { map_on_threads(&[1, 2, 3], double) }.unwrap(), [2, 4, 6]);
+        // SAFETY: as above.
+        assert_eq!(unsafe { map_on_threads(&[7], double) }.unwrap(), [14]);
+        let odd = |item: &u32| match item % 2 {
+            0 => Ok(*item),
+            _ => Err(ModelError::Input(format!("{item} is odd"))),
         };
-        // SAFETY: the same.
-        let error = unsafe { side_by_side(&[2, 4, 5, 7], odd) }.unwrap_err();
+        // SAFETY: as above.
+        let error = unsafe { map_on_threads(&[2, 4, 5, 7], odd) }.unwrap_err();
         assert_eq!(error.to_string(), "5 is odd");
     }
 }

@@ -1,5 +1,5 @@
-//! The drafter by its definition, for tests: every block of every row, filler blocks included, under one dense mask,
-//! with the loss left to autograd. Slow and large on purpose; the path that trains must agree with it.
+//! Reference implementation of the drafter for tests: all blocks of all rows, padded, under one dense mask, with
+//! autograd. Slow and large by design; the training path must agree with it.
 
 use super::Drafter;
 use super::anchors::{Anchors, decay};
@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 pub struct Dense {
     pub rows: usize,
     pub width: usize,
-    /// Blocks of a row, fillers included.
+    /// Blocks per row, including padding blocks.
     pub blocks: usize,
     /// `[rows, width]`, 0 on padding.
     pub ids: Vec<i64>,
@@ -27,19 +27,19 @@ pub struct Dense {
     pub keep: Vec<bool>,
 }
 
-/// Everything that a forward goes through. Slots are `[rows, blocks * block_size, ...]`.
+/// All results of one forward. Slots are `[rows, blocks * block_size, ...]`.
 pub struct Trace {
     pub noise_ids: Tensor,
-    /// Of the context, then of the slots: `[rows, width + slots]`.
+    /// Positions of the context, then of the slots: `[rows, width + slots]`.
     pub positions: Tensor,
     pub context: Tensor,
     pub layer_outputs: Vec<Tensor>,
     pub hidden: Tensor,
     pub logits: Tensor,
     pub labels: Tensor,
-    /// 1 where a slot is trained.
+    /// 1 for trained slots.
     pub supervised: Tensor,
-    /// The same, times the decay.
+    /// `supervised` times the decay.
     pub weights: Tensor,
     pub losses: Tensor,
     pub predicted: Tensor,
@@ -52,7 +52,10 @@ pub struct Trace {
 }
 
 impl Dense {
-    /// Pads packed rows and fills up the blocks of rows that have fewer.
+    /// Pads packed rows, and pads each row to the same number of blocks.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn pad(batch: &Packed<'_>, anchors: &Anchors) -> Result<Dense, ModelError> {
         let rows = batch.lengths.len();
         let width = batch.lengths.iter().copied().max().unwrap_or(0) as usize;
@@ -72,9 +75,9 @@ impl Dense {
             keep: vec![false; rows * blocks],
         };
         for (row, (offset, &len)) in batch.offsets().into_iter().zip(batch.lengths).enumerate() {
-            for place in 0..len as usize {
-                dense.ids[row * width + place] = batch.ids[offset + place].into();
-                dense.loss_mask[row * width + place] = batch.loss_mask[offset + place].into();
+            for position in 0..len as usize {
+                dense.ids[row * width + position] = batch.ids[offset + position].into();
+                dense.loss_mask[row * width + position] = batch.loss_mask[offset + position].into();
             }
             let source = batch.hidden.f_narrow(0, offset as i64, len.into())?;
             dense.hidden.f_get(row as i64)?.f_narrow(0, 0, len.into())?.f_copy_(&source)?;
@@ -86,8 +89,8 @@ impl Dense {
         Ok(dense)
     }
 
-    /// Which keys each slot may see, `[rows, slots, width + slots]` row-major: context before the anchor, and the own
-    /// block; nothing at all in filler blocks.
+    /// Visible keys of each slot, `[rows, slots, width + slots]` row-major: context before the anchor, and the own
+    /// block; none in padding blocks.
     pub fn allowed(&self, block_size: usize, window: Option<usize>) -> Vec<bool> {
         let slots = self.blocks * block_size;
         let mut allowed = Vec::with_capacity(self.rows * slots * (self.width + slots));
@@ -105,7 +108,7 @@ impl Dense {
         allowed
     }
 
-    /// The mask that is added to scores. Fillers see their own block, so that no row of scores is masked throughout.
+    /// Additive mask. Padding blocks see themselves, so that no row of scores is fully masked.
     fn additive(&self, block_size: usize, window: Option<usize>, like: &Tensor) -> Result<Tensor, ModelError> {
         let slots = self.blocks * block_size;
         let mut allowed = self.allowed(block_size, window);
@@ -121,7 +124,10 @@ impl Dense {
 }
 
 impl Drafter {
-    /// The whole definition at once, with gradients of every weight.
+    /// Runs the whole definition, with gradients of every weight.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn trace(&self, dense: &Dense) -> Result<Trace, ModelError> {
         let _grad = GradGuard::enable();
         let (config, options) = (self.config(), self.options());
@@ -170,10 +176,10 @@ impl Drafter {
         let decay = decay(size, options.weighting.gamma());
         let (mut labels, mut supervised, mut weights) = (Vec::new(), Vec::new(), Vec::new());
         for (row, slot) in cells() {
-            // Past the end the last token stands in as a label that no weight lets count.
-            let place = position(row, slot);
-            let cell = row * dense.width + place.min(dense.width - 1);
-            let trained = dense.keep[block_of(row, slot)] && place < dense.width && slot % size > 0;
+            // Past the end, the last token is a placeholder label with weight 0.
+            let at = position(row, slot);
+            let cell = row * dense.width + at.min(dense.width - 1);
+            let trained = dense.keep[block_of(row, slot)] && at < dense.width && slot % size > 0;
             let weight = if trained { dense.loss_mask[cell] } else { 0.0 };
             labels.push(dense.ids[cell]);
             supervised.push(weight as f32);

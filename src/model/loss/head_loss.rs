@@ -1,83 +1,95 @@
-//! How far the drafter is from its labels behind a frozen head, with the gradient made in the same pass over the head.
+//! Loss of the drafter through a frozen head, computed together with its gradient in tiles of the vocabulary.
 
 use crate::model::ModelError;
-use crate::model::batch::Teacher;
+use crate::model::batch::TargetLabels;
 use crate::model::drafter::anchors::Slots;
-use crate::model::ops::{Span, soften, spans, wide};
+use crate::model::ops::{Span, online_softmax, spans, wide};
 use tch::{Kind, Tensor};
 
-/// What the head says of some hidden states.
+/// Loss and gradient of some slots.
 pub struct HeadLoss {
     /// Gradient of each slot's loss with respect to its hidden state, `[slots, hidden]` in at least fp32.
     pub gradient: Tensor,
-    /// Kullback-Leibler divergence of each slot from its labels in nats, `[slots]` in at least fp32; of a single label that is the
-    /// cross-entropy.
+    /// Kullback-Leibler divergence of each slot from its labels in nats, `[slots]` in at least fp32; with a single
+    /// label, the cross-entropy.
     pub losses: Tensor,
-    /// Cross-entropy of the first label alone.
-    pub surprise: Tensor,
-    /// Whether no token is more likely than the first label, `[slots]`.
+    /// Cross-entropy of the first label, `[slots]`.
+    pub cross_entropy: Tensor,
+    /// True if no token is more likely than the first label, `[slots]`.
     pub correct: Tensor,
 }
 
-/// What slots are to say.
+/// Labels of slots.
 pub enum Labels {
-    /// Tokens, the likeliest first, and how much each of them counts, 1 in sum. `[slots, labels]` each.
-    Tokens { ids: Tensor, shares: Tensor },
-    /// All that the head says of the target's states `[states, hidden]`; which of them each slot has, `[slots]`. Of these the
-    /// first label is the likeliest token.
-    States { states: Tensor, of: Tensor },
+    /// Token labels, most likely first, with probabilities that sum to 1. `[slots, labels]` each.
+    Tokens { ids: Tensor, probabilities: Tensor },
+    /// Target states `[states, hidden]`, whose logits are the labels, and the state of each slot, `[slots]`. The first
+    /// label is the most likely token.
+    States { states: Tensor, index: Tensor },
 }
 
 impl Labels {
-    /// Labels of slots that `teacher` taught, for `head`.
-    pub fn of(slots: &Slots, teacher: Option<&Teacher>, head: &Tensor) -> Result<Labels, ModelError> {
+    /// Labels of `slots` from `target_labels`, on the device of `head`.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
+    pub fn for_slots(slots: &Slots, target_labels: Option<&TargetLabels>, head: &Tensor) -> Result<Labels, ModelError> {
         let device = head.device();
-        if let Some(Teacher::States(states)) = teacher {
-            // Blocks overlap, so that several slots have one state.
-            let mut needed = slots.before.clone();
+        if let Some(TargetLabels::States(states)) = target_labels {
+            // Blocks overlap, so several slots may have the same state.
+            let mut needed = slots.previous_tokens.clone();
             needed.sort_unstable();
             needed.dedup();
-            let of: Vec<i64> =
-                slots.before.iter().map(|token| needed.partition_point(|other| other < token) as i64).collect();
+            let index: Vec<i64> = slots
+                .previous_tokens
+                .iter()
+                .map(|token| needed.partition_point(|other| other < token) as i64)
+                .collect();
             let states = states.f_index_select(0, &Tensor::f_from_slice(&needed)?.f_to(states.device())?)?;
             let states = states.f_to_device(device)?.f_to_kind(head.f_kind()?)?;
-            return Ok(Labels::States { states, of: Tensor::f_from_slice(&of)?.f_to(device)? });
+            return Ok(Labels::States { states, index: Tensor::f_from_slice(&index)?.f_to(device)? });
         }
-        let shape = [slots.places.len() as i64, slots.each as i64];
+        let shape = [slots.indices.len() as i64, slots.labels_per_slot as i64];
         let ids = Tensor::f_from_slice(&slots.labels)?.f_reshape(shape)?.f_to(device)?;
-        Ok(Labels::Tokens { ids, shares: Tensor::f_from_slice(&slots.shares)?.f_reshape(shape)?.f_to(device)? })
+        Ok(Labels::Tokens {
+            ids,
+            probabilities: Tensor::f_from_slice(&slots.probabilities)?.f_reshape(shape)?.f_to(device)?,
+        })
     }
 }
 
-/// How much of the logits is held at once: a tile of slots and tokens. It changes the speed alone.
+/// Size of a tile of logits, the part held at once. It affects speed only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
     pub slots: usize,
     pub tokens: usize,
 }
 
-/// Loss of `hidden [slots, D]` against `labels` behind `head [V, D]`: with the labels' shares `p` and the head's softmax `q`,
-/// `sum p (ln p - ln q)` of each slot, whose gradient is `(q - p) W`.
+/// Loss of `hidden [slots, D]` against `labels` through `head [V, D]`. With label probabilities `p` and the head's
+/// softmax `q`, a slot's loss is `sum p (ln p - ln q)` and its gradient `(q - p) W` (`docs/dflash.md#loss`).
 ///
-/// Only a tile of logits is ever held: maximum, sum and `exp(logits) W` are carried from one part of the vocabulary to
-/// the next and shrunk whenever a larger logit appears (the online softmax of FlashAttention, arXiv:2205.14135, with the
-/// head as keys and values). Memory does not grow with the vocabulary, and a tile stays in the processor's cache. The
-/// target's states go through the same tiles, each once however many slots have it. Grad mode must be off.
+/// Only one tile of logits is held at a time. Maximum, sum and `exp(logits) W` are carried from tile to tile and
+/// rescaled whenever a larger logit appears: the online softmax of FlashAttention, arXiv:2205.14135, with the head as
+/// keys and values. Memory does not grow with the vocabulary, and a tile stays in the processor's cache. Each target
+/// state passes through the tiles once, even if several slots use it. Grad mode must be off.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
 pub fn head_loss(hidden: &Tensor, head: &Tensor, labels: &Labels, tile: Tile) -> Result<HeadLoss, ModelError> {
     let mut parts = Vec::new();
     match labels {
-        Labels::Tokens { ids, shares } => {
+        Labels::Tokens { ids, probabilities } => {
             for part in spans(hidden.size()[0], tile.slots) {
-                let (ids, shares) = (part.of(ids, 0)?, part.of(shares, 0)?);
-                parts.push(from_tokens(&part.of(hidden, 0)?, head, &ids, &shares, tile.tokens)?);
+                let (ids, probabilities) = (part.of(ids, 0)?, part.of(probabilities, 0)?);
+                parts.push(loss_from_tokens(&part.of(hidden, 0)?, head, &ids, &probabilities, tile.tokens)?);
             }
         }
-        Labels::States { states, of } => {
-            let said = Said::of(states, head, tile)?;
+        Labels::States { states, index } => {
+            let stats = TargetStats::of(states, head, tile)?;
             for part in spans(hidden.size()[0], tile.slots) {
-                let of = part.of(of, 0)?;
-                let states = states.f_index_select(0, &of)?;
-                parts.push(from_said(&part.of(hidden, 0)?, head, &states, &said.at(&of)?, tile.tokens)?);
+                let index = part.of(index, 0)?;
+                let states = states.f_index_select(0, &index)?;
+                parts.push(loss_from_states(&part.of(hidden, 0)?, head, &states, &stats.at(&index)?, tile.tokens)?);
             }
         }
     }
@@ -85,147 +97,151 @@ pub fn head_loss(hidden: &Tensor, head: &Tensor, labels: &Labels, tile: Tile) ->
     Ok(HeadLoss {
         gradient: all(|part| &part.gradient)?,
         losses: all(|part| &part.losses)?,
-        surprise: all(|part| &part.surprise)?,
+        cross_entropy: all(|part| &part.cross_entropy)?,
         correct: all(|part| &part.correct)?,
     })
 }
 
-fn from_tokens(
+fn loss_from_tokens(
     hidden: &Tensor,
     head: &Tensor,
     ids: &Tensor,
-    shares: &Tensor,
+    probabilities: &Tensor,
     tokens: usize,
 ) -> Result<HeadLoss, ModelError> {
-    let (Sums { most, sum, mut product }, of_labels) = sums_and_logits(hidden, head, ids, tokens)?;
-    let shares = shares.f_to_kind(sum.f_kind()?)?;
-    let surprises = sum.f_log()?.f_add(&most)?.f_sub(&of_labels)?;
-    let loss = shares.f_xlogy(&shares)?.f_add(&shares.f_mul(&surprises)?)?;
+    let (Sums { max, sum, mut product }, label_logits) = sums_and_logits(hidden, head, ids, tokens)?;
+    let probabilities = probabilities.f_to_kind(sum.f_kind()?)?;
+    let cross_entropies = sum.f_log()?.f_add(&max)?.f_sub(&label_logits)?;
+    let loss = probabilities.f_xlogy(&probabilities)?.f_add(&probabilities.f_mul(&cross_entropies)?)?;
     product = product.f_div_(&sum)?;
     for label in spans(ids.size()[1], 1) {
         let rows = head.f_index_select(0, &label.of(ids, 1)?.f_squeeze_dim(1)?)?;
-        product = product.f_sub_(&rows.f_mul(&label.of(&shares, 1)?)?)?;
+        product = product.f_sub_(&rows.f_mul(&label.of(&probabilities, 1)?)?)?;
     }
     Ok(HeadLoss {
         gradient: product,
         losses: loss.f_sum_dim_intlist(&[1i64][..], false, loss.f_kind()?)?,
-        surprise: surprises.f_select(1, 0)?,
-        correct: of_labels.f_narrow(1, 0, 1)?.f_ge_tensor(&most)?.f_squeeze_dim(1)?,
+        cross_entropy: cross_entropies.f_select(1, 0)?,
+        correct: label_logits.f_narrow(1, 0, 1)?.f_ge_tensor(&max)?.f_squeeze_dim(1)?,
     })
 }
 
-/// With `b` the target's likeliest token, `t` its state, `h` the slot's, and `surprise` the cross-entropy of `b`: logits are linear
-/// in the state, so `sum p (ln p - ln q) = surprise(h) - surprise(t) + (t - h) (p W - W_b)`. Where the target is sure, the last
-/// term is nothing; what is subtracted elsewhere is rounded alike.
-fn from_said(
+/// Loss against target states, which relies on logits being linear in the state.
+///
+/// With `b` the target's most likely token, `t` its state, `h` the slot's state and `ce` the cross-entropy of `b`: `sum
+/// p (ln p - ln q) = ce(h) - ce(t) + (t - h) (p W - W_b)`. If the target is certain, the last term is zero; otherwise
+/// both subtracted terms round alike.
+fn loss_from_states(
     hidden: &Tensor,
     head: &Tensor,
     states: &Tensor,
-    said: &Said,
+    stats: &TargetStats,
     tokens: usize,
 ) -> Result<HeadLoss, ModelError> {
-    let (Sums { most, sum, mut product }, of_best) = sums_and_logits(hidden, head, &said.best, tokens)?;
-    let surprise = sum.f_log()?.f_add(&most)?.f_sub(&of_best)?;
+    let (Sums { max, sum, mut product }, best_logits) = sums_and_logits(hidden, head, &stats.best, tokens)?;
+    let cross_entropy = sum.f_log()?.f_add(&max)?.f_sub(&best_logits)?;
     let exact = sum.f_kind()?;
-    let away = said.mean.f_sub(&head.f_index_select(0, &said.best.f_squeeze_dim(1)?)?)?;
-    let apart = states.f_to_kind(exact)?.f_sub(hidden)?.f_mul_(&away)?.f_sum_dim_intlist(&[1i64][..], true, exact)?;
+    let offset = stats.mean.f_sub(&head.f_index_select(0, &stats.best.f_squeeze_dim(1)?)?)?;
+    let correction =
+        states.f_to_kind(exact)?.f_sub(hidden)?.f_mul_(&offset)?.f_sum_dim_intlist(&[1i64][..], true, exact)?;
     Ok(HeadLoss {
-        gradient: product.f_div_(&sum)?.f_sub_(&said.mean)?,
-        losses: surprise.f_sub(&said.surprise)?.f_add_(&apart)?.f_squeeze_dim(1)?,
-        correct: of_best.f_ge_tensor(&most)?.f_squeeze_dim(1)?,
-        surprise: surprise.f_squeeze_dim(1)?,
+        gradient: product.f_div_(&sum)?.f_sub_(&stats.mean)?,
+        losses: cross_entropy.f_sub(&stats.cross_entropy)?.f_add_(&correction)?.f_squeeze_dim(1)?,
+        correct: best_logits.f_ge_tensor(&max)?.f_squeeze_dim(1)?,
+        cross_entropy: cross_entropy.f_squeeze_dim(1)?,
     })
 }
 
-/// What the head says of the target's states, without their logits.
-struct Said {
-    /// The likeliest token, the first one where several are alike, `[states, 1]`.
+/// Statistics of the head's softmax over target states, without the logits.
+struct TargetStats {
+    /// Most likely token, the first one of equals, `[states, 1]`.
     best: Tensor,
-    /// Its cross-entropy, `[states, 1]`.
-    surprise: Tensor,
-    /// The head's rows in the shares that the target gives them: `p W`, `[states, D]`.
+    /// Cross-entropy of that token, `[states, 1]`.
+    cross_entropy: Tensor,
+    /// Mean of the head's rows under the target's probabilities, `p W`, `[states, D]`.
     mean: Tensor,
 }
 
-impl Said {
-    fn of(states: &Tensor, head: &Tensor, tile: Tile) -> Result<Said, ModelError> {
-        let (mut best, mut surprise, mut mean) = (Vec::new(), Vec::new(), Vec::new());
+impl TargetStats {
+    fn of(states: &Tensor, head: &Tensor, tile: Tile) -> Result<TargetStats, ModelError> {
+        let (mut best, mut cross_entropy, mut mean) = (Vec::new(), Vec::new(), Vec::new());
         for part in spans(states.size()[0], tile.slots) {
             let states = part.of(states, 0)?;
             let mut first = Tensor::f_zeros([part.len, 1], (Kind::Int64, states.device()))?;
-            let sums = sums(&states, head, tile.tokens, |scores, tile, most| {
-                let (largest, place) = scores.f_max_dim(1, true)?;
-                first = place.f_add_scalar(tile.start)?.f_where_self(&largest.f_gt_tensor(most)?, &first)?;
+            let sums = sums(&states, head, tile.tokens, |scores, tile, max| {
+                let (largest, index) = scores.f_max_dim(1, true)?;
+                first = index.f_add_scalar(tile.start)?.f_where_self(&largest.f_gt_tensor(max)?, &first)?;
                 Ok(())
             })?;
             best.push(first);
-            // The likeliest token's logit is the largest one.
-            surprise.push(sums.sum.f_log()?);
+            // The most likely token has the largest logit.
+            cross_entropy.push(sums.sum.f_log()?);
             mean.push(sums.product.f_div(&sums.sum)?);
         }
         let all = |parts: &[Tensor]| Tensor::f_cat(parts, 0);
-        Ok(Said { best: all(&best)?, surprise: all(&surprise)?, mean: all(&mean)? })
+        Ok(TargetStats { best: all(&best)?, cross_entropy: all(&cross_entropy)?, mean: all(&mean)? })
     }
 
-    /// That of slots which have these states.
-    fn at(&self, of: &Tensor) -> Result<Said, ModelError> {
-        let at = |x: &Tensor| x.f_index_select(0, of);
-        Ok(Said { best: at(&self.best)?, surprise: at(&self.surprise)?, mean: at(&self.mean)? })
+    /// Statistics of the states at `index [slots]`.
+    fn at(&self, index: &Tensor) -> Result<TargetStats, ModelError> {
+        let at = |x: &Tensor| x.f_index_select(0, index);
+        Ok(TargetStats { best: at(&self.best)?, cross_entropy: at(&self.cross_entropy)?, mean: at(&self.mean)? })
     }
 }
 
-/// Of each slot: the largest logit, and over all tokens the sums of `exp(logit - most)` and of that times the head's row.
+/// Largest logit of each slot, and the sums over all tokens of `exp(logit - max)` and of that times the head's row.
 struct Sums {
-    most: Tensor,
+    max: Tensor,
     sum: Tensor,
     product: Tensor,
 }
 
-/// The sums, and the logits of `labels [slots, labels]`.
+/// Computes the sums and the logits of `labels [slots, labels]`.
 fn sums_and_logits(
     hidden: &Tensor,
     head: &Tensor,
     labels: &Tensor,
     tokens: usize,
 ) -> Result<(Sums, Tensor), ModelError> {
-    let mut of_labels = Tensor::f_zeros(labels.size(), (wide(hidden.f_kind()?), hidden.device()))?;
+    let mut label_logits = Tensor::f_zeros(labels.size(), (wide(hidden.f_kind()?), hidden.device()))?;
     let sums = sums(hidden, head, tokens, |scores, tile, _| {
-        let place = labels.f_sub_scalar(tile.start)?;
-        let inside = place.f_ge(0)?.f_logical_and(&place.f_lt(tile.len)?)?;
-        let logits = scores.f_gather(1, &place.f_clamp(0, tile.len - 1)?, false)?;
-        of_labels = logits.f_where_self(&inside, &of_labels)?;
+        let offset = labels.f_sub_scalar(tile.start)?;
+        let inside = offset.f_ge(0)?.f_logical_and(&offset.f_lt(tile.len)?)?;
+        let logits = scores.f_gather(1, &offset.f_clamp(0, tile.len - 1)?, false)?;
+        label_logits = logits.f_where_self(&inside, &label_logits)?;
         Ok(())
     })?;
-    Ok((sums, of_labels))
+    Ok((sums, label_logits))
 }
 
-/// `look` is shown each tile of logits, `[slots, tokens]`, which tokens they are of, and the largest logits before, `[slots, 1]`.
+/// Computes the sums. `visit` receives each tile of logits `[slots, tokens]`, its tokens, and the largest logits before
+/// it, `[slots, 1]`.
 fn sums(
     hidden: &Tensor,
     head: &Tensor,
     tokens: usize,
-    mut look: impl FnMut(&Tensor, Span, &Tensor) -> Result<(), ModelError>,
+    mut visit: impl FnMut(&Tensor, Span, &Tensor) -> Result<(), ModelError>,
 ) -> Result<Sums, ModelError> {
     let (kind, device, slots) = (hidden.f_kind()?, hidden.device(), hidden.size()[0]);
     let exact = (wide(kind), device);
     let vocab = head.size()[0];
-    let room = Tensor::f_empty([slots * vocab.min(tokens.max(1) as i64)], (kind, device))?;
-    let mut most = Tensor::f_full([slots, 1], f64::NEG_INFINITY, exact)?;
+    let buffer = Tensor::f_empty([slots * vocab.min(tokens.max(1) as i64)], (kind, device))?;
+    let mut max = Tensor::f_full([slots, 1], f64::NEG_INFINITY, exact)?;
     let mut sum = Tensor::f_zeros([slots, 1], exact)?;
     let mut product = Tensor::f_zeros([slots, hidden.size()[1]], exact)?;
     for part in spans(vocab, tokens) {
         let rows = part.of(head, 0)?;
-        let scores = room.f_narrow(0, 0, slots * part.len)?.f_view([slots, part.len])?;
+        let scores = buffer.f_narrow(0, 0, slots * part.len)?.f_view([slots, part.len])?;
         let mut scores = hidden.f_mm_out(&scores, &rows.f_transpose(0, 1)?)?.f_to_kind(exact.0)?;
-        look(&scores, part, &most)?;
-        let _ = product.f_mul_(&soften(&mut scores, &mut most, &mut sum)?)?;
+        visit(&scores, part, &max)?;
+        let _ = product.f_mul_(&online_softmax(&mut scores, &mut max, &mut sum)?)?;
         product = if kind == exact.0 {
             product.f_addmm_(&scores, &rows)?
         } else {
             product.f_add_(&scores.f_to_kind(kind)?.f_mm(&rows)?)?
         };
     }
-    Ok(Sums { most, sum, product })
+    Ok(Sums { max, sum, product })
 }
 
 #[cfg(test)]
@@ -245,10 +261,10 @@ mod tests {
 
     fn hard(ids: &[i64]) -> Labels {
         let ids = Tensor::from_slice(ids).unsqueeze(1);
-        Labels::Tokens { shares: Tensor::ones_like(&ids).to_kind(Kind::Float), ids }
+        Labels::Tokens { probabilities: Tensor::ones_like(&ids).to_kind(Kind::Float), ids }
     }
 
-    /// Whatever the tile, the numbers are those of autograd over log-softmax.
+    /// Every tile size matches autograd over log-softmax.
     #[test]
     fn losses_and_gradient_match_autograd_for_any_tile() {
         let options = (Kind::Float, Device::Cpu);
@@ -266,65 +282,65 @@ mod tests {
         for tile in TILES {
             let got = head_loss(&hidden.detach(), &head, &hard(&ids), tile).unwrap();
             assert!(got.losses.allclose(&losses.detach(), 1e-5, 1e-6, false), "{tile:?}");
-            assert_eq!(got.surprise, got.losses, "{tile:?}");
+            assert_eq!(got.cross_entropy, got.losses, "{tile:?}");
             assert!(got.gradient.allclose(&hidden.grad(), 1e-5, 1e-6, false), "{tile:?}");
             assert_eq!(got.correct, right, "{tile:?}");
         }
     }
 
-    /// Labels with shares, one of them 0: the divergence by definition, and its gradient by autograd.
+    /// Labels with probabilities, one of them 0: divergence by definition, and gradient by autograd.
     #[test]
-    fn of_several_labels_it_is_the_divergence_from_their_shares() {
+    fn several_labels_give_the_divergence_from_their_probabilities() {
         let options = (Kind::Double, Device::Cpu);
         let hidden = (Tensor::arange(4 * 5, options) * 0.7).sin().reshape([4, 5]).set_requires_grad(true);
         let head = (Tensor::arange(11 * 5, options) * 1.3).cos().reshape([11, 5]);
         let ids = Tensor::from_slice(&[0i64, 10, 4, 3, 9, 1, 5, 6, 7, 8, 0, 2]).reshape([4, 3]);
-        let shares = [[0.5, 0.3, 0.2], [1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.4, 0.3, 0.3]].concat();
-        let shares = Tensor::from_slice(&shares).reshape([4, 3]);
-        let spoken = hidden.linear(&head, None::<Tensor>).log_softmax(-1, Kind::Double);
-        let terms = shares.xlogy(&shares) - &shares * spoken.gather(1, &ids, false);
+        let probabilities = [[0.5, 0.3, 0.2], [1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.4, 0.3, 0.3]].concat();
+        let probabilities = Tensor::from_slice(&probabilities).reshape([4, 3]);
+        let log_q = hidden.linear(&head, None::<Tensor>).log_softmax(-1, Kind::Double);
+        let terms = probabilities.xlogy(&probabilities) - &probabilities * log_q.gather(1, &ids, false);
         let losses = terms.sum_dim_intlist([1i64].as_slice(), false, Kind::Double);
         losses.sum(Kind::Double).backward();
         let _guard = tch::no_grad_guard();
-        let surprise = -spoken.gather(1, &ids.narrow(1, 0, 1), false).squeeze_dim(1);
-        let labels = Labels::Tokens { ids, shares };
+        let cross_entropy = -log_q.gather(1, &ids.narrow(1, 0, 1), false).squeeze_dim(1);
+        let labels = Labels::Tokens { ids, probabilities };
         for tile in TILES {
             let got = head_loss(&hidden.detach(), &head, &labels, tile).unwrap();
             assert!(got.losses.allclose(&losses.detach(), 1e-12, 1e-12, false), "{tile:?}");
-            assert!(got.surprise.allclose(&surprise.detach(), 1e-12, 1e-12, false), "{tile:?}");
+            assert!(got.cross_entropy.allclose(&cross_entropy.detach(), 1e-12, 1e-12, false), "{tile:?}");
             assert!(got.gradient.allclose(&hidden.grad(), 1e-12, 1e-12, false), "{tile:?}");
         }
     }
 
-    /// Hidden states of slots, a head, the target's states, and which of them each slot has.
+    /// Hidden states of slots, a head, target states, and the state of each slot.
     struct Scene {
         hidden: Tensor,
         head: Tensor,
         states: Tensor,
-        of: Tensor,
+        index: Tensor,
     }
 
     impl Scene {
         fn random(seed: i64, [slots, states, vocab, width]: [i64; 4], scale: f64) -> Scene {
             tch::manual_seed(seed);
             let random = |rows: i64| Tensor::randn([rows, width], (Kind::Double, Device::Cpu)) * scale;
-            let of = Tensor::randint(states, [slots], (Kind::Int64, Device::Cpu));
-            Scene { hidden: random(slots), head: random(vocab), states: random(states), of }
+            let index = Tensor::randint(states, [slots], (Kind::Int64, Device::Cpu));
+            Scene { hidden: random(slots), head: random(vocab), states: random(states), index }
         }
 
-        fn wanted(&self) -> Tensor {
-            self.states.index_select(0, &self.of).linear(&self.head, None::<Tensor>).log_softmax(-1, Kind::Double)
+        fn log_p(&self) -> Tensor {
+            self.states.index_select(0, &self.index).linear(&self.head, None::<Tensor>).log_softmax(-1, Kind::Double)
         }
 
-        /// The divergence as it is written in books.
-        fn plainly(&self, hidden: &Tensor) -> Tensor {
-            let (wanted, spoken) = (self.wanted(), hidden.linear(&self.head, None::<Tensor>));
-            let terms = wanted.exp() * (&wanted - spoken.log_softmax(-1, Kind::Double));
+        /// Divergence by its definition.
+        fn divergence(&self, hidden: &Tensor) -> Tensor {
+            let (log_p, log_q) = (self.log_p(), hidden.linear(&self.head, None::<Tensor>));
+            let terms = log_p.exp() * (&log_p - log_q.log_softmax(-1, Kind::Double));
             terms.sum_dim_intlist([1i64].as_slice(), false, Kind::Double)
         }
 
         fn loss(&self, hidden: &Tensor, tile: Tile) -> HeadLoss {
-            let labels = Labels::States { states: self.states.shallow_clone(), of: self.of.shallow_clone() };
+            let labels = Labels::States { states: self.states.shallow_clone(), index: self.index.shallow_clone() };
             head_loss(hidden, &self.head, &labels, tile).unwrap()
         }
     }
@@ -332,17 +348,17 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-        /// Whatever the shapes and the tile: by definition with autograd, by the path of single labels with the whole vocabulary
-        /// as labels, and by the slope along a random direction.
+        /// Any shape and tile matches the definition with autograd, the path of token labels over the whole vocabulary,
+        /// and the slope along a random direction.
         #[test]
-        fn of_the_targets_states_it_is_the_divergence_from_all_that_they_say(
+        fn target_states_give_the_divergence_over_the_whole_vocabulary(
             seed: u16, slots in 1i64..14, states in 1i64..6, vocab in 1i64..24, width in 1i64..9, scale in 0.1f64..2.5,
             tile_slots in 0usize..16, tile_tokens in 0usize..26,
         ) {
             let scene = Scene::random(seed.into(), [slots, states, vocab, width], scale);
             let tile = Tile { slots: tile_slots, tokens: tile_tokens };
             let hidden = scene.hidden.copy().set_requires_grad(true);
-            let losses = scene.plainly(&hidden);
+            let losses = scene.divergence(&hidden);
             losses.sum(Kind::Double).backward();
             let _guard = tch::no_grad_guard();
             let got = scene.loss(&scene.hidden, tile);
@@ -350,10 +366,10 @@ mod tests {
             prop_assert!(same(&got.losses, &losses.detach()), "{} and {}", got.losses, losses);
             prop_assert!(same(&got.gradient, &hidden.grad()));
 
-            let (shares, ids) = scene.wanted().exp().topk(vocab, -1, true, true);
-            let by_labels = head_loss(&scene.hidden, &scene.head, &Labels::Tokens { ids, shares }, tile).unwrap();
+            let (probabilities, ids) = scene.log_p().exp().topk(vocab, -1, true, true);
+            let by_labels = head_loss(&scene.hidden, &scene.head, &Labels::Tokens { ids, probabilities }, tile).unwrap();
             prop_assert!(same(&got.losses, &by_labels.losses) && same(&got.gradient, &by_labels.gradient));
-            prop_assert!(same(&got.surprise, &by_labels.surprise));
+            prop_assert!(same(&got.cross_entropy, &by_labels.cross_entropy));
             prop_assert_eq!(&got.correct, &by_labels.correct);
 
             let step = scene.hidden.randn_like() * 1e-5;
@@ -363,9 +379,9 @@ mod tests {
         }
     }
 
-    /// In bf16 within its rounding of the same states in fp64; and where a drafter says what the target says, exactly nothing.
+    /// bf16 agrees with fp64 of the same states within rounding; the loss is exactly zero if drafter and target agree.
     #[test]
-    fn of_states_in_bf16_it_is_the_same_within_their_rounding() {
+    fn bf16_states_agree_with_fp64_within_rounding() {
         let _guard = tch::no_grad_guard();
         for seed in 0..8 {
             let mut scene = Scene::random(seed, [40, 9, 300, 64], 0.5);
@@ -374,7 +390,7 @@ mod tests {
                 Scene { head: round(&scene.head), states: round(&scene.states), hidden: round(&scene.hidden), ..scene };
             let tile = Tile { slots: 16, tokens: 128 };
             let exact = scene.loss(&scene.hidden, tile);
-            let states = scene.states.index_select(0, &scene.of);
+            let states = scene.states.index_select(0, &scene.index);
             let half = |x: &Tensor| x.to_kind(Kind::BFloat16);
             let small =
                 Scene { head: half(&scene.head), states: half(&scene.states), hidden: half(&scene.hidden), ..scene };
@@ -401,8 +417,8 @@ mod tests {
         let hidden = Tensor::from_slice(&[3e4f32, -3e4]).reshape([2, 1]);
         let head = Tensor::from_slice(&[1.0f32, -1.0, 0.0]).reshape([3, 1]);
         for tile in TILES {
-            let (states, of) = (hidden.narrow(0, 0, 1), Tensor::from_slice(&[0i64, 0]));
-            let got = head_loss(&hidden, &head, &Labels::States { states, of }, tile).unwrap();
+            let (states, index) = (hidden.narrow(0, 0, 1), Tensor::from_slice(&[0i64, 0]));
+            let got = head_loss(&hidden, &head, &Labels::States { states, index }, tile).unwrap();
             assert_eq!(Vec::<f32>::try_from(got.losses).unwrap(), [0.0, 6e4]);
             assert_eq!(Vec::<f32>::try_from(got.gradient.flatten(0, -1)).unwrap(), [0.0, -2.0]);
             let got = head_loss(&hidden, &head, &hard(&[0, 0]), tile).unwrap();

@@ -1,4 +1,4 @@
-//! Loss of the drafter: the head's loss in tiles of the vocabulary, and the weights of the slots.
+//! Loss of the drafter: tiled head loss and slot weights.
 
 pub mod head_loss;
 pub mod weighting;

@@ -1,63 +1,63 @@
-//! Keys and values of many sequences side by side, layer by layer: the cache of batched decoding.
+//! KV cache of many sequences of different lengths, for batched decoding.
 //!
-//! Sequences of one batch differ in length, and a rectangle as wide as the longest would be mostly air, in memory and in every
-//! attention. So each stands on a *shelf* with others of its size, and moves to the next one when it has outgrown it.
+//! A single buffer as wide as the longest sequence would waste memory and attention time. Each sequence is therefore
+//! stored in a size class with others of similar length, and moves to the next class when it outgrows its own.
 
 use crate::model::ModelError;
 use crate::model::ops::additive_mask;
 use tch::{Device, Kind, Tensor};
 
-/// Tokens for which the first shelf has room; each further one has twice as much as the one before.
-const FIRST_ROOM: i64 = 64;
+/// Capacity of the first size class, in tokens; each further class has twice as much.
+const FIRST_CAPACITY: i64 = 64;
 
-/// The cache of a batch. Sequences are numbered from 0 without gaps.
-pub struct Shelves {
+/// KV cache of a batch. Sequences are numbered from 0 without gaps.
+pub struct BatchedKvCache {
     layers: usize,
-    /// Key/value heads and their size.
+    /// Number of key/value heads and their size.
     heads: (i64, i64),
     on: (Kind, Device),
-    shelves: Vec<Shelf>,
+    classes: Vec<SizeClass>,
     sequences: Vec<Sequence>,
 }
 
-/// Where a sequence stands, and its tokens.
+/// Position of a sequence in the cache, and its length in tokens.
 #[derive(Clone, Copy)]
 struct Sequence {
-    shelf: usize,
-    place: usize,
+    class: usize,
+    row: usize,
     len: i64,
 }
 
 #[derive(Default)]
-struct Shelf {
-    room: i64,
-    /// The sequence at each place that is taken.
-    taken: Vec<usize>,
-    /// Keys and values of each layer, `[places, kv_heads, room, head_dim]`; none before the first write.
+struct SizeClass {
+    capacity: i64,
+    /// Sequence in each used row.
+    sequences: Vec<usize>,
+    /// Keys and values of each layer, `[rows, kv_heads, capacity, head_dim]`; empty before the first write.
     buffers: Vec<(Tensor, Tensor)>,
 }
 
-/// The sequences of one shelf in one forward, in which each gets one more token.
+/// Sequences of one size class in one forward, each of which gets one more token.
 pub struct Group {
-    shelf: usize,
-    /// Their numbers, `[places]`.
+    class: usize,
+    /// Sequence numbers, `[rows]`.
     pub sequences: Tensor,
-    /// Places `[places]`, and where the new token goes at each, `[places]`.
-    places: Tensor,
-    ends: Tensor,
-    /// Tokens of the longest, the new one included.
+    /// Row indices, and lengths before the new token, which are its position. `[rows]` each.
+    rows: Tensor,
+    lengths: Tensor,
+    /// Length of the longest sequence, including the new token.
     longest: i64,
-    /// `[places, 1, 1, longest]`; none where all are equally long.
+    /// `[rows, 1, 1, longest]`; `None` if all lengths are equal.
     pub mask: Option<Tensor>,
 }
 
-impl Shelves {
-    /// Nothing yet, for keys of `heads` (key/value heads, size of each) in each of `layers`.
-    pub fn new(layers: usize, heads: (i64, i64), on: (Kind, Device)) -> Shelves {
-        Shelves { layers, heads, on, shelves: Vec::new(), sequences: Vec::new() }
+impl BatchedKvCache {
+    /// Creates an empty cache with keys of `heads` (key/value heads, size of each) in each of `layers`.
+    pub fn new(layers: usize, heads: (i64, i64), on: (Kind, Device)) -> BatchedKvCache {
+        BatchedKvCache { layers, heads, on, classes: Vec::new(), sequences: Vec::new() }
     }
 
-    /// Sequences that are held.
+    /// Number of sequences.
     pub fn len(&self) -> usize {
         self.sequences.len()
     }
@@ -66,49 +66,56 @@ impl Shelves {
         self.sequences.is_empty()
     }
 
-    /// Tokens of each sequence.
+    /// Length of each sequence in tokens.
     pub fn lengths(&self) -> impl Iterator<Item = i64> {
         self.sequences.iter().map(|sequence| sequence.len)
     }
 
-    /// Makes room for one more token behind every sequence, and says how they stand. What is written counts once
-    /// [`Shelves::grow`] is called.
-    pub fn groups(&mut self) -> Result<Vec<Group>, ModelError> {
+    /// Makes room for one more token per sequence and returns the groups. [`BatchedKvCache::commit`] commits the tokens
+    /// that are written.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch cannot allocate the buffers.
+    pub fn prepare_step(&mut self) -> Result<Vec<Group>, ModelError> {
         for number in 0..self.sequences.len() {
-            let Sequence { shelf, len, .. } = self.sequences[number];
-            if len == self.shelves[shelf].room {
-                self.carry(number, len + 1)?;
+            let Sequence { class, len, .. } = self.sequences[number];
+            if len == self.classes[class].capacity {
+                self.move_to_class(number, len + 1)?;
             }
         }
-        let taken = self.shelves.iter().enumerate().filter(|(_, shelf)| !shelf.taken.is_empty());
-        taken.map(|(index, shelf)| self.group(index, shelf)).collect()
+        let used = self.classes.iter().enumerate().filter(|(_, class)| !class.sequences.is_empty());
+        used.map(|(index, class)| self.group(index, class)).collect()
     }
 
-    fn group(&self, index: usize, shelf: &Shelf) -> Result<Group, ModelError> {
+    fn group(&self, index: usize, class: &SizeClass) -> Result<Group, ModelError> {
         let (kind, device) = self.on;
         let list = |values: Vec<i64>| Ok::<_, ModelError>(Tensor::f_from_slice(&values)?.f_to_device(device)?);
-        let lens: Vec<i64> = shelf.taken.iter().map(|&number| self.sequences[number].len).collect();
+        let lens: Vec<i64> = class.sequences.iter().map(|&number| self.sequences[number].len).collect();
         let longest = 1 + lens.iter().copied().max().unwrap_or(0);
         let ragged = lens.iter().any(|&len| len + 1 != longest);
-        let ends = list(lens)?;
+        let lengths = list(lens)?;
         let mask = if ragged {
-            let allowed = Tensor::f_arange(longest, (Kind::Int64, device))?.f_le_tensor(&ends.f_unsqueeze(1)?)?;
+            let allowed = Tensor::f_arange(longest, (Kind::Int64, device))?.f_le_tensor(&lengths.f_unsqueeze(1)?)?;
             Some(additive_mask(&allowed, kind)?.f_unsqueeze(1)?.f_unsqueeze(1)?)
         } else {
             None
         };
         Ok(Group {
-            shelf: index,
-            sequences: list(shelf.taken.iter().map(|&number| number as i64).collect())?,
-            places: list((0..shelf.taken.len() as i64).collect())?,
-            ends,
+            class: index,
+            sequences: list(class.sequences.iter().map(|&number| number as i64).collect())?,
+            rows: list((0..class.sequences.len() as i64).collect())?,
+            lengths,
             longest,
             mask,
         })
     }
 
-    /// Writes the new token's keys and values, each `[places, kv_heads, head_dim]`, behind those of the group's sequences.
-    /// Gives both with all earlier ones, `[places, kv_heads, longest, head_dim]`: views, whose ends a mask has to hide.
+    /// Writes the keys and values of the new tokens, each `[rows, kv_heads, head_dim]`, after those of the group's
+    /// sequences. Returns views of all keys and values, `[rows, kv_heads, longest, head_dim]`; the mask hides the
+    /// unused ends.
+    ///
+    /// # Errors
+    /// Returns an error if the layer does not exist or libtorch fails.
     pub fn write(
         &mut self,
         layer: usize,
@@ -116,133 +123,142 @@ impl Shelves {
         keys: &Tensor,
         values: &Tensor,
     ) -> Result<(Tensor, Tensor), ModelError> {
-        let count = group.places.size()[0];
-        let (all_keys, all_values) = self.shelves[group.shelf].layer(layer)?;
+        let count = group.rows.size()[0];
+        let (all_keys, all_values) = self.classes[group.class].layer(layer)?;
         let put = |buffer: &Tensor, x: &Tensor| -> Result<Tensor, ModelError> {
-            let at = [Some(&group.places), None, Some(&group.ends)];
+            let at = [Some(&group.rows), None, Some(&group.lengths)];
             let _ = buffer.shallow_clone().f_index_put_(&at, x, false)?;
             Ok(buffer.f_narrow(0, 0, count)?.f_narrow(2, 0, group.longest)?)
         };
         Ok((put(all_keys, keys)?, put(all_values, values)?))
     }
 
-    /// Commits the token that was written behind each of the first `count` sequences.
-    pub fn grow(&mut self, count: usize) {
+    /// Commits the token that was written to each of the first `count` sequences.
+    pub fn commit(&mut self, count: usize) {
         self.sequences.iter_mut().take(count).for_each(|sequence| sequence.len += 1);
     }
 
-    /// Takes in a sequence of `len` tokens, numbered behind the others. Its keys and values come by [`Shelves::fill`].
+    /// Adds a sequence of `len` tokens with the next number. [`BatchedKvCache::fill`] writes its keys and values.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch cannot allocate the buffers.
     pub fn add(&mut self, len: i64) -> Result<(), ModelError> {
-        let shelf = self.shelf_for(len);
-        let place = self.take(shelf, self.sequences.len())?;
-        self.sequences.push(Sequence { shelf, place, len });
+        let class = self.class_for(len);
+        let row = self.allocate_row(class, self.sequences.len())?;
+        self.sequences.push(Sequence { class, row, len });
         Ok(())
     }
 
     /// Writes keys and values of a whole sequence, each `[len, kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Returns an error if the layer does not exist or libtorch fails.
     pub fn fill(&mut self, layer: usize, number: usize, keys: &Tensor, values: &Tensor) -> Result<(), ModelError> {
-        let Sequence { shelf, place, len } = self.sequences[number];
-        let (all_keys, all_values) = self.shelves[shelf].layer(layer)?;
+        let Sequence { class, row, len } = self.sequences[number];
+        let (all_keys, all_values) = self.classes[class].layer(layer)?;
         for (buffer, x) in [(all_keys, keys), (all_values, values)] {
-            copy(&x.f_transpose(0, 1)?, &span(buffer, place, len)?)?;
+            copy(&x.f_transpose(0, 1)?, &span(buffer, row, len)?)?;
         }
         Ok(())
     }
 
-    /// Lets a sequence go. The last one takes its number.
+    /// Removes a sequence. The last sequence takes its number.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
     pub fn remove(&mut self, number: usize) -> Result<(), ModelError> {
-        self.leave(number)?;
+        self.release_row(number)?;
         let last = self.sequences.len() - 1;
         self.sequences.swap_remove(number);
         if number != last {
-            let Sequence { shelf, place, .. } = self.sequences[number];
-            self.shelves[shelf].taken[place] = number;
+            let Sequence { class, row, .. } = self.sequences[number];
+            self.classes[class].sequences[row] = number;
         }
         Ok(())
     }
 
-    /// Moves a sequence to a shelf with room for `need` tokens.
-    fn carry(&mut self, number: usize, need: i64) -> Result<(), ModelError> {
-        let Sequence { shelf: from, place: old, len } = self.sequences[number];
-        let to = self.shelf_for(need);
-        let place = self.take(to, number)?;
+    /// Moves a sequence to a class with capacity for `need` tokens.
+    fn move_to_class(&mut self, number: usize, need: i64) -> Result<(), ModelError> {
+        let Sequence { class: from, row: old, len } = self.sequences[number];
+        let to = self.class_for(need);
+        let row = self.allocate_row(to, number)?;
         for layer in 0..self.layers {
-            let (old_keys, old_values) = self.shelves[from].layer(layer)?;
-            let (keys, values) = self.shelves[to].layer(layer)?;
-            copy(&span(old_keys, old, len)?, &span(keys, place, len)?)?;
-            copy(&span(old_values, old, len)?, &span(values, place, len)?)?;
+            let (old_keys, old_values) = self.classes[from].layer(layer)?;
+            let (keys, values) = self.classes[to].layer(layer)?;
+            copy(&span(old_keys, old, len)?, &span(keys, row, len)?)?;
+            copy(&span(old_values, old, len)?, &span(values, row, len)?)?;
         }
-        self.leave(number)?;
-        self.sequences[number] = Sequence { shelf: to, place, len };
+        self.release_row(number)?;
+        self.sequences[number] = Sequence { class: to, row, len };
         Ok(())
     }
 
-    /// Clears a sequence's place. The last one of its shelf moves there.
-    fn leave(&mut self, number: usize) -> Result<(), ModelError> {
-        let Sequence { shelf, place, .. } = self.sequences[number];
-        let last = self.shelves[shelf].taken.len() - 1;
-        let mover = self.shelves[shelf].taken[last];
-        if place != last {
+    /// Frees the row of a sequence and moves the last row of its class there.
+    fn release_row(&mut self, number: usize) -> Result<(), ModelError> {
+        let Sequence { class, row, .. } = self.sequences[number];
+        let last = self.classes[class].sequences.len() - 1;
+        let mover = self.classes[class].sequences[last];
+        if row != last {
             let len = self.sequences[mover].len;
-            for (keys, values) in &self.shelves[shelf].buffers {
-                copy(&span(keys, last, len)?, &span(keys, place, len)?)?;
-                copy(&span(values, last, len)?, &span(values, place, len)?)?;
+            for (keys, values) in &self.classes[class].buffers {
+                copy(&span(keys, last, len)?, &span(keys, row, len)?)?;
+                copy(&span(values, last, len)?, &span(values, row, len)?)?;
             }
-            self.sequences[mover].place = place;
+            self.sequences[mover].row = row;
         }
-        self.shelves[shelf].taken.swap_remove(place);
-        if self.shelves[shelf].taken.is_empty() {
-            self.shelves[shelf].buffers.clear();
+        self.classes[class].sequences.swap_remove(row);
+        if self.classes[class].sequences.is_empty() {
+            self.classes[class].buffers.clear();
         }
         Ok(())
     }
 
-    /// The next free place of a shelf. Its buffers double when all are taken.
-    fn take(&mut self, shelf: usize, number: usize) -> Result<usize, ModelError> {
+    /// Returns the next free row of a class. Doubles its buffers if all rows are used.
+    fn allocate_row(&mut self, class: usize, number: usize) -> Result<usize, ModelError> {
         let ((heads, dim), on) = (self.heads, self.on);
-        let shelf = &mut self.shelves[shelf];
-        let (place, have) = (shelf.taken.len(), shelf.buffers.first().map_or(0, |(keys, _)| keys.size()[0]));
-        if place as i64 == have {
-            // Zeros, because what stands behind a sequence is multiplied by a weight of 0, which no NaN survives.
-            let empty = || Ok::<_, ModelError>(Tensor::f_zeros([(2 * have).max(1), heads, shelf.room, dim], on)?);
+        let class = &mut self.classes[class];
+        let (row, have) = (class.sequences.len(), class.buffers.first().map_or(0, |(keys, _)| keys.size()[0]));
+        if row as i64 == have {
+            // Zeros, because values past a sequence's end are multiplied by a weight of 0, which would keep a NaN.
+            let empty = || Ok::<_, ModelError>(Tensor::f_zeros([(2 * have).max(1), heads, class.capacity, dim], on)?);
             let mut larger = Vec::with_capacity(self.layers);
             for layer in 0..self.layers {
                 let (keys, values) = (empty()?, empty()?);
-                if let Some((old_keys, old_values)) = shelf.buffers.get(layer) {
+                if let Some((old_keys, old_values)) = class.buffers.get(layer) {
                     copy(old_keys, &keys.f_narrow(0, 0, have)?)?;
                     copy(old_values, &values.f_narrow(0, 0, have)?)?;
                 }
                 larger.push((keys, values));
             }
-            shelf.buffers = larger;
+            class.buffers = larger;
         }
-        shelf.taken.push(number);
-        Ok(place)
+        class.sequences.push(number);
+        Ok(row)
     }
 
-    /// The first shelf with room for `need` tokens.
-    fn shelf_for(&mut self, need: i64) -> usize {
+    /// Returns the first class with capacity for `need` tokens.
+    fn class_for(&mut self, need: i64) -> usize {
         let mut index = 0;
-        while FIRST_ROOM << index < need {
+        while FIRST_CAPACITY << index < need {
             index += 1;
         }
-        for new in self.shelves.len()..=index {
-            self.shelves.push(Shelf { room: FIRST_ROOM << new, ..Shelf::default() });
+        for new in self.classes.len()..=index {
+            self.classes.push(SizeClass { capacity: FIRST_CAPACITY << new, ..SizeClass::default() });
         }
         index
     }
 }
 
-impl Shelf {
+impl SizeClass {
     fn layer(&self, layer: usize) -> Result<&(Tensor, Tensor), ModelError> {
         let missing = || ModelError::Input(format!("the cache has no layer {layer}"));
         self.buffers.get(layer).ok_or_else(missing)
     }
 }
 
-/// The tokens of one place, `[kv_heads, len, head_dim]`, a view.
-fn span(buffer: &Tensor, place: usize, len: i64) -> Result<Tensor, ModelError> {
-    Ok(buffer.f_get(place as i64)?.f_narrow(1, 0, len)?)
+/// Tokens of one row, `[kv_heads, len, head_dim]`, as a view.
+fn span(buffer: &Tensor, row: usize, len: i64) -> Result<Tensor, ModelError> {
+    Ok(buffer.f_get(row as i64)?.f_narrow(1, 0, len)?)
 }
 
 fn copy(from: &Tensor, to: &Tensor) -> Result<(), ModelError> {

@@ -1,4 +1,4 @@
-//! The target's forward over a few new tokens behind a cache of earlier ones: what decoding is made of.
+//! Forward of the target over a few new tokens after a cache of earlier ones, for decoding.
 
 use super::super::batch::Rows;
 use super::super::ops::{additive_mask, attention, linear, rms_norm};
@@ -6,22 +6,25 @@ use super::kv_cache::KvCache;
 use super::{ModelError, Target};
 use tch::{Kind, Tensor};
 
-/// What a forward says of the new tokens.
+/// Results of a forward for the new tokens.
 pub struct Extended {
-    /// Residual streams after the tapped layers, side by side, `[tokens, taps * hidden]`.
+    /// Residual streams after the tapped layers, concatenated, `[tokens, taps * hidden]`.
     pub taps: Tensor,
-    /// After the final norm, `[tokens, hidden]`: what [`Target::logits`] takes.
+    /// States after the final norm, `[tokens, hidden]`, for [`Target::logits`].
     pub normed: Tensor,
 }
 
 impl Target {
-    /// An empty cache for one sequence.
+    /// Creates an empty cache for one sequence.
     pub fn cache(&self) -> KvCache {
         KvCache::new(self.layers.len())
     }
 
-    /// A whole forward over `ids`, which follow the committed tokens of the cache. It writes their keys and values behind
-    /// those and keeps none: [`KvCache::keep`] says how many count. Needs [`super::Depth::Whole`].
+    /// Runs a whole forward over `ids`, which follow the committed tokens of the cache. Writes their keys and values
+    /// but commits none: call [`KvCache::commit`]. Needs [`super::Depth::Whole`].
+    ///
+    /// # Errors
+    /// `ModelError::Input` if a tap or id is invalid or the target is not whole; otherwise if libtorch fails.
     pub fn extend(&self, cache: &mut KvCache, ids: &[i32], taps: &[usize]) -> Result<Extended, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let top = self.top("decoding needs")?;
@@ -34,7 +37,7 @@ impl Target {
         Rows::new(ids, &lengths, ids.len())?.check_ids(self.config.vocab_size)?;
         let mut x = self.embedding.f_index_select(0, &Tensor::f_from_slice(ids)?.f_to_device(self.device)?)?;
         let table = self.rope.table(&(start..start + count).collect::<Vec<i64>>(), self.kind)?;
-        // A new token sees all earlier ones and the new ones up to itself.
+        // A new token sees all earlier tokens and the new ones up to itself.
         let mask = if start > 0 && count > 1 {
             let on = (Kind::Int64, self.device);
             let (query, key) =
@@ -51,8 +54,8 @@ impl Target {
             let q = q.f_unsqueeze(0)?.f_transpose(1, 2)?;
             let mixed = attention(&q, &keys, &values, mask.as_ref(), start == 0)?;
             x = self.finish(layer, &x, &mixed.f_transpose(1, 2)?.f_reshape([count, -1])?)?;
-            for place in (0..taps.len()).filter(|&place| taps[place] == index) {
-                tapped[place] = Some(x.shallow_clone());
+            for tap in (0..taps.len()).filter(|&tap| taps[tap] == index) {
+                tapped[tap] = Some(x.shallow_clone());
             }
         }
         let tapped: Vec<Tensor> = tapped.into_iter().flatten().collect();
@@ -63,7 +66,10 @@ impl Target {
         Ok(Extended { taps, normed: rms_norm(&x, &top.norm, self.config.rms_norm_eps)? })
     }
 
-    /// Logits `[rows, vocab]` of rows after the final norm. Needs [`super::Depth::Whole`].
+    /// Logits `[rows, vocab]` of states after the final norm. Needs [`super::Depth::Whole`].
+    ///
+    /// # Errors
+    /// Returns an error if the target is not whole or libtorch fails.
     pub fn logits(&self, normed: &Tensor) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
         linear(normed, &self.top("logits need")?.head, None)

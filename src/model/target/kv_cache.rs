@@ -1,24 +1,24 @@
-//! Keys and values of the tokens that are committed, layer by layer, for target and drafter alike.
+//! KV cache of one sequence, for target and drafter.
 
 use crate::model::ModelError;
 use tch::{Kind, Tensor};
 
-/// The cache of one response. Tokens are written behind the committed ones and count only once they are kept, so whatever
-/// a forward wrote and nobody kept is overwritten by the next one.
+/// KV cache of one response. Tokens are written after the committed ones and count only once committed. The next
+/// forward overwrites tokens that were not committed.
 pub struct KvCache {
     layers: Vec<Option<(Tensor, Tensor)>>,
     len: i64,
 }
 
-/// Tokens for which a buffer has room at first; it doubles when they do not fit.
-const ROOM: i64 = 256;
+/// Initial capacity of a buffer in tokens; it doubles when full.
+const INITIAL_CAPACITY: i64 = 256;
 
 impl KvCache {
     pub fn new(layers: usize) -> KvCache {
         KvCache { layers: (0..layers).map(|_| None).collect(), len: 0 }
     }
 
-    /// Committed tokens.
+    /// Number of committed tokens.
     pub fn len(&self) -> i64 {
         self.len
     }
@@ -27,8 +27,11 @@ impl KvCache {
         self.len == 0
     }
 
-    /// Writes keys and values, each `[tokens, kv_heads, head_dim]`, behind the committed ones of `layer` without keeping
-    /// them. Gives both with the committed ones before them, `[1, kv_heads, len + tokens, head_dim]`.
+    /// Writes keys and values, each `[tokens, kv_heads, head_dim]`, after the committed ones of `layer` without
+    /// committing them. Returns all keys and values, `[1, kv_heads, len + tokens, head_dim]`.
+    ///
+    /// # Errors
+    /// Returns an error if the layer does not exist or libtorch fails.
     pub fn write(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
         let end = self.len + keys.size()[0];
         let Some(slot) = self.layers.get_mut(layer) else {
@@ -37,37 +40,32 @@ impl KvCache {
         let buffers = match slot.take() {
             Some(buffers) if buffers.0.size()[2] >= end => buffers,
             old => {
-                let room = old.as_ref().map_or(ROOM, |(keys, _)| 2 * keys.size()[2]).max(end);
+                let capacity = old.as_ref().map_or(INITIAL_CAPACITY, |(keys, _)| 2 * keys.size()[2]).max(end);
                 let (old_keys, old_values) = old.unzip();
-                (grown(old_keys, keys, self.len, room)?, grown(old_values, values, self.len, room)?)
+                (grown(old_keys, keys, self.len, capacity)?, grown(old_values, values, self.len, capacity)?)
             }
         };
         let put = |buffer: &Tensor, x: &Tensor| -> Result<Tensor, ModelError> {
-            let place = buffer.f_narrow(2, self.len, x.size()[0])?;
-            place.shallow_clone().f_copy_(&x.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
+            let target = buffer.f_narrow(2, self.len, x.size()[0])?;
+            target.shallow_clone().f_copy_(&x.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
             Ok(buffer.f_narrow(2, 0, end)?)
         };
-        let seen = (put(&buffers.0, keys)?, put(&buffers.1, values)?);
+        let all = (put(&buffers.0, keys)?, put(&buffers.1, values)?);
         *slot = Some(buffers);
-        Ok(seen)
+        Ok(all)
     }
 
-    /// Commits the first `tokens` of what every layer wrote last.
-    pub fn keep(&mut self, tokens: i64) {
+    /// Commits the first `tokens` of the last write of every layer.
+    pub fn commit(&mut self, tokens: i64) {
         self.len += tokens;
-    }
-
-    /// Takes back what was committed beyond `len` tokens.
-    pub fn crop(&mut self, len: i64) {
-        self.len = self.len.min(len);
     }
 }
 
-/// A buffer of `room` tokens that begins with the `len` committed ones of `old`.
-fn grown(old: Option<Tensor>, like: &Tensor, len: i64, room: i64) -> Result<Tensor, ModelError> {
+/// Buffer of `capacity` tokens that starts with the `len` committed ones of `old`.
+fn grown(old: Option<Tensor>, like: &Tensor, len: i64, capacity: i64) -> Result<Tensor, ModelError> {
     let (heads, dim) = (like.size()[1], like.size()[2]);
     let kind: Kind = like.f_kind()?;
-    let buffer = Tensor::f_zeros([1, heads, room, dim], (kind, like.device()))?;
+    let buffer = Tensor::f_zeros([1, heads, capacity, dim], (kind, like.device()))?;
     if let Some(old) = old {
         buffer.f_narrow(2, 0, len)?.f_copy_(&old.f_narrow(2, 0, len)?)?;
     }
@@ -88,25 +86,21 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_kept_is_overwritten_and_what_was_cropped_is_gone() {
+    fn uncommitted_tokens_are_overwritten() {
         let mut cache = KvCache::new(1);
         let _ = cache.write(0, &tokens(&[1.0, 2.0, 3.0]), &tokens(&[-1.0, -2.0, -3.0])).unwrap();
-        cache.keep(2);
+        cache.commit(2);
         let (keys, negative) = cache.write(0, &tokens(&[4.0, 5.0]), &tokens(&[-4.0, -5.0])).unwrap();
         assert_eq!((values(&keys), values(&negative)), (vec![1.0, 2.0, 4.0, 5.0], vec![-1.0, -2.0, -4.0, -5.0]));
-        cache.keep(2);
-        cache.crop(1);
-        let (keys, _) = cache.write(0, &tokens(&[6.0]), &tokens(&[-6.0])).unwrap();
-        assert_eq!(values(&keys), [1.0, 6.0]);
     }
 
     #[test]
-    fn a_full_buffer_grows_with_what_it_holds() {
+    fn full_buffer_grows_and_keeps_its_tokens() {
         let mut cache = KvCache::new(1);
-        let all: Vec<f32> = (0..3 * ROOM).map(|i| i as f32).collect();
+        let all: Vec<f32> = (0..3 * INITIAL_CAPACITY).map(|i| i as f32).collect();
         for part in all.chunks(100) {
             let _ = cache.write(0, &tokens(part), &tokens(part)).unwrap();
-            cache.keep(part.len() as i64);
+            cache.commit(part.len() as i64);
         }
         let (keys, _) = cache.write(0, &tokens(&[-1.0]), &tokens(&[-1.0])).unwrap();
         assert_eq!(values(&keys), [all, vec![-1.0]].concat());

@@ -1,4 +1,4 @@
-//! The frozen target: a causal decoder whose forward ends at the last tapped layer.
+//! Frozen target: a causal decoder whose extraction forward ends at the last tapped layer.
 
 mod batched;
 pub mod batched_kv_cache;
@@ -8,7 +8,7 @@ pub mod kv_cache;
 pub use cached::Extended;
 
 use super::ModelError;
-use super::batch::{Likeliest, Rows, Teacher};
+use super::batch::{Rows, TargetLabels, TopKLabels};
 use super::drafter::Shared;
 use super::load::weight;
 use super::ops::{HEAD_ROWS, attention, linear, rms_norm, spans};
@@ -19,7 +19,7 @@ use crate::hf::tensors::TensorFiles;
 use std::iter::{once, repeat_n};
 use tch::{Device, Kind, Tensor};
 
-/// The part of a target that was loaded, on one device.
+/// Loaded part of a target, on one device.
 pub struct Target {
     config: TargetConfig,
     kind: Kind,
@@ -30,20 +30,20 @@ pub struct Target {
     top: Option<Top>,
 }
 
-/// How much of the target to load.
+/// Number of layers to load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// This many layers from the bottom: what taps need.
+    /// This many layers from the bottom, enough for taps.
     Layers(usize),
     /// All layers, the final norm and the head.
     Whole,
 }
 
-/// Every intermediate result of a whole forward, each `[rows, width, ...]`.
+/// All intermediate results of a whole forward, each `[rows, width, ...]`.
 pub struct Trace {
-    /// The embedding's output, then the residual stream after each layer.
+    /// Output of the embedding, then the residual stream after each layer.
     pub hidden: Vec<Tensor>,
-    /// After the final norm.
+    /// States after the final norm.
     pub normed: Tensor,
     pub logits: Tensor,
 }
@@ -60,7 +60,7 @@ struct Layer {
     k: Projection,
     v: Projection,
     o: Projection,
-    /// Weights of the norms on query and key heads.
+    /// Norm weights of query and key heads.
     qk_norm: Option<(Tensor, Tensor)>,
     gate: Projection,
     up: Projection,
@@ -79,7 +79,7 @@ impl Projection {
 }
 
 impl Layer {
-    fn share(&self) -> Layer {
+    fn shallow_clone(&self) -> Layer {
         let projection = |from: &Projection| Projection {
             weight: from.weight.shallow_clone(),
             bias: from.bias.as_ref().map(Tensor::shallow_clone),
@@ -100,7 +100,10 @@ impl Layer {
 }
 
 impl Target {
-    /// Loads weights as `kind`, whatever they were stored as. Nothing above `depth` is read.
+    /// Loads weights as `kind`, whatever their stored dtype. Tensors above `depth` are not read.
+    ///
+    /// # Errors
+    /// Returns an error if tensors do not match the configuration, or libtorch fails.
     pub fn load(
         config: TargetConfig,
         files: &TensorFiles,
@@ -114,7 +117,10 @@ impl Target {
         Target::of(config, depth, kind, device, |name, shape| weight(files, name, shape, kind, device))
     }
 
-    /// Made of what `weight` gives for a name and a shape: tensors of `kind` on `device`.
+    /// Builds a target from the tensors that `weight` returns for a name and shape, of `kind` on `device`.
+    ///
+    /// # Errors
+    /// Returns an error if the target has too few layers or `weight` fails.
     pub fn of(
         config: TargetConfig,
         depth: Depth,
@@ -129,7 +135,7 @@ impl Target {
             None => Ok(None),
         };
         let need = |name: String| {
-            read(&name)?.ok_or_else(|| ModelError::Input(format!("this family of targets has no tensor `{name}`")))
+            read(&name)?.ok_or_else(|| ModelError::Input(format!("targets of this family have no tensor `{name}`")))
         };
         let count = match depth {
             Depth::Layers(count) if count <= config.num_hidden_layers => count,
@@ -170,15 +176,15 @@ impl Target {
         Ok(Target { config, kind, device, embedding, layers, rope, top })
     }
 
-    /// The same weights once more, at no cost: for another thread.
-    pub fn share(&self) -> Target {
+    /// Returns a handle to the same weights for another thread, without a copy.
+    pub fn shallow_clone(&self) -> Target {
         Target {
             config: self.config.clone(),
             kind: self.kind,
             device: self.device,
             embedding: self.embedding.shallow_clone(),
-            layers: self.layers.iter().map(Layer::share).collect(),
-            rope: self.rope.share(),
+            layers: self.layers.iter().map(Layer::shallow_clone).collect(),
+            rope: self.rope.shallow_clone(),
             top: self.top.as_ref().map(|top| Top { norm: top.norm.shallow_clone(), head: top.head.shallow_clone() }),
         }
     }
@@ -191,104 +197,127 @@ impl Target {
         self.device
     }
 
-    /// Number type of weights and activations.
+    /// Dtype of weights and activations.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// What a drafter on the same device shares with this target, at no cost. Needs [`Depth::Whole`].
+    /// Embedding and head for a drafter on the same device, without a copy. Needs [`Depth::Whole`].
+    ///
+    /// # Errors
+    /// Returns an error if the target is not whole.
     pub fn shared(&self) -> Result<Shared, ModelError> {
         let top = self.top("a shared head needs")?;
         Ok(Shared { embedding: self.embedding.shallow_clone(), head: top.head.shallow_clone() })
     }
 
-    /// Residual streams after the layers `taps`, side by side, of the real tokens alone: `[tokens, taps * hidden]` of
-    /// `out`, row after row. Stops after the last tap.
+    /// Residual streams after the layers `taps`, concatenated, of the real tokens: `[tokens, taps * hidden]` in dtype
+    /// `out`, row by row. Stops after the last tap.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if a tap or id is invalid; otherwise if libtorch fails.
     pub fn taps(&self, rows: &Rows<'_>, taps: &[usize], out: Kind) -> Result<Tensor, ModelError> {
         Ok(self.tapped(rows, taps, out, false)?.0)
     }
 
-    /// The same, and what the target says at each real token: its `each` most likely ones behind the tokens before it in the row,
-    /// with their shares among themselves. The first token of a row has none before it, and stands for itself. Needs [`Depth::Whole`].
-    pub fn taps_and_likeliest(
+    /// Taps and top-k labels: the `k` most likely tokens at each real token given the tokens before it in the row, with
+    /// normalised probabilities. The first token of a row has no context and is its own label. Needs [`Depth::Whole`].
+    ///
+    /// # Errors
+    /// `ModelError::Input` if `k` exceeds the vocabulary or a tap or id is invalid; otherwise if libtorch fails.
+    pub fn forward_with_top_k(
         &self,
         rows: &Rows<'_>,
         taps: &[usize],
         out: Kind,
-        each: usize,
-    ) -> Result<(Tensor, Likeliest), ModelError> {
+        k: usize,
+    ) -> Result<(Tensor, TopKLabels), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let vocab = self.config.vocab_size;
-        if !(1..=vocab).contains(&each) {
-            return Err(ModelError::Input(format!("{each} labels at each place do not fit a vocabulary of {vocab}")));
+        if !(1..=vocab).contains(&k) {
+            return Err(ModelError::Input(format!("{k} labels per token, expected 1 to {vocab}, the vocabulary")));
         }
         let top = self.top("labels need")?;
         let (packed, x) = self.tapped(rows, taps, out, true)?;
-        let (mut said, mut shares) = (Vec::new(), Vec::new());
-        // Logits of all tokens at once would be larger than anything else here.
+        let (mut top_ids, mut top_probabilities) = (Vec::new(), Vec::new());
+        // All logits at once would be the largest tensor by far.
         for part in spans(x.size()[0], HEAD_ROWS) {
             let logits = self.head(top, &part.of(&x, 0)?)?;
-            let (values, ids) = match each {
+            let (values, ids) = match k {
                 1 => logits.f_max_dim(-1, true)?,
-                _ => logits.f_topk(each as i64, -1, true, true)?,
+                _ => logits.f_topk(k as i64, -1, true, true)?,
             };
             let ids = Vec::<i64>::try_from(ids.f_flatten(0, -1)?.f_to_device(Device::Cpu)?)?;
-            said.extend(ids.into_iter().map(|id| id as i32));
-            shares.extend(Vec::<f32>::try_from(
+            top_ids.extend(ids.into_iter().map(|id| id as i32));
+            top_probabilities.extend(Vec::<f32>::try_from(
                 values.f_softmax(-1, Kind::Float)?.f_flatten(0, -1)?.f_to_device(Device::Cpu)?,
             )?);
         }
         let (_, width) = rows.padded();
-        let mut teacher =
-            Likeliest { each, ids: Vec::with_capacity(said.len()), shares: Vec::with_capacity(said.len()) };
+        let count = top_ids.len();
+        let mut labels = TopKLabels { k, ids: Vec::with_capacity(count), probabilities: Vec::with_capacity(count) };
         let mut at = 0;
         for (row, &len) in rows.lengths.iter().enumerate().filter(|(_, len)| **len > 0) {
-            let before = at..at + (len as usize - 1) * each;
-            teacher.ids.extend(repeat_n(rows.ids[row * width as usize], each));
-            teacher.ids.extend_from_slice(&said[before.clone()]);
-            teacher.shares.extend(once(1.0).chain(repeat_n(0.0, each - 1)));
-            teacher.shares.extend_from_slice(&shares[before]);
-            at += len as usize * each;
+            let before = at..at + (len as usize - 1) * k;
+            labels.ids.extend(repeat_n(rows.ids[row * width as usize], k));
+            labels.ids.extend_from_slice(&top_ids[before.clone()]);
+            labels.probabilities.extend(once(1.0).chain(repeat_n(0.0, k - 1)));
+            labels.probabilities.extend_from_slice(&top_probabilities[before]);
+            at += len as usize * k;
         }
-        Ok((packed, teacher))
+        Ok((packed, labels))
     }
 
-    /// The one or the other: with the teacher where `labels` says how much of it.
-    pub fn taught(
+    /// Taps, with the labels that `labels` selects, if any.
+    ///
+    /// # Errors
+    /// Returns the errors of the three forwards above and below.
+    pub fn forward_with_labels(
         &self,
         rows: &Rows<'_>,
         taps: &[usize],
         out: Kind,
         labels: Option<TopK>,
-    ) -> Result<(Tensor, Option<Teacher>), ModelError> {
+    ) -> Result<(Tensor, Option<TargetLabels>), ModelError> {
         Ok(match labels {
             None => (self.taps(rows, taps, out)?, None),
-            Some(TopK::Likeliest(each)) => {
-                let (hidden, said) = self.taps_and_likeliest(rows, taps, out, each as usize)?;
-                (hidden, Some(Teacher::Likeliest(said)))
+            Some(TopK::Tokens(k)) => {
+                let (hidden, labels) = self.forward_with_top_k(rows, taps, out, k as usize)?;
+                (hidden, Some(TargetLabels::TopK(labels)))
             }
             Some(TopK::All) => {
-                let (hidden, states) = self.taps_and_last(rows, taps, out)?;
-                (hidden, Some(Teacher::States(states)))
+                let (hidden, states) = self.forward_with_states(rows, taps, out)?;
+                (hidden, Some(TargetLabels::States(states)))
             }
         })
     }
 
-    /// Taps, and what its head reads, `[tokens, hidden]`. Needs [`Depth::Whole`].
-    pub fn taps_and_last(&self, rows: &Rows<'_>, taps: &[usize], out: Kind) -> Result<(Tensor, Tensor), ModelError> {
+    /// Taps and final hidden states after the norm, `[tokens, hidden]`, both in dtype `out`. Needs [`Depth::Whole`].
+    ///
+    /// # Errors
+    /// `ModelError::Input` if a tap or id is invalid or the target is not whole; otherwise if libtorch fails.
+    pub fn forward_with_states(
+        &self,
+        rows: &Rows<'_>,
+        taps: &[usize],
+        out: Kind,
+    ) -> Result<(Tensor, Tensor), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let norm = self.final_norm()?;
         let (packed, x) = self.tapped(rows, taps, out, true)?;
         Ok((packed, rms_norm(&x, norm, self.config.rms_norm_eps)?.f_to_kind(out)?))
     }
 
-    /// Weight of the norm before the head, `[hidden]`. Needs [`Depth::Whole`].
+    /// Weight of the final norm, `[hidden]`. Needs [`Depth::Whole`].
+    ///
+    /// # Errors
+    /// Returns an error if the target is not whole.
     pub fn final_norm(&self) -> Result<&Tensor, ModelError> {
         Ok(&self.top("the final norm needs")?.norm)
     }
 
-    /// Taps of the real tokens, and the residual stream after the last layer that was computed: of the real tokens too where
-    /// that is the target's last, of the padded rows where nobody reads it.
+    /// Taps of the real tokens, and the residual stream after the last computed layer: of the real tokens if `whole`,
+    /// else of the padded rows, which callers ignore.
     fn tapped(&self, rows: &Rows<'_>, taps: &[usize], out: Kind, whole: bool) -> Result<(Tensor, Tensor), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let last = taps.iter().copied().max().unwrap_or(0);
@@ -299,7 +328,7 @@ impl Target {
         let width = self.config.hidden_size as i64;
         let packed = Tensor::f_empty([rows.tokens(), taps.len() as i64 * width], (out, self.device))?;
         let real = rows.real_positions(self.device)?;
-        let kept = |x: &Tensor| match &real {
+        let select = |x: &Tensor| match &real {
             Some(real) => x.f_index_select(0, real),
             None => Ok(x.shallow_clone()),
         };
@@ -307,26 +336,29 @@ impl Target {
         let depth = if whole { self.layers.len() } else { last + 1 };
         for (index, layer) in self.layers.iter().enumerate().take(depth) {
             x = self.layer(layer, &x, &table, rows)?;
-            for place in (0..taps.len()).filter(|&place| taps[place] == index) {
-                packed.f_narrow(1, place as i64 * width, width)?.f_copy_(&kept(&x)?)?;
+            for tap in (0..taps.len()).filter(|&tap| taps[tap] == index) {
+                packed.f_narrow(1, tap as i64 * width, width)?.f_copy_(&select(&x)?)?;
             }
         }
-        let x = if whole { kept(&x)? } else { x };
+        let x = if whole { select(&x)? } else { x };
         Ok((packed, x))
     }
 
-    /// What lies above the layers, for whatever `needs` it.
+    /// Final norm and head; `needs` starts the error text.
     fn top(&self, needs: &str) -> Result<&Top, ModelError> {
         let missing = || ModelError::Input(format!("{needs} the whole target, but only its lower layers are loaded"));
         self.top.as_ref().ok_or_else(missing)
     }
 
-    /// Logits of rows of the residual stream after the last layer.
+    /// Logits of residual streams after the last layer.
     fn head(&self, top: &Top, x: &Tensor) -> Result<Tensor, ModelError> {
         linear(&rms_norm(x, &top.norm, self.config.rms_norm_eps)?, &top.head, None)
     }
 
-    /// A whole forward with every intermediate result. Needs [`Depth::Whole`]. What stands on padding is arbitrary.
+    /// Whole forward with every intermediate result. Values at padding are arbitrary. Needs [`Depth::Whole`].
+    ///
+    /// # Errors
+    /// Returns an error if the target is not whole, an id is invalid or libtorch fails.
     pub fn trace(&self, rows: &Rows<'_>) -> Result<Trace, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let top = self.top("logits need")?;
@@ -343,7 +375,7 @@ impl Target {
         Ok(Trace { hidden, normed: wide(&normed)?, logits: wide(&logits)? })
     }
 
-    /// Embeds the padded rows, `[rows * width, hidden]`, and makes their table of positions.
+    /// Embeds the padded rows, `[rows * width, hidden]`, and builds their rope table.
     fn start(&self, rows: &Rows<'_>) -> Result<(Tensor, RopeTable), ModelError> {
         let (count, width) = rows.padded();
         rows.check_ids(self.config.vocab_size)?;
@@ -358,7 +390,7 @@ impl Target {
         let (q, k, v) = self.heads(layer, x, table)?;
         let dim = self.config.head_dim as i64;
         let by_head = |x: &Tensor| x.f_reshape([count, width, -1, dim])?.f_transpose(1, 2);
-        // Rows are padded on the right, so a real token never sees padding under the causal mask alone.
+        // Rows are padded on the right, so the causal mask alone hides padding from real tokens.
         let mixed = attention(&by_head(&q)?, &by_head(&k)?, &by_head(&v)?, None, true)?;
         self.finish(layer, x, &mixed.f_transpose(1, 2)?.f_reshape([count * width, -1])?)
     }
@@ -378,9 +410,9 @@ impl Target {
         Ok((table.apply(&q)?, table.apply(&k)?, split(&layer.v)?))
     }
 
-    /// Adds what attention gathered, `[tokens, heads * head_dim]`, to the residual stream, and then the MLP.
-    fn finish(&self, layer: &Layer, x: &Tensor, gathered: &Tensor) -> Result<Tensor, ModelError> {
-        let x = x.f_add(&layer.o.apply(gathered)?)?;
+    /// Adds the attention output `[tokens, heads * head_dim]` and then the MLP to the residual stream.
+    fn finish(&self, layer: &Layer, x: &Tensor, attended: &Tensor) -> Result<Tensor, ModelError> {
+        let x = x.f_add(&layer.o.apply(attended)?)?;
         let inner = rms_norm(&x, &layer.post_norm, self.config.rms_norm_eps)?;
         let gated = layer.gate.apply(&inner)?.f_silu()?.f_mul(&layer.up.apply(&inner)?)?;
         Ok(x.f_add(&layer.down.apply(&gated)?)?)

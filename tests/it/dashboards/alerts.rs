@@ -59,14 +59,14 @@ fn every_rule_is_of_metrics_that_exist() {
 
 #[test]
 fn every_alert_says_what_why_and_what_to_do_and_is_tested_both_ways() {
-    let (runbook, tests) = (read("README.md"), read("alerts_test.yml"));
+    let (runbook, tests) = (read("../docs/troubleshooting.md"), read("alerts_test.yml"));
     for alert in rules().iter().filter(|rule| rule.kind == "alert") {
         let name = &alert.name;
         for key in ["labels", "summary", "description", "runbook"] {
             assert!(alert.keys.contains_key(key), "{name} has no {key}");
         }
-        assert_eq!(alert.keys["runbook"], format!("dashboards/README.md#{}", name.to_lowercase()));
-        assert!(runbook.contains(&format!("\n### {name}\n")), "{name} is not in dashboards/README.md");
+        assert_eq!(alert.keys["runbook"], format!("docs/troubleshooting.md#{}", name.to_lowercase()));
+        assert!(runbook.contains(&format!("\n### {name}\n")), "{name} is not in docs/troubleshooting.md");
         assert!(alert.keys["labels"].contains("severity: "), "{name}");
         // Of the shapes in which the file is written: one for "silent", one for "fires".
         let silent = tests.matches(&format!("- {{ alertname: {name}, eval_time: ")).count();

@@ -158,7 +158,7 @@ fn only_bad_rows_or_too_many_are_an_error_that_leaves_no_store_but_the_rejects()
     let error = world.prepare(&["a.jsonl"]).unwrap_err();
     let text = error.to_string();
     assert!(
-        text.contains("2 of 5 rows (40.0%)") && text.contains("= 0.25") && text.contains("rejects.jsonl"),
+        text.contains("2 of 5 rows (40.0 %)") && text.contains("= 0.25") && text.contains("rejects.jsonl"),
         "{text}"
     );
     assert_eq!(error.report().unwrap().rejected, BTreeMap::from([(Reason::Empty, 2)]));

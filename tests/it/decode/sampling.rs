@@ -2,7 +2,7 @@
 //! fixed seeds against exact probabilities.
 
 use super::scene::World;
-use draftmill::inference::{Chance, Settings, speculative};
+use draftmill::inference::{Sampler, Settings, speculative};
 use draftmill::model::batch::Rows;
 use tch::{Kind, Tensor};
 
@@ -49,7 +49,7 @@ fn a_token_that_was_drafted_and_verified_has_the_targets_distribution() {
     let target = [0.0f32, 1.5, 0.0, 1.2, -2.0, 9.0, 0.0, 0.0, 0.0, 0.0];
     let (q, p) = (Tensor::from_slice(&draft).reshape([1, 5]), Tensor::from_slice(&target).reshape([2, 5]));
     for temperature in [1.0, 0.6] {
-        let mut chance = Chance::new(&settings(temperature, 5), 0);
+        let mut chance = Sampler::new(&settings(temperature, 5), 0);
         let mut found = [0u32; 5];
         for _ in 0..20_000 {
             let drafted = chance.choose(&q).unwrap();

@@ -3,7 +3,7 @@
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
 use draftmill::hf::tensors::{RawDtype, TensorFiles};
-use draftmill::inference::{ContextCache, Drafting};
+use draftmill::inference::{ContextCache, Proposer};
 use draftmill::model::ModelError;
 use draftmill::model::batch::Packed;
 use draftmill::model::drafter::anchors::Anchors;
@@ -151,8 +151,8 @@ impl<'a, F: Fn(usize) -> usize> Scripted<'a, F> {
     }
 }
 
-impl<F: Fn(usize) -> usize> Drafting for Scripted<'_, F> {
-    type Memory = Memory;
+impl<F: Fn(usize) -> usize> Proposer for Scripted<'_, F> {
+    type Cache = Memory;
 
     fn taps(&self) -> &[usize] {
         &[2, 0]
@@ -160,7 +160,7 @@ impl<F: Fn(usize) -> usize> Drafting for Scripted<'_, F> {
 
     fn begin(&self) -> Result<Memory, ModelError> {
         let width = 2 * self.world.target.config().hidden_size as i64;
-        let cached = self.checked.as_ref().map(Drafting::begin).transpose()?;
+        let cached = self.checked.as_ref().map(Proposer::begin).transpose()?;
         Ok(Memory { context: Tensor::zeros([0, width], (Kind::Float, Device::Cpu)), cached })
     }
 

@@ -2,7 +2,7 @@
 
 use draftmill::{
     config::Device,
-    export::{ExportError, ExportOptions, ProofError, export_checkpoint, prove},
+    export::{ExportError, ExportOptions, SelfTestError, export_checkpoint, run_self_test},
     hf::{
         Dtype,
         draft::DraftConfig,
@@ -45,7 +45,7 @@ impl Scene {
         Scene { from: root.path().join(name), draft: folder.config, tensors, root }
     }
 
-    fn export(&self, layout: Layout, dtype: Dtype) -> (PathBuf, draftmill::export::Proof) {
+    fn export(&self, layout: Layout, dtype: Dtype) -> (PathBuf, draftmill::export::SelfTestReport) {
         let options = ExportOptions {
             layout,
             target: Some(golden("target_qwen3")),
@@ -58,9 +58,9 @@ impl Scene {
         (out, report.self_check.unwrap())
     }
 
-    fn prove(&self, dir: &Path, dtype: Dtype) -> Result<draftmill::export::Proof, ProofError> {
+    fn run_self_test(&self, dir: &Path, dtype: Dtype) -> Result<draftmill::export::SelfTestReport, SelfTestError> {
         let draft = DraftConfig { dtype, ..self.draft.clone() };
-        prove(dir, &draft, &self.tensors, &golden("target_qwen3"), Device::Cpu)
+        run_self_test(dir, &draft, &self.tensors, &golden("target_qwen3"), Device::Cpu)
     }
 }
 
@@ -98,8 +98,8 @@ fn specforge_533_what_is_served_otherwise_than_trained_is_found() {
         change(&mut config);
         fs::write(&path, config.to_string()).unwrap();
         assert_eq!(check(&dir), [], "{what}: the strict check cannot see it");
-        let refused = scene.prove(&dir, Dtype::Bf16);
-        assert!(matches!(refused, Err(ProofError::Differs(_))), "{what}: {refused:?}");
+        let refused = scene.run_self_test(&dir, Dtype::Bf16);
+        assert!(matches!(refused, Err(SelfTestError::Differs(_))), "{what}: {refused:?}");
     }
 }
 
@@ -107,15 +107,15 @@ fn specforge_533_what_is_served_otherwise_than_trained_is_found() {
 fn swapped_tensors_and_coarser_numbers_are_found() {
     let mut scene = Scene::new();
     let (dir, _) = scene.export(Layout::Zlab, Dtype::Bf16);
-    scene.prove(&dir, Dtype::Bf16).unwrap();
+    scene.run_self_test(&dir, Dtype::Bf16).unwrap();
     // Not rounded as the export says: the difference is that of the number types.
-    assert!(matches!(scene.prove(&dir, Dtype::F32), Err(ProofError::Differs(_))));
+    assert!(matches!(scene.run_self_test(&dir, Dtype::F32), Err(SelfTestError::Differs(_))));
     let at = |name: &str| scene.tensors.iter().position(|t| t.name == name).unwrap();
     let (k, v) = (at("layers.0.self_attn.k_proj.weight"), at("layers.0.self_attn.v_proj.weight"));
     let data = std::mem::take(&mut scene.tensors[k].data);
     let data = std::mem::replace(&mut scene.tensors[v].data, data);
     scene.tensors[k].data = data;
-    assert!(matches!(scene.prove(&dir, Dtype::Bf16), Err(ProofError::Differs(_))));
+    assert!(matches!(scene.run_self_test(&dir, Dtype::Bf16), Err(SelfTestError::Differs(_))));
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn an_export_that_cannot_be_served_leaves_no_folder() {
     let options =
         ExportOptions { target: Some(target), self_check: Some(Device::Cpu), ..ExportOptions::new(Dtype::Bf16) };
     let refused = export_checkpoint(&scene.from, &out, &options).unwrap_err();
-    assert!(matches!(refused, ExportError::Proof(ProofError::Unserved(_))), "{refused:?}");
+    assert!(matches!(refused, ExportError::SelfTest(SelfTestError::NotRun(_))), "{refused:?}");
     assert!(refused.to_string().contains("--no-self-check"), "{refused}");
     assert!(!out.exists() && !scene.root.path().join("export.tmp").exists());
 }

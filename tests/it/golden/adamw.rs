@@ -5,7 +5,7 @@ use super::{
     files::{LOSS, near, number, open, tensor},
 };
 use draftmill::{
-    config::Keep,
+    config::RetentionPolicy,
     engines::{
         checkpointing::{CheckpointSettings, CheckpointWriter},
         optimizer::TorchOptimizer,
@@ -80,7 +80,7 @@ fn saving(folder: &Path) -> CheckpointWriter {
     let draft = Case::load().config();
     CheckpointWriter {
         folder: folder.to_owned(),
-        settings: watch::channel(CheckpointSettings { keep: Keep { last: 2, ..Keep::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 2, ..RetentionPolicy::default() }, config: String::new() }).1,
         seed: 1,
         draft,
     }

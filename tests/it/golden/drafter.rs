@@ -10,7 +10,7 @@ use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::batch::Packed;
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::drafter::reference::{Dense, Trace};
-use draftmill::model::drafter::{AttentionBy, DraftOptions, Drafter, Shared};
+use draftmill::model::drafter::{AttentionBackend, DraftOptions, Drafter, Shared};
 use draftmill::model::loss::head_loss::{Labels, Tile, head_loss};
 use draftmill::model::loss::weighting::Weighting;
 use draftmill::model::params::{Gradient, load_params};
@@ -22,7 +22,7 @@ use tch::{Device, Kind, Tensor};
 pub struct Case {
     pub json: Value,
     /// How its drafters attend.
-    pub by: AttentionBy,
+    pub by: AttentionBackend,
     pub group_slots: usize,
     files: TensorFiles,
     hidden: Tensor,
@@ -43,7 +43,7 @@ impl Case {
         // Padding is zero throughout, so a row ends after its last token with any feature.
         let filled = Vec::<i64>::try_from(padded.abs().amax([2i64].as_slice(), false).gt(0.0).flatten(0, -1)).unwrap();
         let mut case = Case {
-            by: AttentionBy::Plain,
+            by: AttentionBackend::Plain,
             group_slots: 256,
             hidden: Tensor::new(),
             ids: Vec::new(),
@@ -75,7 +75,7 @@ impl Case {
     /// Once by plain products, and twice by the kernel: with all blocks of a row in one group, and each alone, so that
     /// every token of its context is the kernel's.
     fn each_way() -> [Case; 3] {
-        let ways = [(AttentionBy::Plain, 256), (AttentionBy::Kernel, 256), (AttentionBy::Kernel, 1)];
+        let ways = [(AttentionBackend::Plain, 256), (AttentionBackend::Kernel, 256), (AttentionBackend::Kernel, 1)];
         ways.map(|(by, group_slots)| Case { by, group_slots, ..Case::load() })
     }
 
@@ -210,7 +210,7 @@ fn the_path_that_trains_gives_the_same_hidden_states_and_token_losses() {
         close("hidden", &got.reshape(blocks), &case.kept(&case.want("output_hidden")), OUTPUT);
 
         let slots = case.anchors.slots(&batch, config.block_size, case.gamma());
-        let places = Tensor::from_slice(&slots.places);
+        let places = Tensor::from_slice(&slots.indices);
         let pick = |name: &str| case.kept(&case.want(name)).flatten(0, 1).index_select(0, &places).squeeze_dim(1);
         let supervised = case.kept(&case.want("weight_binary")).flatten(0, -1).nonzero().flatten(0, -1);
         same("supervised slots", &places, &supervised);
@@ -220,7 +220,7 @@ fn the_path_that_trains_gives_the_same_hidden_states_and_token_losses() {
         let hidden = got.index_select(0, &places);
         let _guard = tch::no_grad_guard();
         let labels = Tensor::from_slice(&slots.labels);
-        let taught = Labels::of(&slots, None, &drafter.shared().head).unwrap();
+        let taught = Labels::for_slots(&slots, None, &drafter.shared().head).unwrap();
         for (slots, tokens) in [(1, 1), (3, 7), (1000, 1000)] {
             let loss = head_loss(&hidden, &drafter.shared().head, &taught, Tile { slots, tokens }).unwrap();
             close("token loss", &loss.losses, &pick("token_loss"), OUTPUT);

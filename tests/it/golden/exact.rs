@@ -5,10 +5,10 @@ use super::files::{close_to_largest, largest};
 use super::ladder::any_way;
 use super::random::scene;
 use draftmill::model::adamw::{AdamW, Hyper};
-use draftmill::model::batch::{Likeliest, Packed, Teacher};
+use draftmill::model::batch::{TopKLabels, Packed, TargetLabels};
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::drafter::reference::Dense;
-use draftmill::model::drafter::{AttentionBy, Drafter};
+use draftmill::model::drafter::{AttentionBackend, Drafter};
 use draftmill::model::params::ParamSet;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -52,7 +52,7 @@ proptest! {
         });
         tch::set_num_threads(threads);
         let blocks = scene.anchors.count();
-        prop_assert_eq!(shared.shares(&scene.anchors), blocks.min(threads as usize).max(1));
+        prop_assert_eq!(shared.thread_count(&scene.anchors), blocks.min(threads as usize).max(1));
         let (one, first) = whole.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         let (two, second) = shared.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
         prop_assert!((one.loss_numerator - two.loss_numerator).abs() <= LIMIT * one.loss_numerator);
@@ -92,7 +92,7 @@ fn in_bf16_the_path_that_trains_is_as_close_to_fp64_as_the_oracle() {
         let pairs = got.tensors().iter().zip(want.tensors()).filter(|(_, want)| largest(want) > 0.0);
         pairs.map(|(got, want)| f64::try_from((got - want).norm() / want.norm()).unwrap()).collect()
     };
-    for attention in [AttentionBy::Plain, AttentionBy::Kernel] {
+    for attention in [AttentionBackend::Plain, AttentionBackend::Kernel] {
         let (mut path, mut oracle) = (Vec::new(), Vec::new());
         for seed in 0..25 {
             let scene = scene(seed);
@@ -135,26 +135,26 @@ fn slopes_agree(drafter: &mut Drafter, batch: &Packed<'_>, anchors: &Anchors, gr
     }
 }
 
-/// The same of the divergence from several labels, some of them without a share, and from a target's states; a teacher of the data's own tokens changes nothing.
+/// The same of the divergence from several labels, some of them without a share, and from a target's states; a target_labels of the data's own tokens changes nothing.
 #[test]
 fn finite_differences_hold_with_a_teacher() {
     let scene = scene(3);
     let mut drafter = scene.drafter_in(Kind::Double);
     let (tokens, vocab) = (scene.ids.len() as i32, drafter.config().vocab_size as i32);
-    let own = Teacher::Likeliest(Likeliest { each: 1, ids: scene.ids.clone(), shares: vec![1.0; scene.ids.len()] });
-    let several = Teacher::Likeliest(Likeliest {
-        each: 3,
+    let own = TargetLabels::TopK(TopKLabels { k: 1, ids: scene.ids.clone(), probabilities: vec![1.0; scene.ids.len()] });
+    let several = TargetLabels::TopK(TopKLabels {
+        k: 3,
         ids: (0..3 * tokens).map(|i| i * 7 % vocab).collect(),
-        shares: [0.75, 0.25, 0.0].repeat(scene.ids.len()),
+        probabilities: [0.75, 0.25, 0.0].repeat(scene.ids.len()),
     });
     let weights = drafter.params().deep_copy(Device::Cpu, Kind::Double).unwrap();
     let (plain, _) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
-    let taught = Packed { teacher: Some(&own), ..scene.packed() };
+    let taught = Packed { target_labels: Some(&own), ..scene.packed() };
     assert_eq!(drafter.loss_and_gradient(&taught, &scene.anchors).unwrap().0, plain);
 
-    for teacher in [several, scene.states()] {
+    for target_labels in [several, scene.states()] {
         drafter.load_weights(weights.deep_copy(Device::Cpu, Kind::Double).unwrap()).unwrap();
-        let taught = Packed { teacher: Some(&teacher), ..scene.packed() };
+        let taught = Packed { target_labels: Some(&target_labels), ..scene.packed() };
         let (report, gradient) = drafter.loss_and_gradient(&taught, &scene.anchors).unwrap();
         let (held_out, _) = drafter.held_out(&taught, &scene.anchors, scene.gamma).unwrap();
         assert!((held_out.loss() / report.loss() - 1.0).abs() < 1e-6 && held_out.correct == report.correct);

@@ -8,7 +8,7 @@ use super::random::scene;
 use draftmill::config::TopK;
 use draftmill::engines::torch::{TargetOptions, TorchTarget};
 use draftmill::hf::{config::TargetConfig, tensors::TensorFiles};
-use draftmill::model::batch::{Packed, Rows, Teacher};
+use draftmill::model::batch::{Packed, Rows, TargetLabels};
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::loss::head_loss::{Labels, Tile, head_loss};
 use draftmill::model::ops::rms_norm;
@@ -33,9 +33,9 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         let (ids, lengths) = (ids(&io), [24, 17, 9]);
         let rows = Rows::new(&ids, &lengths, 24).unwrap();
         let target = load(folder, Depth::Whole);
-        let (taps, teacher) = target.taps_and_likeliest(&rows, &[0, 2], Kind::Float, 1).unwrap();
-        let labels = teacher.ids;
-        assert_eq!(teacher.shares, vec![1.0; labels.len()]);
+        let (taps, target_labels) = target.forward_with_top_k(&rows, &[0, 2], Kind::Float, 1).unwrap();
+        let labels = target_labels.ids;
+        assert_eq!(target_labels.probabilities, vec![1.0; labels.len()]);
         assert!(taps.equal(&target.taps(&rows, &[0, 2], Kind::Float).unwrap()), "{folder}");
         let said = tensor(&io, "logits").argmax(-1, false);
         let mut want = Vec::new();
@@ -45,16 +45,16 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         }
         assert_eq!(labels, want, "{folder}");
         assert!(labels.iter().zip(&ids).any(|(label, id)| label != id), "{folder}: they are not the data");
-        assert!(load(folder, Depth::Layers(3)).taps_and_likeliest(&rows, &[0], Kind::Float, 1).is_err());
-        assert!(target.taps_and_likeliest(&rows, &[0], Kind::Float, target.config().vocab_size + 1).is_err());
+        assert!(load(folder, Depth::Layers(3)).forward_with_top_k(&rows, &[0], Kind::Float, 1).is_err());
+        assert!(target.forward_with_top_k(&rows, &[0], Kind::Float, target.config().vocab_size + 1).is_err());
 
         // Of several, the first is the same one, and their shares are those of a softmax over them.
-        let several = target.taps_and_likeliest(&rows, &[0], Kind::Float, 5).unwrap().1;
+        let several = target.forward_with_top_k(&rows, &[0], Kind::Float, 5).unwrap().1;
         assert_eq!(several.ids.iter().step_by(5).copied().collect::<Vec<_>>(), labels, "{folder}");
         let (best, _) = tensor(&io, "logits").get(0).get(0).topk(5, -1, true, true);
         let want = Vec::<f32>::try_from(best.softmax(-1, Kind::Float)).unwrap();
-        assert!(several.shares[5..10].iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-4), "{folder}");
-        assert_eq!(several.shares[..5], [1.0, 0.0, 0.0, 0.0, 0.0]);
+        assert!(several.probabilities[5..10].iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-4), "{folder}");
+        assert_eq!(several.probabilities[..5], [1.0, 0.0, 0.0, 0.0, 0.0]);
     }
 }
 
@@ -75,7 +75,7 @@ fn speculators_477_labels_are_those_of_speculators() {
     for (_, range) in &rows {
         let lengths = [range.len() as u32];
         let row = Rows::new(&ids[range.clone()], &lengths, range.len()).unwrap();
-        labels[range.clone()].copy_from_slice(&target.taps_and_likeliest(&row, &[1], Kind::Float, 1).unwrap().1.ids);
+        labels[range.clone()].copy_from_slice(&target.forward_with_top_k(&row, &[1], Kind::Float, 1).unwrap().1.ids);
     }
     let (anchors, valid) = (ints(&io, "anchors"), ints(&io, "anchor_valid"));
     let wanted = ints(&io, "label_ids");
@@ -113,7 +113,7 @@ fn the_divergence_from_the_whole_distribution_is_that_of_speculators() {
     let before = Tensor::from_slice(&before.collect::<Vec<_>>());
     let (values, ids) =
         verifier.linear(&head, None::<Tensor>).index_select(0, &before).topk(head.size()[0], -1, true, true);
-    let by_label = Labels::Tokens { ids, shares: values.softmax(-1, Kind::Float) };
+    let by_label = Labels::Tokens { ids, probabilities: values.softmax(-1, Kind::Float) };
     let by_state = Labels::States { states: verifier, of: before };
 
     let decay: Vec<f64> = (0..slots).map(|slot| (-((slot % size - 1).max(0) as f64) / 4.0).exp()).collect();
@@ -146,12 +146,12 @@ fn the_targets_states_teach_what_all_of_its_tokens_teach() {
     // With the last token but one, blocks run past the end; with the first, nothing stands before the anchor.
     let anchors = Anchors { rows: vec![vec![0, 2, 3, 10], vec![], vec![0, 1, 7, 18]] };
     let taught = |labels, out| {
-        let (hidden, teacher) = target.taught(&rows, &case.config().target_layer_ids, out, Some(labels)).unwrap();
-        let (hidden, teacher) = (hidden.to_kind(Kind::Float), teacher.unwrap());
+        let (hidden, target_labels) = target.forward_with_labels(&rows, &case.config().target_layer_ids, out, Some(labels)).unwrap();
+        let (hidden, target_labels) = (hidden.to_kind(Kind::Float), target_labels.unwrap());
         let packed = Packed {
             hidden: &hidden,
             ids: &ids,
-            teacher: Some(&teacher),
+            target_labels: Some(&target_labels),
             loss_mask: &loss_mask,
             lengths: &padded.lengths,
         };
@@ -165,7 +165,7 @@ fn the_targets_states_teach_what_all_of_its_tokens_teach() {
         (report, gradient.unwrap())
     };
     let vocab = target.config().vocab_size as u32;
-    let (want, by_label) = taught(TopK::Likeliest(vocab), Kind::Float);
+    let (want, by_label) = taught(TopK::Tokens(vocab), Kind::Float);
     assert!(want.supervised > 20.0 && want.loss() > 0.1, "{want:?}");
     let (got, by_state) = taught(TopK::All, Kind::Float);
     assert!((got.loss_numerator / want.loss_numerator - 1.0).abs() < 2e-5, "{got:?} and {want:?}");
@@ -186,12 +186,12 @@ fn a_micro_batch_in_pieces_learns_the_same_from_states() {
     let scene = scene(21);
     let drafter = scene.drafter_in(Kind::Double);
     let states = scene.states();
-    let packed = Packed { teacher: Some(&states), ..scene.packed() };
+    let packed = Packed { target_labels: Some(&states), ..scene.packed() };
     let compute = |piece: &Anchors| drafter.loss_and_gradient(&packed, piece);
     let (want, whole) = compute(&scene.anchors).unwrap();
     assert!(scene.anchors.count() > 3 && whole.is_some(), "{:?}", scene.anchors);
     let (mut got, mut sum) = (MicroReport::default(), None::<Gradient>);
-    for piece in (0..4).map(|number| scene.anchors.part(number, 4)) {
+    for piece in (0..4).map(|number| scene.anchors.chunk(number, 4)) {
         let (report, gradient) = compute(&piece).unwrap();
         got.add(&report);
         let Some(gradient) = gradient else { continue };
@@ -212,8 +212,8 @@ fn states_that_do_not_fit_their_rows_are_refused() {
     let scene = scene(21);
     let (drafter, tokens, width) = (scene.drafter(), scene.ids.len() as i64, scene.config.hidden_size as i64);
     for size in [[tokens - 1, width], [tokens, width + 8], [tokens * width, 1]] {
-        let states = Teacher::States(Tensor::zeros(size, (Kind::Float, Device::Cpu)));
-        let packed = Packed { teacher: Some(&states), ..scene.packed() };
+        let states = TargetLabels::States(Tensor::zeros(size, (Kind::Float, Device::Cpu)));
+        let packed = Packed { target_labels: Some(&states), ..scene.packed() };
         let error = drafter.loss_and_gradient(&packed, &scene.anchors).err().unwrap().to_string();
         assert!(error.contains("last states of shape"), "{error}");
     }
@@ -222,7 +222,7 @@ fn states_that_do_not_fit_their_rows_are_refused() {
 #[tokio::test]
 async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
     let case = DraftCase::load();
-    let mut with = taught_engine(&case, TopK::Likeliest(2), FeatureDtype::F32);
+    let mut with = taught_engine(&case, TopK::Tokens(2), FeatureDtype::F32);
     let mut without = engine(&case, FeatureDtype::F32);
     let padded = batch(&case, &[12, 7]);
     let (features, plain) =
@@ -232,13 +232,13 @@ async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
     assert_eq!(features.shape(), plain.shape());
     let (one, two): (&Tensor, &Tensor) = (features.packed().hidden, plain.packed().hidden);
     assert!(one.equal(two));
-    assert!(plain.packed().teacher.is_none());
-    let Some(Teacher::Likeliest(said)) = features.packed().teacher else { panic!("no labels came") };
-    assert_eq!((said.ids.len(), said.shares.len()), (2 * 19, 2 * 19));
+    assert!(plain.packed().target_labels.is_none());
+    let Some(TargetLabels::TopK(said)) = features.packed().target_labels else { panic!("no labels came") };
+    assert_eq!((said.ids.len(), said.probabilities.len()), (2 * 19, 2 * 19));
     assert_ne!(said.ids.iter().step_by(2).collect::<Vec<_>>(), features.packed().ids.iter().collect::<Vec<_>>());
     // A restarted target gives them too.
     with.restart().await.unwrap();
-    assert_eq!(with.extract(padded).await.unwrap().packed().teacher, features.packed().teacher);
+    assert_eq!(with.extract(padded).await.unwrap().packed().target_labels, features.packed().target_labels);
 }
 
 #[tokio::test]
@@ -255,10 +255,10 @@ async fn states_travel_with_their_batch_in_its_number_type_and_are_counted_in_it
         assert_eq!(with.feature_bytes(&padded), features.bytes());
         assert_eq!(features.shape(), plain.shape());
         assert!(features.packed().hidden.equal(plain.packed().hidden));
-        let Some(Teacher::States(states)) = features.packed().teacher else { panic!("no states came") };
+        let Some(TargetLabels::States(states)) = features.packed().target_labels else { panic!("no states came") };
         assert_eq!((states.size(), states.kind()), (vec![19, width as i64], kind));
         with.restart().await.unwrap();
-        assert_eq!(with.extract(padded).await.unwrap().packed().teacher, features.packed().teacher);
+        assert_eq!(with.extract(padded).await.unwrap().packed().target_labels, features.packed().target_labels);
     }
 }
 
@@ -275,7 +275,7 @@ async fn a_last_state_that_is_no_number_is_told() {
     let at = start + header["model.norm.weight"]["data_offsets"][0].as_u64().unwrap() as usize;
     weights[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     std::fs::write(folder.path().join("model.safetensors"), weights).unwrap();
-    for labels in [TopK::Likeliest(1), TopK::Likeliest(4), TopK::All] {
+    for labels in [TopK::Tokens(1), TopK::Tokens(4), TopK::All] {
         for (from, finite) in [(folder.path(), false), (&from, true)] {
             let mut target = TorchTarget::load(from, taught_options(&case, labels, FeatureDtype::F32)).unwrap();
             assert_eq!(target.extract(batch(&case, &[9])).await.unwrap().all_finite(), finite, "{labels}");

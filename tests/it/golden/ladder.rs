@@ -7,7 +7,7 @@ use draftmill::hf::draft::LayerType;
 use draftmill::model::batch::Packed;
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::drafter::reference::Dense;
-use draftmill::model::drafter::{AttentionBy, Drafter};
+use draftmill::model::drafter::{AttentionBackend, Drafter};
 use draftmill::model::loss::head_loss::Tile;
 use draftmill::model::loss::weighting::Weighting;
 use proptest::prelude::*;
@@ -20,8 +20,8 @@ fn cases() -> ProptestConfig {
     ProptestConfig { cases: 40, ..ProptestConfig::default() }
 }
 
-pub fn any_way() -> impl Strategy<Value = AttentionBy> {
-    prop_oneof![Just(AttentionBy::Plain), Just(AttentionBy::Kernel)]
+pub fn any_way() -> impl Strategy<Value = AttentionBackend> {
+    prop_oneof![Just(AttentionBackend::Plain), Just(AttentionBackend::Kernel)]
 }
 
 /// Counts of right guesses: two logits that differ by a rounding may change places.
@@ -52,7 +52,7 @@ proptest! {
         let scene = scene(seed);
         let drafter = scene.drafter_with(|options| (options.group_slots, options.attention) = (group_slots, by));
         let (report, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
-        let supervised = scene.anchors.slots(&scene.packed(), scene.config.block_size, scene.gamma).places.len();
+        let supervised = scene.anchors.slots(&scene.packed(), scene.config.block_size, scene.gamma).indices.len();
         prop_assert_eq!(gradient.is_some(), supervised > 0);
         let Some(gradient) = gradient else { return Ok(()) };
         let trace = drafter.trace(&Dense::pad(&scene.packed(), &scene.anchors).unwrap()).unwrap();
@@ -311,7 +311,7 @@ fn bf16_compute_keeps_fp32_weights_and_gradients() {
     let scene = scene(34);
     let (want, exact) = scene.drafter().loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
     let exact = exact.unwrap();
-    for (group_slots, attention) in [(256, AttentionBy::Plain), (256, AttentionBy::Kernel), (1, AttentionBy::Kernel)] {
+    for (group_slots, attention) in [(256, AttentionBackend::Plain), (256, AttentionBackend::Kernel), (1, AttentionBackend::Kernel)] {
         let drafter = scene.drafter_with(|options| {
             (options.kind, options.group_slots, options.attention) = (Kind::BFloat16, group_slots, attention);
         });
@@ -333,7 +333,7 @@ fn bf16_compute_keeps_fp32_weights_and_gradients() {
 #[test]
 fn a_step_is_repeatable_and_leaves_no_gradient_behind() {
     let scene = scene(13);
-    for by in [AttentionBy::Plain, AttentionBy::Kernel] {
+    for by in [AttentionBackend::Plain, AttentionBackend::Kernel] {
         repeatable(&scene, &scene.drafter_with(|options| options.attention = by));
     }
 }

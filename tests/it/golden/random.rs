@@ -2,7 +2,7 @@
 
 use draftmill::hf::Dtype;
 use draftmill::hf::draft::{DraftConfig, LayerType};
-use draftmill::model::batch::{Packed, Teacher};
+use draftmill::model::batch::{Packed, TargetLabels};
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::drafter::{DraftOptions, Drafter, Shared};
 use draftmill::model::loss::weighting::Weighting;
@@ -110,9 +110,9 @@ impl Scene {
     }
 
     /// What a target's head could read at each token.
-    pub fn states(&self) -> Teacher {
+    pub fn states(&self) -> TargetLabels {
         let size = [self.ids.len() as i64, self.config.hidden_size as i64];
-        Teacher::States(uniform(&mut ChaCha8Rng::seed_from_u64(self.seed ^ 2), &size, 1.5))
+        TargetLabels::States(uniform(&mut ChaCha8Rng::seed_from_u64(self.seed ^ 2), &size, 1.5))
     }
 
     pub fn drafter(&self) -> Drafter {

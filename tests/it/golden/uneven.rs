@@ -7,7 +7,7 @@ use super::{
     files::close_to_largest,
 };
 use draftmill::{
-    config::Keep,
+    config::RetentionPolicy,
     engines::{
         checkpointing::{CheckpointSettings, CheckpointWriter},
         optimizer::TorchOptimizer,
@@ -34,7 +34,7 @@ use draftmill_actors::{
         plan::{Order, PlanSettings},
     },
     pool,
-    runtime::fault::Stops,
+    runtime::fault::Shutdown,
     trainer,
 };
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -194,7 +194,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
     let saving = CheckpointWriter {
         folder: folder.path().to_path_buf(),
-        settings: watch::channel(CheckpointSettings { keep: Keep { last: 1, ..Keep::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() }, config: String::new() }).1,
         seed: 17,
         draft: config.clone(),
     };
@@ -222,7 +222,6 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
             max_attempts: 1,
             straggler_factor: 0.0,
             offer_stragglers: false,
-            policy: dispatcher::Policy::Pull,
             paused: false,
             paused_targets: Vec::new(),
         },
@@ -230,7 +229,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
             max_bytes: 1 << 30,
             max_batches: 8,
             min_ready: 1,
-            draw: pool::Draw::Replay,
+            draw: pool::DrawPolicy::Replay,
             replay_window: 8,
             start_step: 0,
             seed: 3,
@@ -254,7 +253,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
         max_restarts: 0,
         restart_pause: Duration::from_secs(1),
         grace: Duration::from_secs(10),
-        kill: None,
+        fail_at_poll: None,
     };
     let (records, mut recorded) = mpsc::channel(64);
     let parts = Parts {
@@ -266,7 +265,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
         records,
     };
     let drain = tokio::spawn(async move { while recorded.recv().await.is_some() {} });
-    let report = pipeline::run(settings, parts, Stops::default()).await.unwrap();
+    let report = pipeline::run(settings, parts, Shutdown::default()).await.unwrap();
     drain.await.unwrap();
     let mut steps = BTreeMap::<u64, Vec<JobId>>::new();
     for (job, outcome) in report.ledger.unwrap().outcomes {

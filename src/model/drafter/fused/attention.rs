@@ -1,34 +1,35 @@
 //! Attention of all blocks over the context before their anchors and over themselves, with its gradient.
 //!
-//! The own blocks are one batched product. The context is taken group by group, each group only up to its last anchor.
-//! What all slots of a group see of it goes through libtorch's attention kernel, which stores no score; the rest, and all
-//! of it where [`AttentionBy::Plain`] is asked for, is plain products. The parts are joined by the logarithms of their sums:
-//! what a kernel gathered counts as one more value, with its logarithm as the score. The backward pass makes the scores
-//! again from the logarithm of the joined sums instead of keeping them, and so does the kernel's, which is given what was
-//! joined: so memory stays linear in slots and context, and the gradients are exact.
+//! The own blocks are one batched product. The context is processed group by group, up to the last anchor of each
+//! group. The unmasked span of a group goes through libtorch's attention kernel, which stores no scores. Masked spans,
+//! and all spans with [`AttentionBackend::Plain`], use plain products.
+//!
+//! The partial results are merged by their log-sums: a kernel's output counts as one more value, with its log-sum as
+//! the score. The backward pass recomputes scores from the merged log-sum, as does the kernel, which receives the
+//! merged output. Memory is therefore linear in slots and context, and the gradients are exact.
 
 use crate::model::ModelError;
-use crate::model::drafter::AttentionBy;
-use crate::model::drafter::blocks::{Sight, View};
-use crate::model::ops::{Span, soften, soften_backward, wide};
-use draftmill_torch_ext::{attend, attend_backward, attends};
+use crate::model::drafter::AttentionBackend;
+use crate::model::drafter::blocks::{AttentionWindow, LayerAttention};
+use crate::model::ops::{Span, online_softmax, softmax_backward, wide};
+use draftmill_torch_ext::{attend, attend_backward, has_kernel};
 use tch::{Kind, Tensor};
 
-/// One layer's queries, keys and values. Queries carry the factor `1 / sqrt(head_dim)`; a `row` is one query of one
-/// slot, and the rows of a key/value head are ordered by slot.
+/// Queries, keys and values of one layer. Queries include the factor `1 / sqrt(head_dim)`. A `row` is one query head of
+/// one slot; the rows of a key/value head are ordered by slot.
 pub struct Inputs<'a> {
     /// `[kv_heads, slots, heads of a group, head_dim]`
     pub queries: &'a Tensor,
-    /// Of the slots, each `[kv_heads, slots, head_dim]`, contiguous.
+    /// Keys and values of the slots, each `[kv_heads, slots, head_dim]`, contiguous.
     pub own: (&'a Tensor, &'a Tensor),
-    /// Of the context, each `[kv_heads, tokens, head_dim]`; `None` when no block sees any.
+    /// Keys and values of the context, each `[kv_heads, tokens, head_dim]`; `None` if no block sees any.
     pub context: Option<(&'a Tensor, &'a Tensor)>,
-    pub sight: Sight<'a>,
+    pub attention: LayerAttention<'a>,
     pub block_size: i64,
-    pub by: AttentionBy,
+    pub by: AttentionBackend,
 }
 
-/// What was gathered, `[kv_heads, rows, head_dim]`, and the logarithm of each row's sum, `[kv_heads, rows, 1]`.
+/// Attention output `[kv_heads, rows, head_dim]`, and the log-sum of each row's weights, `[kv_heads, rows, 1]`.
 pub struct Output {
     pub gathered: Tensor,
     log_sum: Tensor,
@@ -41,43 +42,44 @@ pub struct Gradients {
     pub context: Option<(Tensor, Tensor)>,
 }
 
-/// Some of the context that a group sees.
-struct Part<'a> {
-    /// Its places in the context.
+/// Span of the context that a group sees.
+struct ContextSpan<'a> {
+    /// Position in the packed context.
     span: Span,
     keys: Tensor,
     values: Tensor,
-    /// What of it is hidden from some slots, as places in this part.
-    hidden: Vec<(Span, &'a Tensor)>,
+    /// Masked spans, relative to this span.
+    masked: Vec<(Span, &'a Tensor)>,
 }
 
 impl Inputs<'_> {
+    /// Attention output of all rows.
     pub fn forward(&self) -> Result<Output, ModelError> {
         let mut own = self.own_scores()?;
-        let own_most = own.f_amax(&[-1i64][..], true)?;
-        let (mut most, mut sums, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        for view in self.sight.views {
-            let [larger, sum, part] = self.over_context(view, self.rows(view).of(&own_most, 1)?)?;
-            most.push(larger);
+        let own_max = own.f_amax(&[-1i64][..], true)?;
+        let (mut max, mut sums, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        for window in self.attention.windows {
+            let [larger, sum, part] = self.over_context(window, self.rows(window).of(&own_max, 1)?)?;
+            max.push(larger);
             sums.push(sum);
             parts.push(part);
         }
-        let most = Tensor::f_cat(&most, 1)?;
-        let own = own.f_sub_(&most)?.f_exp_()?;
+        let max = Tensor::f_cat(&max, 1)?;
+        let own = own.f_sub_(&max)?.f_exp_()?;
         let mut sum = Tensor::f_cat(&sums, 1)?.f_add_(&own.f_sum_dim_intlist(&[-1i64][..], true, own.f_kind()?)?)?;
         let gathered = self.own_product(&own, self.own.1)?.f_add_(&Tensor::f_cat(&parts, 1)?)?;
         let gathered = gathered.f_to_kind(sum.f_kind()?)?.f_div_(&sum)?.f_to_kind(self.kind()?)?;
-        Ok(Output { gathered, log_sum: sum.f_log_()?.f_add_(&most)? })
+        Ok(Output { gathered, log_sum: sum.f_log_()?.f_add_(&max)? })
     }
 
-    /// Gradients from that of [`Output::gathered`]. With `p` the weights and `dp` their gradient, a score's is
-    /// `p (dp - sum(p dp))`, and the sum equals `gathered . d_gathered` (FlashAttention, arXiv:2205.14135).
+    /// Gradients from that of [`Output::gathered`]. With weights `p` and their gradient `dp`, the gradient of a score
+    /// is `p (dp - sum(p dp))`, and the sum equals `gathered . d_gathered` (FlashAttention, arXiv:2205.14135).
     pub fn backward(&self, output: &Output, d_gathered: &Tensor) -> Result<Gradients, ModelError> {
         let exact = output.log_sum.f_kind()?;
         let delta = output.gathered.f_mul(d_gathered)?.f_sum_dim_intlist(&[-1i64][..], true, exact)?;
         let (mut weights, mut d_scores) =
             (self.own_scores()?, self.own_scores_of(d_gathered, self.own.1)?.f_to_kind(exact)?);
-        soften_backward(&mut weights, &mut d_scores, &output.log_sum, &delta)?;
+        softmax_backward(&mut weights, &mut d_scores, &output.log_sum, &delta)?;
         let d_own = (self.own_key_gradient(&d_scores, self.queries)?, self.own_key_gradient(&weights, d_gathered)?);
         let d_queries = self.own_product(&d_scores, self.own.0)?;
 
@@ -86,29 +88,29 @@ impl Inputs<'_> {
         };
         let zeros = |x: &Tensor| Tensor::f_zeros(x.size(), (exact, x.device()));
         let (d_keys, d_values) = (zeros(keys)?, zeros(values)?);
-        for view in self.sight.views {
-            let rows = self.rows(view);
+        for window in self.attention.windows {
+            let rows = self.rows(window);
             let (queries, d_gathered) = (rows.of(&self.by_row(self.queries)?, 1)?, rows.of(d_gathered, 1)?);
             let (log_sum, delta) = (rows.of(&output.log_sum, 1)?.f_contiguous()?, rows.of(&delta, 1)?.f_contiguous()?);
-            let add = |part: &Part<'_>, [d_q, d_k, d_v]: [Tensor; 3]| -> Result<(), ModelError> {
+            let add = |span: &ContextSpan<'_>, [d_q, d_k, d_v]: [Tensor; 3]| -> Result<(), ModelError> {
                 let _ = rows.of(&d_queries, 1)?.f_add_(&d_q)?;
-                let _ = part.span.of(&d_keys, 1)?.f_add_(&d_k)?;
-                let _ = part.span.of(&d_values, 1)?.f_add_(&d_v)?;
+                let _ = span.span.of(&d_keys, 1)?.f_add_(&d_k)?;
+                let _ = span.span.of(&d_values, 1)?.f_add_(&d_v)?;
                 Ok(())
             };
-            if let Some(part) = self.attended(view)? {
+            if let Some(span) = self.attended(window)? {
                 let (gathered, log_sum) = (rows.of(&output.gathered, 1)?, log_sum.f_squeeze_dim(-1)?);
-                let inputs = [&queries, &part.keys, &part.values];
-                add(&part, attend_backward(&d_gathered, inputs, &gathered, &log_sum, 1.0)?)?;
+                let inputs = [&queries, &span.keys, &span.values];
+                add(&span, attend_backward(&d_gathered, inputs, &gathered, &log_sum, 1.0)?)?;
             }
-            for part in self.scored(view)? {
-                let mut weights = self.scores(view, &part)?;
-                let mut d_scores = d_gathered.f_bmm(&part.values.f_transpose(1, 2)?)?.f_to_kind(exact)?;
-                soften_backward(&mut weights, &mut d_scores, &log_sum, &delta)?;
+            for span in self.scored(window)? {
+                let mut weights = self.scores(window, &span)?;
+                let mut d_scores = d_gathered.f_bmm(&span.values.f_transpose(1, 2)?)?.f_to_kind(exact)?;
+                softmax_backward(&mut weights, &mut d_scores, &log_sum, &delta)?;
                 let (weights, d_scores) = (weights.f_to_kind(self.kind()?)?, d_scores.f_to_kind(self.kind()?)?);
                 let d_keys = d_scores.f_transpose(1, 2)?.f_bmm(&queries)?;
                 let d_values = weights.f_transpose(1, 2)?.f_bmm(&d_gathered)?;
-                add(&part, [d_scores.f_bmm(&part.keys)?, d_keys, d_values])?;
+                add(&span, [d_scores.f_bmm(&span.keys)?, d_keys, d_values])?;
             }
         }
         Ok(Gradients { queries: d_queries.f_view_as(self.queries)?, own: d_own, context: Some((d_keys, d_values)) })
@@ -118,10 +120,10 @@ impl Inputs<'_> {
         Ok(self.queries.f_kind()?)
     }
 
-    /// Its rows, along the second dimension.
-    fn rows(&self, view: &View) -> Span {
+    /// Rows of a window, along the second dimension.
+    fn rows(&self, window: &AttentionWindow) -> Span {
         let group = self.queries.size()[2];
-        Span { start: view.slot * group, len: view.slots * group }
+        Span { start: window.slot * group, len: window.slots * group }
     }
 
     /// `[kv_heads, slots, heads of a group, head_dim]` as `[kv_heads, rows, head_dim]`.
@@ -137,87 +139,87 @@ impl Inputs<'_> {
         Ok(x.f_view([blocks, -1, width])?)
     }
 
-    /// What a group gathers from its context, not yet divided: the largest score, that of the own blocks included; the
-    /// sum of the weights, and what they gather, both over its exponential. `[kv_heads, rows, 1 or head_dim]` each.
-    fn over_context(&self, view: &View, own_most: Tensor) -> Result<[Tensor; 3], ModelError> {
-        let mut most = own_most.f_to_device_(own_most.device(), own_most.f_kind()?, false, true)?;
-        let mut sum = most.f_zeros_like()?;
+    /// Attention of a group over its context, unnormalised: the largest score, including own blocks; then the sum of
+    /// the weights and the weighted values, both relative to that score. `[kv_heads, rows, 1 or head_dim]` each.
+    fn over_context(&self, window: &AttentionWindow, own_max: Tensor) -> Result<[Tensor; 3], ModelError> {
+        let mut max = own_max.f_to_device_(own_max.device(), own_max.f_kind()?, false, true)?;
+        let mut sum = max.f_zeros_like()?;
         let mut gathered: Option<Tensor> = None;
-        for part in self.scored(view)? {
-            let mut scores = self.scores(view, &part)?;
-            let shrink = soften(&mut scores, &mut most, &mut sum)?;
-            let more = scores.f_to_kind(self.kind()?)?.f_bmm(&part.values)?;
+        for span in self.scored(window)? {
+            let mut scores = self.scores(window, &span)?;
+            let rescale = online_softmax(&mut scores, &mut max, &mut sum)?;
+            let added = scores.f_to_kind(self.kind()?)?.f_bmm(&span.values)?;
             gathered = Some(match gathered {
-                None => more,
-                Some(before) => before.f_mul(&shrink)?.f_add_(&more)?,
+                None => added,
+                Some(before) => before.f_mul(&rescale)?.f_add_(&added)?,
             });
         }
-        if let Some(part) = self.attended(view)? {
-            let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
-            let (more, log_sum) = attend(&queries, &part.keys, &part.values, 1.0)?;
-            // One more score, whose value is what the kernel gathered.
+        if let Some(span) = self.attended(window)? {
+            let queries = self.rows(window).of(&self.by_row(self.queries)?, 1)?;
+            let (added, log_sum) = attend(&queries, &span.keys, &span.values, 1.0)?;
+            // The kernel's output counts as the value of one more score.
             let mut weight = log_sum.f_unsqueeze(-1)?.f_contiguous()?;
-            let shrink = soften(&mut weight, &mut most, &mut sum)?;
-            let mut more = more.f_mul(&weight)?;
+            let rescale = online_softmax(&mut weight, &mut max, &mut sum)?;
+            let mut added = added.f_mul(&weight)?;
             gathered = Some(match gathered {
-                None => more,
-                Some(before) => more.f_add_(&before.f_mul(&shrink)?)?,
+                None => added,
+                Some(before) => added.f_add_(&before.f_mul(&rescale)?)?,
             });
         }
         let gathered = match gathered {
             Some(gathered) => gathered.f_to_kind(self.kind()?)?,
-            None => self.rows(view).of(&self.by_row(self.queries)?, 1)?.f_zeros_like()?,
+            None => self.rows(window).of(&self.by_row(self.queries)?, 1)?.f_zeros_like()?,
         };
-        Ok([most, sum, gathered])
+        Ok([max, sum, gathered])
     }
 
-    /// The part of a group's context that a kernel takes.
-    fn attended(&self, view: &View) -> Result<Option<Part<'static>>, ModelError> {
-        if !self.by_kernel()? || view.clear.len == 0 {
+    /// Span of a group's context for the kernel.
+    fn attended(&self, window: &AttentionWindow) -> Result<Option<ContextSpan<'static>>, ModelError> {
+        if !self.use_kernel()? || window.unmasked.len == 0 {
             return Ok(None);
         }
-        self.part(view, view.clear, Vec::new())
+        self.span(window, window.unmasked, Vec::new())
     }
 
-    /// The parts that are plain products.
-    fn scored<'a>(&self, view: &'a View) -> Result<Vec<Part<'a>>, ModelError> {
-        let mut parts = Vec::new();
-        if self.by_kernel()? {
-            for hidden in &view.hidden {
-                let all = Span { start: 0, len: hidden.span.len };
-                parts.extend(self.part(view, hidden.span, vec![(all, &hidden.mask)])?);
+    /// Spans of a group's context for plain products.
+    fn scored<'a>(&self, window: &'a AttentionWindow) -> Result<Vec<ContextSpan<'a>>, ModelError> {
+        let mut spans = Vec::new();
+        if self.use_kernel()? {
+            for masked in &window.masked {
+                let all = Span { start: 0, len: masked.span.len };
+                spans.extend(self.span(window, masked.span, vec![(all, &masked.mask)])?);
             }
-        } else if view.len > 0 {
-            let hidden = view.hidden.iter().map(|hidden| (hidden.span, &hidden.mask)).collect();
-            parts.extend(self.part(view, Span { start: 0, len: view.len }, hidden)?);
+        } else if window.len > 0 {
+            let masked = window.masked.iter().map(|masked| (masked.span, &masked.mask)).collect();
+            spans.extend(self.span(window, Span { start: 0, len: window.len }, masked)?);
         }
-        Ok(parts)
+        Ok(spans)
     }
 
-    fn part<'a>(
+    fn span<'a>(
         &self,
-        view: &View,
-        of_view: Span,
-        hidden: Vec<(Span, &'a Tensor)>,
-    ) -> Result<Option<Part<'a>>, ModelError> {
+        window: &AttentionWindow,
+        of_window: Span,
+        masked: Vec<(Span, &'a Tensor)>,
+    ) -> Result<Option<ContextSpan<'a>>, ModelError> {
         let Some((keys, values)) = self.context else { return Ok(None) };
-        let span = Span { start: view.start + of_view.start, len: of_view.len };
-        Ok(Some(Part { span, keys: span.of(keys, 1)?, values: span.of(values, 1)?, hidden }))
+        let span = Span { start: window.start + of_window.start, len: of_window.len };
+        Ok(Some(ContextSpan { span, keys: span.of(keys, 1)?, values: span.of(values, 1)?, masked }))
     }
 
-    fn by_kernel(&self) -> Result<bool, ModelError> {
+    fn use_kernel(&self) -> Result<bool, ModelError> {
         let head_dim = self.queries.size()[3];
-        Ok(self.by == AttentionBy::Kernel && attends(self.queries.device(), self.kind()?, head_dim))
+        Ok(self.by == AttentionBackend::Kernel && has_kernel(self.queries.device(), self.kind()?, head_dim))
     }
 
-    /// Scores of a part of the context that a group sees, `[kv_heads, rows, tokens]`, minus infinity where it is hidden.
-    fn scores(&self, view: &View, part: &Part<'_>) -> Result<Tensor, ModelError> {
-        let queries = self.rows(view).of(&self.by_row(self.queries)?, 1)?;
-        let scores = queries.f_bmm(&part.keys.f_transpose(1, 2)?)?.f_to_kind(wide(self.kind()?))?;
-        let (heads, group, len) = (scores.size()[0], self.queries.size()[2], part.span.len);
-        for (span, mask) in &part.hidden {
-            let by_slot = scores.f_view([heads, view.slots / self.block_size, self.block_size, group, len])?;
-            let _ = span.of(&by_slot, -1)?.f_masked_fill_(mask, f64::NEG_INFINITY)?;
+    /// Scores of a context span, `[kv_heads, rows, tokens]`; minus infinity if masked.
+    fn scores(&self, window: &AttentionWindow, span: &ContextSpan<'_>) -> Result<Tensor, ModelError> {
+        let queries = self.rows(window).of(&self.by_row(self.queries)?, 1)?;
+        let scores = queries.f_bmm(&span.keys.f_transpose(1, 2)?)?.f_to_kind(wide(self.kind()?))?;
+        let (heads, group, len) = (scores.size()[0], self.queries.size()[2], span.span.len);
+        for (masked, mask) in &span.masked {
+            let by_slot = scores.f_view([heads, window.slots / self.block_size, self.block_size, group, len])?;
+            let _ = masked.of(&by_slot, -1)?.f_masked_fill_(mask, f64::NEG_INFINITY)?;
         }
         Ok(scores)
     }
@@ -225,7 +227,7 @@ impl Inputs<'_> {
     /// Scores within the own block, `[kv_heads, rows, block_size]`.
     fn own_scores(&self) -> Result<Tensor, ModelError> {
         let scores = self.own_scores_of(self.queries, self.own.0)?.f_to_kind(wide(self.kind()?))?;
-        if let Some(mask) = self.sight.own_mask {
+        if let Some(mask) = self.attention.own_mask {
             let (size, group) = (self.block_size, self.queries.size()[2]);
             let _ = scores.f_view([-1, size, group, size])?.f_masked_fill_(mask, f64::NEG_INFINITY)?;
         }
@@ -242,9 +244,9 @@ impl Inputs<'_> {
         self.by_row(&self.by_block(scores)?.f_to_kind(self.kind()?)?.f_bmm(&self.by_block(own)?)?)
     }
 
-    /// The same scores turned, times rows: what the own keys or values receive, `[kv_heads, slots, head_dim]`.
+    /// Transposed scores times rows: the gradient of own keys or values, `[kv_heads, slots, head_dim]`.
     fn own_key_gradient(&self, scores: &Tensor, rows: &Tensor) -> Result<Tensor, ModelError> {
-        let turned = self.by_block(scores)?.f_transpose(1, 2)?.f_to_kind(self.kind()?)?;
-        Ok(turned.f_bmm(&self.by_block(rows)?)?.f_view_as(self.own.0)?)
+        let transposed = self.by_block(scores)?.f_transpose(1, 2)?.f_to_kind(self.kind()?)?;
+        Ok(transposed.f_bmm(&self.by_block(rows)?)?.f_view_as(self.own.0)?)
     }
 }

@@ -1,4 +1,4 @@
-//! The context feature that all layers share, from tapped hidden states: made once for a micro-batch, whoever computes its blocks.
+//! Context feature that all layers share, computed from tapped hidden states once per micro-batch.
 
 use super::norm;
 use super::products::product;
@@ -8,32 +8,32 @@ use crate::model::batch::Packed;
 use crate::model::drafter::anchors::Anchors;
 use tch::Tensor;
 
-/// Of the tokens before the largest anchor of each row, which is all that its blocks see.
+/// Context feature of the tokens before the largest anchor of each row, which is all that its blocks see.
 pub struct Context {
-    /// Tokens of each row.
-    cuts: Vec<i64>,
+    /// Context tokens of each row.
+    lengths: Vec<i64>,
     /// `[tokens, taps * hidden]`
     hidden: Tensor,
-    /// `[tokens, hidden]`, before the norm and after it.
+    /// `[tokens, hidden]`, before and after the norm.
     mixed: Tensor,
     scale: Tensor,
     feature: Tensor,
-    /// Of all layers, `[tokens, layers * 2 * kv_heads * head_dim]`.
+    /// Keys and values of all layers, `[tokens, layers * 2 * kv_heads * head_dim]`.
     keys_values: Tensor,
 }
 
 impl Context {
-    /// `None` where no block sees any.
+    /// Computes the feature; `None` if no block sees any context.
     pub fn new(
         batch: &Packed<'_>,
         anchors: &Anchors,
         weights: &Weights,
         eps: f64,
     ) -> Result<Option<Context>, ModelError> {
-        let cuts = anchors.cuts();
+        let lengths = anchors.context_lengths();
         let starts = batch.offsets().into_iter().map(|start| start as i64);
-        let seen = starts.zip(&cuts).filter(|(_, cut)| **cut > 0);
-        let rows = seen.map(|(start, &cut)| batch.hidden.f_narrow(0, start, cut)).collect::<Result<Vec<_>, _>>()?;
+        let seen = starts.zip(&lengths).filter(|(_, len)| **len > 0);
+        let rows = seen.map(|(start, &len)| batch.hidden.f_narrow(0, start, len)).collect::<Result<Vec<_>, _>>()?;
         if rows.is_empty() {
             return Ok(None);
         }
@@ -41,23 +41,23 @@ impl Context {
         let mixed = hidden.f_linear(&weights.fc, None::<Tensor>)?;
         let (feature, scale) = norm::forward(&mixed, &weights.hidden_norm, eps)?;
         let keys_values = feature.f_linear(&weights.context, None::<Tensor>)?;
-        Ok(Some(Context { cuts, hidden, mixed, scale, feature, keys_values }))
+        Ok(Some(Context { lengths, hidden, mixed, scale, feature, keys_values }))
     }
 
-    /// Keys and values of what some of the blocks see, laid out as [`Context::new`] would for these alone.
-    pub fn seen_by(&self, anchors: &Anchors) -> Result<Option<Tensor>, ModelError> {
-        let cuts = anchors.cuts();
-        if cuts == self.cuts {
+    /// Keys and values of the context of a chunk of blocks, laid out as [`Context::new`] would for the chunk alone.
+    pub fn of_chunk(&self, anchors: &Anchors) -> Result<Option<Tensor>, ModelError> {
+        let lengths = anchors.context_lengths();
+        if lengths == self.lengths {
             return Ok(Some(self.keys_values.shallow_clone()));
         }
-        let parts = self.parts(&self.keys_values, &cuts)?;
-        Ok(if parts.is_empty() { None } else { Some(Tensor::f_cat(&parts, 0)?) })
+        let rows = self.first_tokens(&self.keys_values, &lengths)?;
+        Ok(if rows.is_empty() { None } else { Some(Tensor::f_cat(&rows, 0)?) })
     }
 
-    /// Adds the gradient of what some of the blocks see to that of all keys and values.
+    /// Adds the gradient of a chunk's keys and values to the sum over all chunks.
     pub fn add(&self, sum: &mut Option<Tensor>, anchors: &Anchors, part: Tensor) -> Result<(), ModelError> {
-        let cuts = anchors.cuts();
-        if sum.is_none() && cuts == self.cuts {
+        let lengths = anchors.context_lengths();
+        if sum.is_none() && lengths == self.lengths {
             *sum = Some(part);
             return Ok(());
         }
@@ -66,14 +66,15 @@ impl Context {
             None => sum.insert(self.keys_values.f_zeros_like()?),
         };
         let mut start = 0;
-        for mut place in self.parts(sum, &cuts)? {
-            let len = place.size()[0];
-            let _ = place.f_add_(&part.f_narrow(0, start, len)?)?;
+        for mut rows in self.first_tokens(sum, &lengths)? {
+            let len = rows.size()[0];
+            let _ = rows.f_add_(&part.f_narrow(0, start, len)?)?;
             start += len;
         }
         Ok(())
     }
 
+    /// Gradients of the weights from that of the keys and values.
     pub fn backward(&self, d_keys_values: &Tensor, weights: &Weights) -> Result<ContextGradients, ModelError> {
         let d_feature = d_keys_values.f_mm(&weights.context)?;
         let (d_mixed, hidden_norm) = norm::backward(&d_feature, &self.mixed, &self.scale, &weights.hidden_norm)?;
@@ -84,13 +85,13 @@ impl Context {
         })
     }
 
-    /// The first tokens of each row, so many as `cuts` says, as views.
-    fn parts(&self, x: &Tensor, cuts: &[i64]) -> Result<Vec<Tensor>, ModelError> {
+    /// First tokens of each row, as many as `lengths` gives, as views.
+    fn first_tokens(&self, x: &Tensor, lengths: &[i64]) -> Result<Vec<Tensor>, ModelError> {
         let mut start = 0;
-        let rows = self.cuts.iter().zip(cuts).map(|(&all, &cut)| {
+        let rows = self.lengths.iter().zip(lengths).map(|(&all, &len)| {
             start += all;
-            (start - all, cut)
+            (start - all, len)
         });
-        Ok(rows.filter(|(_, cut)| *cut > 0).map(|(start, cut)| x.f_narrow(0, start, cut)).collect::<Result<_, _>>()?)
+        Ok(rows.filter(|(_, len)| *len > 0).map(|(start, len)| x.f_narrow(0, start, len)).collect::<Result<_, _>>()?)
     }
 }

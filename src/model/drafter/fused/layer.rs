@@ -1,4 +1,4 @@
-//! One layer forward and backward.
+//! Forward and backward of one drafter layer.
 
 use super::attention::{Gradients, Inputs, Output};
 use super::heads::Heads;
@@ -6,50 +6,50 @@ use super::products::product;
 use super::weights::LayerWeights;
 use super::{mlp, norm};
 use crate::model::ModelError;
-use crate::model::drafter::AttentionBy;
-use crate::model::drafter::blocks::Sight;
+use crate::model::drafter::AttentionBackend;
+use crate::model::drafter::blocks::LayerAttention;
 use crate::model::ops::wide;
-use crate::model::rope::Turn;
+use crate::model::rope::Rotation;
 use tch::Tensor;
 
-/// What all layers have in common.
+/// Sizes and rotations that all layers share.
 pub struct Shape<'a> {
     pub heads: i64,
     pub kv_heads: i64,
     pub head_dim: i64,
     pub block_size: i64,
     pub eps: f64,
-    /// With the factor `1 / sqrt(head_dim)`, and without.
-    pub query_turn: &'a Turn,
-    pub key_turn: &'a Turn,
-    pub context_turn: &'a Turn,
+    /// Rotation with the factor `1 / sqrt(head_dim)`; the others have none.
+    pub query_rotation: &'a Rotation,
+    pub key_rotation: &'a Rotation,
+    pub context_rotation: &'a Rotation,
 }
 
-/// One layer as it is applied to the slots.
+/// One layer applied to the slots.
 pub struct Layer<'a> {
     pub shape: &'a Shape<'a>,
     pub weights: &'a LayerWeights,
-    pub sight: Sight<'a>,
-    pub by: AttentionBy,
-    /// Keys and values of the context before norm and turn, `[tokens, 2 * kv_heads * head_dim]`.
+    pub attention: LayerAttention<'a>,
+    pub by: AttentionBackend,
+    /// Keys and values of the context before norm and rotation, `[tokens, 2 * kv_heads * head_dim]`.
     pub context: Option<Tensor>,
-    pub ends: Ends<'a>,
+    pub edges: EdgeLayers<'a>,
 }
 
-/// Where a layer has fewer rows to compute than there are slots.
+/// First and last layer, which compute fewer rows than there are slots.
 #[derive(Clone, Copy, Default)]
-pub struct Ends<'a> {
-    /// The first layer: all slots but those of the anchors hold the mask token, so its input has one row for each anchor
-    /// and one row for the mask.
+pub struct EdgeLayers<'a> {
+    /// First layer: all slots except anchors hold the mask token, so the input has one row per anchor and one for the
+    /// mask.
     pub first: bool,
-    /// The last layer: after attention, only these slots matter.
-    pub places: Option<&'a Tensor>,
+    /// Last layer: after attention, only these slots are computed.
+    pub indices: Option<&'a Tensor>,
 }
 
-/// What the backward pass needs of the forward pass. Products that one pass over memory makes again are not kept.
-pub struct Kept {
-    /// The residual stream before the layer, and between attention and MLP, with the scales of their norms; at the ends
-    /// of fewer rows than slots.
+/// Activations saved for the backward pass. Products that one memory pass can recompute are not saved.
+pub struct SavedActivations {
+    /// Residual stream before the layer and between attention and MLP, with the scales of their norms. First and last
+    /// layer have fewer rows than slots.
     x: Tensor,
     scale: Tensor,
     middle: Tensor,
@@ -59,91 +59,93 @@ pub struct Kept {
     gate_up: Tensor,
 }
 
-/// What attention is computed from.
+/// Inputs of attention.
 struct Projected {
-    /// Queries, keys and values of the slots before norm and turn.
+    /// Queries, keys and values of the slots before norm and rotation.
     qkv: Tensor,
     queries: Heads,
     keys: Heads,
     context_keys: Option<Heads>,
 }
 
-/// What the backward pass gives.
-pub struct Back {
-    /// `None` for the first layer: embeddings are frozen.
+/// Gradients of one layer.
+pub struct LayerGrads {
+    /// Gradient of the input; `None` for the first layer, as embeddings are frozen.
     pub x: Option<Tensor>,
     pub context: Option<Tensor>,
     pub weights: LayerWeights,
 }
 
 impl Layer<'_> {
-    /// The residual stream `[slots, hidden]` after the layer, at the last layer that of the places alone.
-    pub fn forward(&self, x: Tensor) -> Result<(Tensor, Kept), ModelError> {
+    /// Residual stream `[slots, hidden]` after the layer; the last layer returns only the selected slots.
+    pub fn forward(&self, x: Tensor) -> Result<(Tensor, SavedActivations), ModelError> {
         let (w, shape) = (self.weights, self.shape);
         let (inner, scale) = norm::forward(&x, &w.input_norm, shape.eps)?;
         let qkv = self.spread(inner.f_linear(&w.qkv, None::<Tensor>)?)?;
-        let heads =
-            |raw: Tensor, weight: &Tensor, turn: &Turn| Heads::forward(&raw, weight, shape.eps, turn, shape.kv_heads);
-        let queries = heads(self.raw_queries(&qkv)?, &w.q_norm, shape.query_turn)?;
-        let keys = heads(self.raw_keys(&qkv)?, &w.k_norm, shape.key_turn)?;
+        let heads = |raw: Tensor, weight: &Tensor, rotation: &Rotation| {
+            Heads::forward(&raw, weight, shape.eps, rotation, shape.kv_heads)
+        };
+        let queries = heads(self.raw_queries(&qkv)?, &w.q_norm, shape.query_rotation)?;
+        let keys = heads(self.raw_keys(&qkv)?, &w.k_norm, shape.key_rotation)?;
         let context_keys = match &self.context {
-            Some(context) => Some(heads(self.raw_context_keys(context)?, &w.k_norm, shape.context_turn)?),
+            Some(context) => Some(heads(self.raw_context_keys(context)?, &w.k_norm, shape.context_rotation)?),
             None => None,
         };
         let projected = Projected { qkv, queries, keys, context_keys };
         let attention = self.with_inputs(&projected, |inputs| inputs.forward())?;
-        let gathered = self.of_places(self.flat(&attention.gathered)?)?.f_linear(&w.o, None::<Tensor>)?;
-        let middle = self.of_places(self.spread(x.shallow_clone())?)?.f_add(&gathered)?;
+        let gathered = self.select(self.flat(&attention.gathered)?)?.f_linear(&w.o, None::<Tensor>)?;
+        let middle = self.select(self.spread(x.shallow_clone())?)?.f_add(&gathered)?;
         let (inner, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
         let gate_up = inner.f_linear(&w.gate_up, None::<Tensor>)?;
         let out = mlp::forward(&gate_up, &w.down)?.f_add_(&middle)?;
-        Ok((out, Kept { x, scale, middle, middle_scale, projected, attention, gate_up }))
+        Ok((out, SavedActivations { x, scale, middle, middle_scale, projected, attention, gate_up }))
     }
 
     /// Gradients from that of the layer's output.
-    pub fn backward(&self, kept: Kept, d_out: &Tensor) -> Result<Back, ModelError> {
+    pub fn backward(&self, saved: SavedActivations, d_out: &Tensor) -> Result<LayerGrads, ModelError> {
         let (w, shape) = (self.weights, self.shape);
         let kind = d_out.f_kind()?;
-        let inner = norm::apply(&kept.middle, &kept.middle_scale, &w.post_norm)?;
-        let mlp = mlp::backward(d_out, &kept.gate_up, &inner, w)?;
-        let (d_middle, d_post_norm) = norm::backward(&mlp.inner, &kept.middle, &kept.middle_scale, &w.post_norm)?;
+        let inner = norm::apply(&saved.middle, &saved.middle_scale, &w.post_norm)?;
+        let mlp = mlp::backward(d_out, &saved.gate_up, &inner, w)?;
+        let (d_middle, d_post_norm) = norm::backward(&mlp.inner, &saved.middle, &saved.middle_scale, &w.post_norm)?;
         let d_middle = d_middle.f_to_kind(kind)?.f_add_(d_out)?;
 
-        let projected = &kept.projected;
+        let projected = &saved.projected;
         let slots = projected.qkv.size()[0];
-        let d_o = product(&d_middle, &self.of_places(self.flat(&kept.attention.gathered)?)?)?;
+        let d_o = product(&d_middle, &self.select(self.flat(&saved.attention.gathered)?)?)?;
         let d_gathered = self.by_head(&self.to_slots(d_middle.f_mm(&w.o)?, slots)?)?;
-        let gradients = self.with_inputs(projected, |inputs| inputs.backward(&kept.attention, &d_gathered))?;
+        let gradients = self.with_inputs(projected, |inputs| inputs.backward(&saved.attention, &d_gathered))?;
         let Gradients { queries: d_queries, own: (d_keys, d_values), context: d_context } = gradients;
         let d_qkv = projected.qkv.f_empty_like()?;
-        let back = |heads: &Heads, d_turned: &Tensor, [raw, d_raw]: [Tensor; 2], weight: &Tensor, turn: &Turn| {
-            heads.backward(d_turned, &raw, &d_raw, weight, turn)
-        };
+        let head_gradient =
+            |heads: &Heads, d_rotated: &Tensor, [raw, d_raw]: [Tensor; 2], weight: &Tensor, rotation: &Rotation| {
+                heads.backward(d_rotated, &raw, &d_raw, weight, rotation)
+            };
         let raw = [self.raw_queries(&projected.qkv)?, self.raw_queries(&d_qkv)?];
-        let d_q_norm = back(&projected.queries, &d_queries, raw, &w.q_norm, shape.query_turn)?;
+        let d_q_norm = head_gradient(&projected.queries, &d_queries, raw, &w.q_norm, shape.query_rotation)?;
         let raw = [self.raw_keys(&projected.qkv)?, self.raw_keys(&d_qkv)?];
-        let mut d_k_norm = back(&projected.keys, &d_keys, raw, &w.k_norm, shape.key_turn)?;
+        let mut d_k_norm = head_gradient(&projected.keys, &d_keys, raw, &w.k_norm, shape.key_rotation)?;
         self.raw_values(&d_qkv)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
         let context = match (&self.context, &projected.context_keys, d_context) {
             (Some(context), Some(keys), Some((d_keys, d_values))) => {
                 let d_context = context.f_empty_like()?;
                 let raw = [self.raw_context_keys(context)?, self.raw_context_keys(&d_context)?];
-                let d_norm = back(keys, &d_keys.f_to_kind(kind)?, raw, &w.k_norm, shape.context_turn)?;
+                let d_norm = head_gradient(keys, &d_keys.f_to_kind(kind)?, raw, &w.k_norm, shape.context_rotation)?;
                 d_k_norm = d_k_norm.f_add_(&d_norm)?;
                 self.raw_context_values(&d_context)?.f_copy_(&d_values.f_transpose(0, 1)?)?;
                 Some(d_context)
             }
             _ => None,
         };
-        let inner = norm::apply(&kept.x, &kept.scale, &w.input_norm)?;
+        let inner = norm::apply(&saved.x, &saved.scale, &w.input_norm)?;
         let d_qkv = self.collect(d_qkv)?;
         let d_qkv_weight = product(&d_qkv, &inner)?;
-        let (dx, d_input_norm) = norm::backward(&d_qkv.f_mm(&w.qkv)?, &kept.x, &kept.scale, &w.input_norm)?;
-        let x = match self.ends.first {
+        let (dx, d_input_norm) = norm::backward(&d_qkv.f_mm(&w.qkv)?, &saved.x, &saved.scale, &w.input_norm)?;
+        let x = match self.edges.first {
             true => None,
             false => Some(dx.f_to_kind(kind)?.f_add_(&self.to_slots(d_middle, slots)?)?),
         };
-        Ok(Back {
+        Ok(LayerGrads {
             x,
             context,
             weights: LayerWeights {
@@ -159,9 +161,9 @@ impl Layer<'_> {
         })
     }
 
-    /// Rows of the first layer's input to slots.
+    /// Expands rows of the first layer's input to slots.
     fn spread(&self, rows: Tensor) -> Result<Tensor, ModelError> {
-        if !self.ends.first {
+        if !self.edges.first {
             return Ok(rows);
         }
         let (blocks, width, size) = (rows.size()[0] - 1, rows.size()[1], self.shape.block_size);
@@ -171,9 +173,9 @@ impl Layer<'_> {
         Ok(slots.f_view([blocks * size, width])?)
     }
 
-    /// The gradient of [`Layer::spread`].
+    /// Gradient of [`Layer::spread`].
     fn collect(&self, slots: Tensor) -> Result<Tensor, ModelError> {
-        if !self.ends.first {
+        if !self.edges.first {
             return Ok(slots);
         }
         let (size, width, kind) = (self.shape.block_size, slots.size()[1], slots.f_kind()?);
@@ -182,18 +184,18 @@ impl Layer<'_> {
         Ok(Tensor::f_cat(&[blocks.f_select(1, 0)?, masks.f_to_kind(kind)?.f_unsqueeze(0)?], 0)?)
     }
 
-    fn of_places(&self, slots: Tensor) -> Result<Tensor, ModelError> {
-        Ok(match self.ends.places {
-            Some(places) => slots.f_index_select(0, places)?,
+    fn select(&self, slots: Tensor) -> Result<Tensor, ModelError> {
+        Ok(match self.edges.indices {
+            Some(indices) => slots.f_index_select(0, indices)?,
             None => slots,
         })
     }
 
-    /// The gradient of [`Layer::of_places`].
-    fn to_slots(&self, places: Tensor, slots: i64) -> Result<Tensor, ModelError> {
-        let Some(index) = self.ends.places else { return Ok(places) };
-        let mut all = Tensor::f_zeros([slots, places.size()[1]], (places.f_kind()?, places.device()))?;
-        Ok(all.f_index_copy_(0, index, &places)?)
+    /// Gradient of [`Layer::select`].
+    fn to_slots(&self, indices: Tensor, slots: i64) -> Result<Tensor, ModelError> {
+        let Some(index) = self.edges.indices else { return Ok(indices) };
+        let mut all = Tensor::f_zeros([slots, indices.size()[1]], (indices.f_kind()?, indices.device()))?;
+        Ok(all.f_index_copy_(0, index, &indices)?)
     }
 
     fn with_inputs<T>(
@@ -202,18 +204,18 @@ impl Layer<'_> {
         compute: impl FnOnce(Inputs<'_>) -> Result<T, ModelError>,
     ) -> Result<T, ModelError> {
         let values = self.raw_values(qkv)?.f_transpose(0, 1)?.f_contiguous()?;
-        let keys = keys.turned.f_squeeze_dim(2)?;
+        let keys = keys.rotated.f_squeeze_dim(2)?;
         let context = match (context_keys, &self.context) {
             (Some(keys), Some(context)) => {
-                Some((keys.turned.f_squeeze_dim(2)?, self.raw_context_values(context)?.f_transpose(0, 1)?))
+                Some((keys.rotated.f_squeeze_dim(2)?, self.raw_context_values(context)?.f_transpose(0, 1)?))
             }
             _ => None,
         };
         compute(Inputs {
-            queries: &queries.turned,
+            queries: &queries.rotated,
             own: (&keys, &values),
             context: context.as_ref().map(|(keys, values)| (keys, values)),
-            sight: self.sight,
+            attention: self.attention,
             block_size: self.shape.block_size,
             by: self.by,
         })
@@ -239,7 +241,7 @@ impl Layer<'_> {
         self.part(context, self.shape.kv_heads, self.shape.kv_heads)
     }
 
-    /// Some heads of a product, `[positions, heads, head_dim]`, a view.
+    /// Some heads of a product, `[positions, heads, head_dim]`, as a view.
     fn part(&self, x: &Tensor, from: i64, heads: i64) -> Result<Tensor, ModelError> {
         let dim = self.shape.head_dim;
         Ok(x.f_narrow(1, from * dim, heads * dim)?.f_view([x.size()[0], heads, dim])?)
@@ -252,7 +254,7 @@ impl Layer<'_> {
         Ok(x.f_reshape([-1, heads * head_dim])?)
     }
 
-    /// And back.
+    /// Inverse of [`Layer::flat`].
     fn by_head(&self, x: &Tensor) -> Result<Tensor, ModelError> {
         let Shape { heads, kv_heads, head_dim, .. } = *self.shape;
         let x = x.f_view([-1, kv_heads, heads / kv_heads, head_dim])?.f_transpose(0, 1)?;

@@ -1,5 +1,5 @@
-//! The gated MLP behind its first product: `y = (silu(gate) up) W^T`, some slots at a time, so that what lies between two
-//! products is small enough to be had again and again from the same memory.
+//! SwiGLU MLP after its first product: `y = (silu(gate) up) W^T`, some slots at a time, so that intermediate results
+//! stay in the cache.
 
 use super::products::product;
 use super::weights::LayerWeights;
@@ -8,11 +8,11 @@ use crate::model::ops::{spans, wide};
 use draftmill_torch_ext::row_kernels;
 use tch::Tensor;
 
-/// Slots at a time.
+/// Slots per chunk.
 const SLOTS: usize = 2048;
 
-/// What the backward pass gives: gradients of the input `[slots, hidden]` and of the weights.
-pub struct Back {
+/// Gradients of the input `[slots, hidden]` and of the weights.
+pub struct MlpGrads {
     pub inner: Tensor,
     pub gate_up: Tensor,
     pub down: Tensor,
@@ -23,38 +23,38 @@ pub fn forward(gate_up: &Tensor, down: &Tensor) -> Result<Tensor, ModelError> {
     let (slots, down) = (gate_up.size()[0], down.f_transpose(0, 1)?);
     let out = Tensor::f_empty([slots, down.size()[1]], (gate_up.f_kind()?, gate_up.device()))?;
     for part in spans(slots, SLOTS) {
-        let _ = gated(&part.of(gate_up, 0)?)?.f_mm_out(&part.of(&out, 0)?, &down)?;
+        let _ = swiglu(&part.of(gate_up, 0)?)?.f_mm_out(&part.of(&out, 0)?, &down)?;
     }
     Ok(out)
 }
 
-/// From the gradient of `y`; `inner` is the input that `gate_up` was made of.
-pub fn backward(d_out: &Tensor, gate_up: &Tensor, inner: &Tensor, w: &LayerWeights) -> Result<Back, ModelError> {
+/// Gradients from that of `y`; `inner` is the input from which `gate_up` was computed.
+pub fn backward(d_out: &Tensor, gate_up: &Tensor, inner: &Tensor, w: &LayerWeights) -> Result<MlpGrads, ModelError> {
     let kind = gate_up.f_kind()?;
     let zeros = |like: &Tensor| Tensor::f_zeros(like.size(), (wide(kind), like.device()));
-    let mut back = Back { inner: inner.f_empty_like()?, gate_up: zeros(&w.gate_up)?, down: zeros(&w.down)? };
+    let mut grads = MlpGrads { inner: inner.f_empty_like()?, gate_up: zeros(&w.gate_up)?, down: zeros(&w.down)? };
     for part in spans(gate_up.size()[0], SLOTS) {
         let (d_out, gate_up) = (part.of(d_out, 0)?, part.of(gate_up, 0)?);
-        let (gated, d_gate_up) = gated_backward(&d_out.f_mm(&w.down)?, &gate_up)?;
-        add_product(&mut back.down, &d_out, &gated)?;
-        add_product(&mut back.gate_up, &d_gate_up, &part.of(inner, 0)?)?;
-        let _ = d_gate_up.f_mm_out(&part.of(&back.inner, 0)?, &w.gate_up)?;
+        let (swiglu, d_gate_up) = swiglu_backward(&d_out.f_mm(&w.down)?, &gate_up)?;
+        add_product(&mut grads.down, &d_out, &swiglu)?;
+        add_product(&mut grads.gate_up, &d_gate_up, &part.of(inner, 0)?)?;
+        let _ = d_gate_up.f_mm_out(&part.of(&grads.inner, 0)?, &w.gate_up)?;
     }
-    Ok(back)
+    Ok(grads)
 }
 
 /// `silu(gate) up`.
-fn gated(gate_up: &Tensor) -> Result<Tensor, ModelError> {
-    if let Some(done) = row_kernels::gated(gate_up)? {
+fn swiglu(gate_up: &Tensor) -> Result<Tensor, ModelError> {
+    if let Some(done) = row_kernels::swiglu(gate_up)? {
         return Ok(done);
     }
     let (gate, up) = halves(gate_up)?;
     Ok(gate.f_silu()?.f_mul_(&up)?)
 }
 
-/// The same once more, and the gradient of `gate_up` from that of it.
-fn gated_backward(d_gated: &Tensor, gate_up: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
-    if let Some(done) = row_kernels::gated_backward(d_gated, gate_up)? {
+/// Recomputes `silu(gate) up`, and returns the gradient of `gate_up` as well.
+fn swiglu_backward(d_gated: &Tensor, gate_up: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
+    if let Some(done) = row_kernels::swiglu_backward(d_gated, gate_up)? {
         return Ok(done);
     }
     let (gate, up) = halves(gate_up)?;

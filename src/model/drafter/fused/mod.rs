@@ -1,7 +1,8 @@
-//! The pass that trains: the drafter forward and backward by hand-written formulas, with nothing left to autograd, so that
-//! only what the gradients need is kept and passes over memory are few.
+//! Fused training path: the drafter forward and backward by hand-written formulas without autograd, with minimal saved
+//! activations and few memory passes.
 //!
-//! `layers` has the same layers in their plain form, for the oracle that this one must agree with and for decoding.
+//! `layers` has the plain form of the same layers, for decoding and for the reference implementation that checks this
+//! one.
 
 mod attention;
 mod context;
@@ -12,105 +13,106 @@ mod norm;
 mod products;
 mod weights;
 
-use self::layer::{Ends, Kept, Layer, Shape};
+use self::layer::{EdgeLayers, Layer, SavedActivations, Shape};
 use super::DraftOptions;
 use super::blocks::Blocks;
 use crate::hf::draft::DraftConfig;
 use crate::model::ModelError;
+use crate::model::rope::Rotation;
 use tch::Tensor;
 
 pub use self::context::Context;
 pub use self::weights::{WeightGradients, Weights};
 
-/// Blocks of a micro-batch on their way through the drafter.
-pub struct Pass<'a> {
+/// Fused forward and backward over the blocks of a micro-batch.
+pub struct FusedDrafter<'a> {
     config: &'a DraftConfig,
     blocks: &'a Blocks,
     weights: &'a Weights,
-    turns: Turns,
-    /// Keys and values of what the blocks see, of all layers: `[tokens, layers * 2 * kv_heads * head_dim]`.
+    rotations: Rotations,
+    /// Keys and values of the context in all layers: `[tokens, layers * 2 * kv_heads * head_dim]`.
     context: Option<Tensor>,
     options: &'a DraftOptions,
 }
 
-/// Of one layer: all that its gradient needs, or the input to compute that again.
-enum Held {
-    All(Box<Kept>),
+/// Saved activations of one layer, or its input to recompute them.
+enum LayerActivations {
+    Saved(Box<SavedActivations>),
     Input(Tensor),
 }
 
-/// What the backward pass needs of the forward pass.
+/// Results of the forward that the backward needs.
 pub struct Tape {
-    layers: Vec<Held>,
-    /// The residual stream after the last layer at the places asked for, and the scale of the final norm.
+    layers: Vec<LayerActivations>,
+    /// Residual stream after the last layer at the selected slots, and the scale of the final norm.
     last: Tensor,
     scale: Tensor,
-    places: Tensor,
+    indices: Tensor,
 }
 
-struct Turns {
-    query: crate::model::rope::Turn,
-    key: crate::model::rope::Turn,
-    context: crate::model::rope::Turn,
+struct Rotations {
+    query: Rotation,
+    key: Rotation,
+    context: Rotation,
 }
 
-/// What [`Pass::backward`] gives.
+/// Gradients from [`FusedDrafter::backward`].
 pub struct Gradients {
     pub weights: WeightGradients,
-    /// Of the context's keys and values.
+    /// Gradient of the context's keys and values.
     pub context: Option<Tensor>,
 }
 
-impl<'a> Pass<'a> {
-    /// Grad mode must be off, here and in what follows.
+impl<'a> FusedDrafter<'a> {
+    /// Prepares the rotations. Grad mode must be off here and in all methods.
     pub fn new(
         config: &'a DraftConfig,
         weights: &'a Weights,
         blocks: &'a Blocks,
         context: Option<Tensor>,
         options: &'a DraftOptions,
-    ) -> Result<Pass<'a>, ModelError> {
-        let turns = Turns {
-            query: blocks.slot_table.turn((config.head_dim as f64).powf(-0.5))?,
-            key: blocks.slot_table.turn(1.0)?,
-            context: blocks.context_table.turn(1.0)?,
+    ) -> Result<FusedDrafter<'a>, ModelError> {
+        let rotations = Rotations {
+            query: blocks.slot_table.rotation((config.head_dim as f64).powf(-0.5))?,
+            key: blocks.slot_table.rotation(1.0)?,
+            context: blocks.context_table.rotation(1.0)?,
         };
-        Ok(Pass { config, blocks, weights, turns, context, options })
+        Ok(FusedDrafter { config, blocks, weights, rotations, context, options })
     }
 
-    /// What the head sees of the slots at `places`, `[places, hidden]`. `x [blocks + 1, hidden]` are the embeddings of the
-    /// anchors and, as the last row, of the mask token.
-    pub fn forward(&self, x: Tensor, places: &Tensor) -> Result<(Tensor, Tape), ModelError> {
+    /// Final hidden states of the slots at `indices`, `[indices, hidden]`. `x [blocks + 1, hidden]` holds the
+    /// embeddings of the anchors and, as the last row, of the mask token.
+    pub fn forward(&self, x: Tensor, indices: &Tensor) -> Result<(Tensor, Tape), ModelError> {
         let mut layers = Vec::with_capacity(self.weights.layers.len());
-        let last = self.residual(x, Some(places), |held| layers.push(held))?;
+        let last = self.residual(x, Some(indices), |activations| layers.push(activations))?;
         let (hidden, scale) = norm::forward(&last, &self.weights.norm, self.config.rms_norm_eps)?;
-        Ok((hidden, Tape { layers, last, scale, places: places.shallow_clone() }))
+        Ok((hidden, Tape { layers, last, scale, indices: indices.shallow_clone() }))
     }
 
-    /// The same of all slots, with nothing kept.
+    /// Final hidden states of all slots; saves nothing.
     pub fn hidden(&self, x: Tensor) -> Result<Tensor, ModelError> {
         Ok(norm::forward(&self.residual(x, None, drop)?, &self.weights.norm, self.config.rms_norm_eps)?.0)
     }
 
-    /// Gradients from that of what [`Pass::forward`] gave. Consumes the tape as it goes.
+    /// Gradients from that of the output of [`FusedDrafter::forward`]. Frees the tape layer by layer.
     pub fn backward(&self, tape: Tape, d_hidden: &Tensor) -> Result<Gradients, ModelError> {
-        let Tape { layers, last, scale, places } = tape;
+        let Tape { layers, last, scale, indices } = tape;
         let kind = last.f_kind()?;
         let (d_last, d_norm) = norm::backward(d_hidden, &last, &scale, &self.weights.norm)?;
         let mut dx = Some(d_last.f_to_kind(kind)?);
         let shape = self.shape();
         let (mut layer_gradients, mut d_keys_values) = (Vec::new(), Vec::new());
-        for (index, held) in layers.into_iter().enumerate().rev() {
+        for (index, activations) in layers.into_iter().enumerate().rev() {
             let Some(d_out) = dx else { break };
-            let layer = self.layer(index, &shape, Some(&places))?;
-            let kept = match held {
-                Held::All(kept) => *kept,
-                Held::Input(x) => layer.forward(x)?.1,
+            let layer = self.layer(index, &shape, Some(&indices))?;
+            let saved = match activations {
+                LayerActivations::Saved(saved) => *saved,
+                LayerActivations::Input(x) => layer.forward(x)?.1,
             };
-            let back = layer.backward(kept, &d_out)?;
-            dx = back.x;
-            layer_gradients.push(back.weights);
-            d_keys_values.extend(back.context);
+            let grads = layer.backward(saved, &d_out)?;
+            dx = grads.x;
+            layer_gradients.push(grads.weights);
+            d_keys_values.extend(grads.context);
         }
         layer_gradients.reverse();
         d_keys_values.reverse();
@@ -121,18 +123,22 @@ impl<'a> Pass<'a> {
         Ok(Gradients { weights: WeightGradients { norm: d_norm, layers: layer_gradients }, context })
     }
 
-    /// The residual stream after the last layer, of all slots or of some.
+    /// Residual stream after the last layer, of all slots or of some.
     fn residual(
         &self,
         mut x: Tensor,
-        places: Option<&Tensor>,
-        mut keep: impl FnMut(Held),
+        indices: Option<&Tensor>,
+        mut keep: impl FnMut(LayerActivations),
     ) -> Result<Tensor, ModelError> {
         let shape = self.shape();
         for index in 0..self.weights.layers.len() {
             let input = x.shallow_clone();
-            let (out, kept) = self.layer(index, &shape, places)?.forward(x)?;
-            keep(if self.options.recompute { Held::Input(input) } else { Held::All(Box::new(kept)) });
+            let (out, saved) = self.layer(index, &shape, indices)?.forward(x)?;
+            keep(if self.options.recompute {
+                LayerActivations::Input(input)
+            } else {
+                LayerActivations::Saved(Box::new(saved))
+            });
             x = out;
         }
         Ok(x)
@@ -145,9 +151,9 @@ impl<'a> Pass<'a> {
             head_dim: self.config.head_dim as i64,
             block_size: self.config.block_size as i64,
             eps: self.config.rms_norm_eps,
-            query_turn: &self.turns.query,
-            key_turn: &self.turns.key,
-            context_turn: &self.turns.context,
+            query_rotation: &self.rotations.query,
+            key_rotation: &self.rotations.key,
+            context_rotation: &self.rotations.context,
         }
     }
 
@@ -155,17 +161,20 @@ impl<'a> Pass<'a> {
         &'b self,
         index: usize,
         shape: &'b Shape<'b>,
-        places: Option<&'b Tensor>,
+        indices: Option<&'b Tensor>,
     ) -> Result<Layer<'b>, ModelError> {
         let width = 2 * shape.kv_heads * shape.head_dim;
         let part = |context: &Tensor| context.f_narrow(1, index as i64 * width, width);
         Ok(Layer {
             shape,
             weights: &self.weights.layers[index],
-            sight: self.blocks.sight(self.config.layer_types[index]),
+            attention: self.blocks.attention(self.config.layer_types[index]),
             by: self.options.attention,
             context: self.context.as_ref().map(part).transpose()?,
-            ends: Ends { first: index == 0, places: places.filter(|_| index + 1 == self.weights.layers.len()) },
+            edges: EdgeLayers {
+                first: index == 0,
+                indices: indices.filter(|_| index + 1 == self.weights.layers.len()),
+            },
         })
     }
 }

@@ -5,7 +5,7 @@ use crate::model::ops::wide;
 use draftmill_torch_ext::row_kernels;
 use tch::Tensor;
 
-/// `y` in the kind of `x`, and `r [.., 1]` in at least fp32.
+/// `y` in the dtype of `x`, and `r [.., 1]` in at least fp32.
 pub fn forward(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor), ModelError> {
     if let Some(done) = row_kernels::rms_norm(x, weight, eps)? {
         return Ok(done);
@@ -17,26 +17,26 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)
     Ok((apply(x, &scale, weight)?, scale))
 }
 
-/// `y` where `r` is known.
+/// `y` from a known `r`.
 pub fn apply(x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
-    if let Some(done) = row_kernels::rms_norm_again(x, scale, weight)? {
+    if let Some(done) = row_kernels::rms_norm_from_scale(x, scale, weight)? {
         return Ok(done);
     }
     let mut unit = x.f_to_kind(scale.f_kind()?)?.f_mul(scale)?.f_to_kind(x.f_kind()?)?;
     Ok(unit.f_mul_(weight)?)
 }
 
-/// Gradients of `x` and of the weight from that of `y`, in at least fp32. With `u = x r`:
-/// `dx = r (dy w - u mean(dy w u))`, `dw = sum(dy u)`.
+/// Gradients of `x` and of the weight from that of `y`, in at least fp32. With `u = x r`: `dx = r (dy w - u mean(dy w
+/// u))`, `dw = sum(dy u)`.
 pub fn backward(dy: &Tensor, x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
     let dx = Tensor::f_empty(x.size(), (scale.f_kind()?, x.device()))?;
     match row_kernels::rms_norm_backward(dy, x, scale, weight, &dx)? {
         Some(d_weight) => Ok((dx, d_weight)),
-        None => by_plain_operations(dy, x, scale, weight),
+        None => unfused(dy, x, scale, weight),
     }
 }
 
-/// The same with `dx` as the place of the first, in its kind and order.
+/// Writes the gradient of `x` to `dx`, in its dtype and layout, and returns that of the weight.
 pub fn backward_to(
     dx: &Tensor,
     dy: &Tensor,
@@ -47,17 +47,12 @@ pub fn backward_to(
     if let Some(d_weight) = row_kernels::rms_norm_backward(dy, x, scale, weight, dx)? {
         return Ok(d_weight);
     }
-    let (gradient, d_weight) = by_plain_operations(dy, x, scale, weight)?;
+    let (gradient, d_weight) = unfused(dy, x, scale, weight)?;
     dx.shallow_clone().f_copy_(&gradient)?;
     Ok(d_weight)
 }
 
-fn by_plain_operations(
-    dy: &Tensor,
-    x: &Tensor,
-    scale: &Tensor,
-    weight: &Tensor,
-) -> Result<(Tensor, Tensor), ModelError> {
+fn unfused(dy: &Tensor, x: &Tensor, scale: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor), ModelError> {
     let exact = scale.f_kind()?;
     let (dy, weight) = (dy.f_to_kind(exact)?, weight.f_to_kind(exact)?);
     let mut unit = x.f_to_kind(exact)?.f_mul(scale)?;

@@ -1,11 +1,11 @@
-//! The drafter's weights as the training pass multiplies by them, and their gradients on the way back to single tensors.
+//! Fused weight matrices of the training path, and conversion of their gradients to single tensors.
 
 use crate::hf::draft::{DraftConfig, layer_weight};
 use crate::model::ModelError;
 use crate::model::params::{Gradient, ParamSet};
 use tch::{Kind, Tensor};
 
-/// All weights in the number type of the activations. What is applied to the same input is one matrix.
+/// All weights in the dtype of the activations. Weights with the same input are one matrix.
 pub struct Weights {
     pub fc: Tensor,
     pub hidden_norm: Tensor,
@@ -15,7 +15,7 @@ pub struct Weights {
     pub layers: Vec<LayerWeights>,
 }
 
-/// One layer's.
+/// Weights of one layer.
 pub struct LayerWeights {
     pub input_norm: Tensor,
     pub post_norm: Tensor,
@@ -77,7 +77,7 @@ impl Weights {
     }
 }
 
-/// The same for gradients, but for those that the context brings.
+/// Gradients of the weights, except the contribution of the context.
 pub struct WeightGradients {
     pub norm: Tensor,
     pub layers: Vec<LayerWeights>,
@@ -90,7 +90,7 @@ pub struct ContextGradients {
 }
 
 impl WeightGradients {
-    /// Adds those of other blocks.
+    /// Adds the gradients of other blocks.
     pub fn add(&mut self, other: WeightGradients) -> Result<(), ModelError> {
         let _ = self.norm.f_add_(&other.norm)?;
         for (layer, other) in self.layers.iter_mut().zip(&other.layers) {
@@ -101,8 +101,8 @@ impl WeightGradients {
         Ok(())
     }
 
-    /// In the names and shapes of `params`, and in their number type. What the context brings, `None` where no block sees any, is
-    /// added to the layers' own.
+    /// Splits the gradients into the names, shapes and dtype of `params`, and adds the contribution of the context.
+    /// `context` is `None` if no block sees any.
     pub fn into_gradient(
         self,
         context: Option<ContextGradients>,
@@ -143,7 +143,7 @@ impl WeightGradients {
                 named.push((name.into(), params.need(name)?.f_zeros_like()?));
             }
         }
-        // Other number types are converted anyway, and then into one buffer.
-        ParamSet::new(named).in_kind(params.need("norm.weight")?.f_kind()?)
+        // Another dtype is converted anyway, into one buffer.
+        ParamSet::new(named).into_kind(params.need("norm.weight")?.f_kind()?)
     }
 }

@@ -1,4 +1,4 @@
-//! From what the actors left behind (totals, ledger, step records) to the figures of a report.
+//! Statistics of a simulated run, computed from totals, ledger and step records.
 
 use super::{Actor, Jobs, Pool, Report, Scenario, Stage, Steps};
 use crate::engines::costs::{costs, drafter_speeds, target_speeds};
@@ -12,19 +12,19 @@ use draftmill_actors::{
 };
 use std::{collections::BTreeSet, time::Duration};
 
-/// What a simulated run left behind.
-pub(super) struct Seen {
-    pub work: pipeline::Report<MemoryLedger>,
+/// Records of a simulated run.
+pub(super) struct SimulatedRun {
+    pub report: pipeline::Report<MemoryLedger>,
     pub steps: Vec<StepRecord>,
-    /// Of the simulated clock, from the first moment to the last.
+    /// Duration of the run on the simulated clock.
     pub elapsed: Duration,
-    /// When the last job was handed out to a target.
+    /// Time at which a target got the last job.
     pub last_lease: Duration,
 }
 
-impl Seen {
-    /// The figures. `wall_seconds` is for the caller.
-    pub fn report(&self, scenario: &Scenario) -> Report {
+impl SimulatedRun {
+    /// Computes the report. The caller sets `wall_seconds`.
+    pub fn stats(&self, scenario: &Scenario) -> Report {
         let config = &scenario.loaded.config;
         let (target_speeds, drafter_speeds) = (target_speeds(config), drafter_speeds(config));
         let trained = self.trained();
@@ -43,7 +43,7 @@ impl Seen {
             busy: ratio(totals.busy.as_secs_f64(), virtual_seconds),
             waits: totals.waits.iter().map(|(c, t)| (c.as_str(), ratio(t.as_secs_f64(), virtual_seconds))).collect(),
         };
-        let pipeline::Report { targets, drafters, trainer, pool, jobs, .. } = &self.work;
+        let pipeline::Report { targets, drafters, trainer, pool, jobs, .. } = &self.report;
         let (real, padded) = (jobs.real_tokens as f64, jobs.padded_tokens as f64);
         Report {
             efficiency: ratio(tokens_per_second, bound.tokens_per_second()),
@@ -68,7 +68,7 @@ impl Seen {
                 depth_p50: pool.ready_p50 as u64,
                 depth_p95: pool.ready_p95 as u64,
             },
-            steps: self.step_figures(&trained),
+            steps: self.step_stats(&trained),
             jobs: Jobs { planned: jobs.planned, trained: jobs.trained, skipped: jobs.skipped },
             padding_share: ratio(padded - real, padded),
             virtual_seconds,
@@ -77,9 +77,9 @@ impl Seen {
         }
     }
 
-    /// Every trained job with its step, in plan order.
+    /// Returns the trained jobs with their steps, in plan order.
     fn trained(&self) -> Vec<(u64, &JobSpec)> {
-        let Some(ledger) = &self.work.ledger else { return Vec::new() };
+        let Some(ledger) = &self.report.ledger else { return Vec::new() };
         let jobs = ledger.plans.iter().flat_map(|plan| &plan.jobs);
         let step = |job: &JobSpec| match ledger.outcomes.get(&job.id) {
             Some(Outcome::Trained { step }) => Some(*step),
@@ -88,7 +88,7 @@ impl Seen {
         jobs.filter_map(|job| Some((step(job)?, job))).collect()
     }
 
-    /// Tokens and seconds of the steady run, which [`Report`] defines.
+    /// Returns tokens and seconds of the steady run, as [`Report`] defines it.
     fn steady(&self) -> Option<(f64, f64)> {
         let drain = self.last_lease.as_secs_f64();
         let until = self.steps.iter().rposition(|step| step.seconds <= drain)?;
@@ -97,8 +97,8 @@ impl Seen {
         Some((tokens as f64, self.steps[until].seconds - first.seconds))
     }
 
-    fn step_figures(&self, trained: &[(u64, &JobSpec)]) -> Steps {
-        let per_step = self.work.drafters.len() as u64;
+    fn step_stats(&self, trained: &[(u64, &JobSpec)]) -> Steps {
+        let per_step = self.report.drafters.len() as u64;
         let mut steps: Vec<Mix> = Vec::new();
         steps.resize_with(self.steps.len(), Mix::default);
         for (step, job) in trained {
@@ -116,7 +116,7 @@ impl Seen {
         Steps {
             count: self.steps.len() as u64,
             micro_batches_per_step: full,
-            buckets: self.work.ledger.iter().flat_map(|l| &l.plans).map(|plan| plan.bounds.len()).max().unwrap_or(0),
+            buckets: self.report.ledger.iter().flat_map(|l| &l.plans).map(|plan| plan.bounds.len()).max().unwrap_or(0),
             distinct_buckets_mean: ratio(distinct, full_steps.len() as f64),
             length_correlation: lag_1_correlation(&lengths),
             length_deviation: variance(&lengths).sqrt(),
@@ -124,7 +124,7 @@ impl Seen {
     }
 }
 
-/// What a step was made of.
+/// Content of a step.
 #[derive(Debug, Default)]
 struct Mix {
     micro_batches: u64,
@@ -133,7 +133,7 @@ struct Mix {
     buckets: BTreeSet<BucketId>,
 }
 
-/// The times of both stages without a pause; see [`Report`].
+/// Times of both stages without a pause, as [`Report`] defines them.
 #[derive(Debug)]
 struct Bound {
     tokens: f64,
@@ -181,7 +181,7 @@ fn variance(values: &[f64]) -> f64 {
     ratio(values.iter().map(|x| (x - mean).powi(2)).sum(), values.len() as f64)
 }
 
-/// Sample autocorrelation at lag 1; 0 where nothing varies.
+/// Returns the sample autocorrelation at lag 1; 0 for constant values.
 fn lag_1_correlation(values: &[f64]) -> f64 {
     let mean = mean(values);
     let together: f64 = values.windows(2).map(|pair| (pair[0] - mean) * (pair[1] - mean)).sum();
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn correlation_is_that_of_a_textbook() {
+    fn correlation_agrees_with_known_values() {
         assert_eq!(lag_1_correlation(&[5.0; 4]), 0.0);
         // Alternating values: -(n - 1) / n.
         assert!((lag_1_correlation(&[1.0, -1.0, 1.0, -1.0]) + 0.75).abs() < 1e-12);
@@ -232,13 +232,13 @@ mod tests {
         assert_eq!(lag_1_correlation(&[]), 0.0);
     }
 
-    fn seen(work: pipeline::Report<MemoryLedger>, steps: usize) -> Seen {
+    fn simulated(report: pipeline::Report<MemoryLedger>, steps: usize) -> SimulatedRun {
         let steps = vec![StepRecord::default(); steps];
-        Seen { work, steps, elapsed: Duration::from_secs(100), last_lease: Duration::ZERO }
+        SimulatedRun { report, steps, elapsed: Duration::from_secs(100), last_lease: Duration::ZERO }
     }
 
     #[test]
-    fn the_mix_is_that_of_full_steps() {
+    fn the_mix_counts_full_steps() {
         let in_bucket = |bucket, tokens| JobSpec { bucket, ..job(2, tokens, 2 * tokens) };
         let (short, long, partial) = (in_bucket(0, 10), in_bucket(1, 30), in_bucket(2, 999));
         // Means of 10, 20, 10 and 20 tokens, and a last step of one micro-batch.
@@ -253,7 +253,7 @@ mod tests {
             (4, &long),
             (5, &partial),
         ];
-        let steps = seen(pipeline::Report::default(), 5).step_figures(&trained);
+        let steps = simulated(pipeline::Report::default(), 5).step_stats(&trained);
         assert_eq!((steps.count, steps.micro_batches_per_step), (5, 2));
         assert!((steps.distinct_buckets_mean - 1.5).abs() < 1e-12, "{steps:?}");
         assert!((steps.length_correlation + 0.75).abs() < 1e-12, "{steps:?}");
@@ -261,11 +261,12 @@ mod tests {
     }
 
     #[test]
-    fn what_the_pool_tells_is_in_the_report() {
+    fn the_report_contains_the_pool_stats() {
         let pool = draftmill_actors::pool::Peaks { bytes: 11, batches: 5, ready_p50: 3, ready_p95: 4 };
         let loaded = crate::config::load_text("", "x.toml", &[]).unwrap();
         let max_bytes = loaded.config.pool.max_bytes.0;
-        let report = seen(pipeline::Report { pool, ..pipeline::Report::default() }, 0).report(&Scenario::new(loaded));
+        let report =
+            simulated(pipeline::Report { pool, ..pipeline::Report::default() }, 0).stats(&Scenario::new(loaded));
         assert_eq!(report.pool, Pool { peak_bytes: 11, max_bytes, depth_p50: 3, depth_p95: 4 });
     }
 }
