@@ -8,11 +8,11 @@
 //! draws nothing, trains what it has in hand, and takes part in every step.
 //! Invariants: T1, T2.
 
+use super::state::{Recovery, Request, Settings, State, Training};
 use crate::{
     messages::{
-        engine::{DraftEngine, EngineError, MicroFailure, Staging},
+        engine::{DraftEngine, MicroFailure, Staging},
         job::Job,
-        types::JobId,
     },
     pool::{self, Batch, Loan, Room},
     runtime::{
@@ -26,24 +26,8 @@ use crate::{
     trainer::{self, Part, Phase, Ticket, replica_check::known},
 };
 use metrics::{Counter, counter};
-use std::{
-    collections::{BTreeSet, VecDeque},
-    pin::pin,
-};
+use std::pin::pin;
 use tokio::sync::{oneshot, watch};
-
-/// What shapes the drafters' work.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Batches that it holds beside the one in work, at least 1.
-    pub prefetch: usize,
-    /// Failures of a job, in targets and drafters together, after which it is skipped.
-    pub max_attempts: u32,
-    /// Different batches that failed in a row after which the drafter stops the run: its device is broken, not its batches.
-    pub max_failures_in_a_row: u32,
-    /// Drafters that draw nothing for now.
-    pub paused: Vec<usize>,
-}
 
 /// What a drafter did.
 #[derive(Clone, Debug, Default)]
@@ -61,29 +45,17 @@ struct Drafter<E: DraftEngine> {
     engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
-    hand: Hand<E::Features>,
+    prefetch: PrefetchBuffer<E::Features>,
     ticket: Option<oneshot::Receiver<Option<Ticket>>>,
-    /// The trainer needs nothing more from this drafter, and knows that nothing comes.
-    finished: bool,
-    /// Where batches have an order: those below this place may be trained now.
-    below: u64,
-    /// A batch went back to the pool. This drafter draws once more than usual: the others may have their hands full of
-    /// batches that come after it in the order, and then nobody else would.
-    owes_draw: bool,
-    /// Jobs that failed since the last success. The same job again says nothing new of this drafter.
-    failed: BTreeSet<JobId>,
     meter: Meter,
     series: Series,
     work: Work,
 }
 
-/// What the pool gave, and what it was asked for.
-struct Hand<F> {
-    /// In their order, where they have one.
-    loans: VecDeque<Loan<F>>,
+/// The drafter's state with the batches that it holds, and its pending draw.
+struct PrefetchBuffer<F> {
+    state: State<Loan<F>>,
     draw: Option<oneshot::Receiver<Option<Loan<F>>>>,
-    /// The pool has nothing more to give.
-    exhausted: bool,
     staging: Staging<F>,
 }
 
@@ -108,12 +80,13 @@ impl Series {
 /// Runs until the trainer says that there is no further step.
 pub async fn run<E: DraftEngine>(
     index: usize,
-    settings: watch::Receiver<Settings>,
+    mut settings: watch::Receiver<Settings>,
     mut engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
     stops: Stops,
 ) -> Result<Work, Fault> {
+    let state = State::new(index, settings.borrow_and_update().clone());
     let staging = engine.staging();
     let mut drafter = Drafter {
         index,
@@ -121,12 +94,8 @@ pub async fn run<E: DraftEngine>(
         engine,
         pool,
         trainer,
-        hand: Hand { loans: VecDeque::new(), draw: None, exhausted: false, staging },
+        prefetch: PrefetchBuffer { state, draw: None, staging },
         ticket: None,
-        finished: false,
-        below: 0,
-        owes_draw: false,
-        failed: BTreeSet::new(),
         meter: Meter::new("drafter", index),
         series: Series::new(index),
         work: Work::default(),
@@ -158,17 +127,20 @@ impl<E: DraftEngine> Drafter<E> {
                     continue;
                 }
                 Phase::Reduce { .. } => {}
-                Phase::Collect { below, .. } => self.below = below,
+                Phase::Collect { below, .. } => self.prefetch.state.on_collect(below),
             }
-            self.ask().await?;
-            let cause = if self.hand.loans.is_empty() && !self.hand.exhausted { Cause::Batch } else { Cause::Step };
+            self.refresh();
+            for request in self.prefetch.state.requests() {
+                self.send(request).await?;
+            }
+            let cause = if self.prefetch.state.needs_batch() { Cause::Batch } else { Cause::Step };
             let next = async {
                 // A finished step comes first: the others wait for this drafter's gradient.
                 tokio::select! {
                     biased;
                     changed = phase.changed() => Event::Phase(changed),
                     ticket = answer(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
-                    loan = self.hand.drawn() => Event::Loan(loan),
+                    loan = self.prefetch.drawn() => Event::Loan(loan),
                     () = changed(&mut self.settings) => Event::Changed,
                 }
             };
@@ -177,73 +149,62 @@ impl<E: DraftEngine> Drafter<E> {
                 Event::Ticket(ticket) => {
                     self.ticket = None;
                     match ticket.map_err(|_| self.gone(Gone("trainer")))? {
-                        Some(ticket) => self.train(ticket).await?,
-                        None => self.finished = true,
+                        Some(ticket) => self.on_ticket(ticket).await?,
+                        None => self.prefetch.state.on_refused(),
                     }
                 }
-                Event::Loan(loan) => self.hand.answered(loan.map_err(|_| self.gone(Gone("pool")))?),
-                Event::Changed => {
-                    if self.is_paused() {
-                        self.hand.withdraw();
-                    }
-                }
+                Event::Loan(loan) => self.prefetch.on_drawn(loan.map_err(|_| self.gone(Gone("pool")))?),
+                Event::Changed => self.reconfigure(),
             }
         }
     }
 
-    /// Asks for whatever is wanted next.
-    async fn ask(&mut self) -> Result<(), Fault> {
-        self.ask_for_batch().await?;
-        if self.finished || self.ticket.is_some() {
-            return Ok(());
+    /// Applies settings that changed since the last look.
+    fn refresh(&mut self) {
+        if self.settings.has_changed().unwrap_or(false) {
+            self.reconfigure();
         }
-        let index = self.index;
-        if self.hand.loans.front().is_some_and(|next| next.order.is_none_or(|order| order < self.below)) {
-            self.ticket = Some(self.trainer.ticket(index).await.map_err(|g| self.gone(g))?);
-        } else if self.hand.exhausted && self.hand.loans.is_empty() {
-            self.trainer.finished(index).await.map_err(|g| self.gone(g))?;
-            self.finished = true;
-        }
-        Ok(())
     }
 
-    async fn ask_for_batch(&mut self) -> Result<(), Fault> {
-        if !self.hand.exhausted
-            && !self.finished
-            && !self.is_paused()
-            && self.hand.draw.is_none()
-            && (self.hand.loans.len() < self.settings.borrow().prefetch.max(1) || self.owes_draw)
-        {
-            self.owes_draw = false;
-            self.hand.draw = Some(self.pool.draw().await.map_err(|g| self.gone(g))?);
+    fn reconfigure(&mut self) {
+        if self.prefetch.state.reconfigure(self.settings.borrow_and_update().clone()) {
+            self.prefetch.withdraw();
         }
-        Ok(())
     }
 
-    fn is_paused(&self) -> bool {
-        self.settings.borrow().paused.contains(&self.index)
+    async fn send(&mut self, request: Request) -> Result<(), Fault> {
+        let sent = match request {
+            Request::Batch => self.pool.draw().await.map(|draw| self.prefetch.draw = Some(draw)),
+            Request::Ticket => self.trainer.ticket(self.index).await.map(|ticket| self.ticket = Some(ticket)),
+            Request::Finished => self.trainer.finished(self.index).await,
+        };
+        sent.map_err(|g| self.gone(g))
     }
 
-    async fn train(&mut self, ticket: Ticket) -> Result<(), Fault> {
-        let Some(Loan { batch, order, room }) = self.hand.loans.pop_front() else {
+    async fn on_ticket(&mut self, ticket: Ticket) -> Result<(), Fault> {
+        self.refresh();
+        let Some(Training { batch: loan, draw }) = self.prefetch.state.on_ticket() else {
             return self.trainer.give_back(ticket, false).await.map_err(|g| self.gone(g));
         };
-        // The next batch is on its way while this one is in work.
-        self.ask_for_batch().await?;
-        let job = batch.job;
+        if draw {
+            // The next batch is on its way while this one is in work.
+            self.send(Request::Batch).await?;
+        }
+        self.train(ticket, loan).await
+    }
+
+    async fn train(&mut self, ticket: Ticket, loan: Loan<E::Features>) -> Result<(), Fault> {
+        let Loan { batch: Batch { job, features }, order, room } = loan;
         self.engine.set_anchors(ticket.anchors);
-        let work = self.engine.micro_batch(job.id(), batch.features);
-        let result = self.meter.busy(self.hand.filled_during(work)).await;
+        let work = self.engine.micro_batch(job.id(), features);
+        let result = self.meter.busy(self.prefetch.filled_during(work)).await;
         match result {
-            Ok(report) if !report.loss_numerator.is_finite() => {
-                counter!(m::NON_FINITE_LOSSES).increment(1);
-                let (id, loss) = (job.id(), report.loss_numerator);
-                let advice = "lower optimizer.learning_rate or train in f32; where a run goes on and ends so again, delete its newest folder in checkpoints";
-                Err(Fault::new(&self.name, format!("the loss of job {id} is {loss}; {advice}")))
-            }
             Ok(report) => {
+                if let Err(message) = self.prefetch.state.on_report(job.id(), &report) {
+                    counter!(m::NON_FINITE_LOSSES).increment(1);
+                    return Err(Fault::new(&self.name, message));
+                }
                 drop(room);
-                self.failed.clear();
                 self.work.micro_batches += 1;
                 self.work.tokens += report.tokens;
                 self.work.anchors += report.anchors;
@@ -259,43 +220,30 @@ impl<E: DraftEngine> Drafter<E> {
         }
     }
 
-    /// Gives the batch back to the pool, or its job up: then true. `Err` where this drafter must not go on.
+    /// Gives the batch back to the pool, or skips its job: then true.
     fn on_failure(
         &mut self,
         mut job: Job,
         failure: MicroFailure<E::Features>,
         room: Room<E::Features>,
     ) -> Result<bool, Fault> {
+        self.refresh();
         let MicroFailure { error, features } = failure;
         let id = job.id();
         job.attempts += 1;
-        let Settings { max_attempts, max_failures_in_a_row, .. } = *self.settings.borrow();
         tracing::warn!(drafter = self.index, job = %id, attempts = job.attempts, %error, "micro-batch failed");
         counter!(m::JOBS_RETURNED, "cause" => "drafter_failed").increment(1);
-        self.failed.insert(id);
-        let failed = self.failed.len();
-        if matches!(error, EngineError::Lost(_)) || failed >= max_failures_in_a_row as usize {
-            // The drafter's fault, not the job's: it stays open.
-            return Err(Fault::new(
-                &self.name,
-                format!("{failed} batches failed in a row, the last one because: {error}"),
-            ));
-        }
-        match features {
-            Some(features) if job.attempts < max_attempts => {
+        match self.prefetch.state.on_failure(id, job.attempts, &error, features) {
+            Recovery::Fault(message) => Err(Fault::new(&self.name, message)),
+            Recovery::ReturnBatch(features) => {
                 room.give_back(Batch { job, features });
-                self.owes_draw = true;
                 Ok(false)
             }
-            features => {
-                let (cause, lost) = match features {
-                    Some(_) => ("drafter_failed", ""),
-                    None => ("features_lost", ", and its hidden states are lost"),
-                };
+            Recovery::SkipJob { cause, reason } => {
                 counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
                 let attempts = job.attempts;
                 lifecycle!("given_up", job = %id);
-                job.receipt.skip(format!("the drafter could not train it{lost}: {error}"), attempts);
+                job.receipt.skip(reason, attempts);
                 Ok(true)
             }
         }
@@ -321,8 +269,8 @@ impl<E: DraftEngine> Drafter<E> {
     }
 }
 
-impl<F> Hand<F> {
-    /// Does the work, and takes what the pool answers meanwhile.
+impl<F> PrefetchBuffer<F> {
+    /// Does the work, and takes in the pool's replies meanwhile.
     async fn filled_during<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         loop {
@@ -331,38 +279,37 @@ impl<F> Hand<F> {
                 done = &mut work => return done,
                 loan = self.drawn() => loan,
             };
-            // That the pool is gone is told by the next draw.
+            // The next draw reports that the pool is gone.
             if let Ok(loan) = loan {
-                self.answered(loan);
+                self.on_drawn(loan);
             }
         }
     }
 
-    /// The pool's answer to the draw; never ready without one.
+    /// The pool's reply to the pending draw; never ready without one.
     async fn drawn(&mut self) -> Result<Option<Loan<F>>, oneshot::error::RecvError> {
         let loan = answer(&mut self.draw).await;
         self.draw = None;
         loan
     }
 
-    fn answered(&mut self, loan: Option<Loan<F>>) {
+    fn on_drawn(&mut self, loan: Option<Loan<F>>) {
         match loan {
             Some(mut loan) => {
                 (self.staging)(&mut loan.batch.features);
-                let at = self.loans.partition_point(|other| other.order <= loan.order);
-                self.loans.insert(at, loan);
+                self.state.on_batch(loan.order, loan);
             }
-            None => self.exhausted = true,
+            None => self.state.on_exhausted(),
         }
     }
 
-    /// Takes back its draw. Where the pool has answered already, the batch is in hand like any other.
+    /// Withdraws the pending draw. If the pool has replied already, the batch is kept like any other.
     fn withdraw(&mut self) {
-        if let Some(mut draw) = self.draw.take() {
-            draw.close();
-            if let Ok(loan) = draw.try_recv() {
-                self.answered(loan);
-            }
+        let Some(mut draw) = self.draw.take() else { return };
+        draw.close();
+        match draw.try_recv() {
+            Ok(loan) => self.on_drawn(loan),
+            Err(_) => self.state.on_withdrawn(),
         }
     }
 }

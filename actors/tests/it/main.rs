@@ -7,6 +7,7 @@ mod closing;
 #[allow(clippy::disallowed_types, reason = "a recorder of metrics is shared by its nature")]
 mod counted;
 mod dispatcher;
+mod drafter;
 mod edges;
 mod faults;
 mod in_order;
