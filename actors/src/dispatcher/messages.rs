@@ -33,22 +33,10 @@ pub struct Settings {
     pub straggler_factor: f64,
     /// Offer a straggler's job to another target; the first result counts.
     pub offer_stragglers: bool,
-    pub policy: Policy,
     /// Hand out nothing for now; what is under way goes on.
     pub paused: bool,
     /// Targets that get nothing for now.
     pub paused_targets: Vec<usize>,
-}
-
-/// Who gets the next job.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Policy {
-    /// Whichever target asks.
-    #[default]
-    Pull,
-    /// Target `i` of `targets` gets every `targets`-th job, through a queue of `depth` of its own. Only for comparison: the
-    /// next job waits for its own target while others idle.
-    RoundRobin { targets: usize, depth: usize },
 }
 
 /// What the planner streams.

@@ -1,8 +1,11 @@
-//! Every decision of the dispatcher, without waiting for anything: what is padded, who gets which job, what is tried again.
+//! Decisions of the dispatcher, without waiting: which jobs are padded, which target gets which job, and which job is retried.
 
-use super::forward_times::Pace;
+use super::{
+    forward_times::ForwardTimeEstimate,
+    messages::{Failure, LeaseId, PullId, Return, Settings},
+    queue::{Entry, JobQueue, Position},
+};
 use crate::{
-    dispatcher::{Failure, LeaseId, Policy, PullId, Return, Settings},
     invariant,
     messages::{
         job::Job,
@@ -37,39 +40,15 @@ pub enum Action {
     },
 }
 
-#[derive(Debug)]
-enum Padding {
-    Wanted,
-    Running,
-    Ready(Arc<PaddedBatch>),
-}
-
-/// A job that waits.
-#[derive(Debug)]
-struct Entry {
-    job: Job,
-    padding: Padding,
-    /// The one target that may have it; any, where there is none.
-    only: Option<usize>,
-    /// Targets that failed at it.
-    failed: Vec<usize>,
-}
-
-impl Entry {
-    fn is_ready(&self) -> bool {
-        matches!(self.padding, Padding::Ready(_))
-    }
-}
-
 #[derive(Clone, Copy, Debug)]
 struct Pull {
     id: PullId,
     target: usize,
 }
 
-/// A job that is being extracted, by one target or, after an offer, by two.
+/// Job that is being extracted by one target, or by two after an offer.
 #[derive(Debug)]
-struct Work {
+struct Extraction {
     /// Until the first result claims it.
     job: Option<Job>,
     batch: Arc<PaddedBatch>,
@@ -77,8 +56,9 @@ struct Work {
     leases: usize,
 }
 
+/// Lease as the dispatcher remembers it.
 #[derive(Debug)]
-struct Held {
+struct LeaseRecord {
     job: JobId,
     target: usize,
     started: Option<Instant>,
@@ -93,16 +73,14 @@ struct Held {
 #[derive(Debug)]
 pub struct State {
     settings: Settings,
-    queue: VecDeque<Entry>,
+    queue: JobQueue,
     pulls: VecDeque<Pull>,
-    work: BTreeMap<JobId, Work>,
-    leases: BTreeMap<LeaseId, Held>,
+    extractions: BTreeMap<JobId, Extraction>,
+    leases: BTreeMap<LeaseId, LeaseRecord>,
     /// Jobs of stragglers that another target may take.
     offers: VecDeque<JobId>,
     next_lease: LeaseId,
-    /// Jobs that came from the planner so far.
-    arrived: u64,
-    pace: Pace,
+    forward_times: ForwardTimeEstimate,
     barrier: bool,
     ended: bool,
     closed: bool,
@@ -114,14 +92,13 @@ impl State {
     pub fn new(settings: Settings) -> Self {
         Self {
             settings,
-            queue: VecDeque::new(),
+            queue: JobQueue::default(),
             pulls: VecDeque::new(),
-            work: BTreeMap::new(),
+            extractions: BTreeMap::new(),
             leases: BTreeMap::new(),
             offers: VecDeque::new(),
             next_lease: 0,
-            arrived: 0,
-            pace: Pace::default(),
+            forward_times: ForwardTimeEstimate::default(),
             barrier: false,
             ended: false,
             closed: false,
@@ -132,22 +109,13 @@ impl State {
 
     /// Whether another job may come in.
     pub fn has_room(&self) -> bool {
-        let room = match self.settings.policy {
-            Policy::Pull => self.queue.len() < self.settings.queue_jobs,
-            Policy::RoundRobin { depth, .. } => {
-                let turn = self.turn();
-                self.queue.iter().filter(|e| e.only == turn).count() < depth
-            }
-        };
-        room && !self.barrier && !self.closed
+        self.queue.len() < self.settings.queue_jobs && !self.barrier && !self.closed
     }
 
     pub fn on_job(&mut self, job: Job) -> Vec<Action> {
         self.drained = false;
-        let only = self.turn();
         lifecycle!("queued", job = %job.id());
-        self.arrived += 1;
-        self.queue.push_back(Entry { job, padding: Padding::Wanted, only, failed: Vec::new() });
+        self.queue.push_back(job);
         self.decide()
     }
 
@@ -171,17 +139,15 @@ impl State {
     }
 
     pub fn on_padded(&mut self, job: JobId, result: Result<PaddedBatch, String>) -> Vec<Action> {
-        if let Some(at) = self.queue.iter().position(|e| e.job.id() == job) {
-            match result {
-                Ok(batch) => {
+        match result {
+            Ok(batch) => {
+                if self.queue.finish_padding(job, batch) {
                     lifecycle!("padded", job = %job);
-                    self.queue[at].padding = Padding::Ready(Arc::new(batch));
                 }
-                Err(message) => {
-                    if let Some(mut entry) = self.queue.remove(at) {
-                        entry.padding = Padding::Wanted;
-                        self.retry(entry, message);
-                    }
+            }
+            Err(message) => {
+                if let Some(entry) = self.queue.fail_padding(job) {
+                    self.retry(entry, message);
                 }
             }
         }
@@ -196,11 +162,10 @@ impl State {
         self.expect();
     }
 
-    /// Other settings, in force at once; who gets the next job (the policy) stays. A shorter queue empties as jobs leave it, and
-    /// a job that has had its tries by now is given up at its next failure.
+    /// Applies changed settings at once. A shorter queue empties as jobs leave it. A job that has used up its attempts by now is
+    /// skipped at its next failure.
     pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
         let old = std::mem::replace(&mut self.settings, settings);
-        self.settings.policy = old.policy;
         if old.straggler_factor != self.settings.straggler_factor {
             self.leases.values_mut().for_each(|held| held.due = None);
             self.expect();
@@ -215,33 +180,35 @@ impl State {
 
     /// Offers every job that nobody but stragglers has.
     fn offer_all(&mut self) {
-        let Self { leases, work, offers, .. } = self;
-        let wanted = work.iter().filter(|(_, work)| work.job.is_some()).map(|(job, _)| *job);
+        let Self { leases, extractions, offers, .. } = self;
+        let wanted = extractions.iter().filter(|(_, work)| work.job.is_some()).map(|(job, _)| *job);
         offers.extend(wanted.filter(|job| leases.values().filter(|held| held.job == *job).all(|held| held.straggles)));
     }
 
     /// Sets when forwards become stragglers, of which it was not known before and enough is known by now.
     fn expect(&mut self) {
-        let Self { leases, work, pace, settings, .. } = self;
+        let Self { leases, extractions, forward_times, settings, .. } = self;
         for held in leases.values_mut().filter(|held| held.due.is_none() && !held.straggles) {
-            let (Some(started), Some(job)) = (held.started, work.get(&held.job).and_then(|work| work.job.as_ref()))
+            let (Some(started), Some(job)) =
+                (held.started, extractions.get(&held.job).and_then(|work| work.job.as_ref()))
             else {
                 continue;
             };
-            let patience = pace.patience(job.spec.bucket, job.spec.padded_tokens(), settings.straggler_factor);
-            held.due = patience.and_then(|patience| started.checked_add(patience));
+            let deadline =
+                forward_times.straggler_deadline(job.spec.bucket, job.spec.padded_tokens(), settings.straggler_factor);
+            held.due = deadline.and_then(|deadline| started.checked_add(deadline));
         }
     }
 
     /// A result is there. The first one of a job gets it; for a later one there is nothing left.
     pub fn on_claim(&mut self, lease: LeaseId, now: Instant) -> Option<Job> {
         let held = self.leases.get_mut(&lease)?;
-        let job = self.work.get_mut(&held.job)?.job.take()?;
+        let job = self.extractions.get_mut(&held.job)?.job.take()?;
         lifecycle!("claimed", job = %held.job, target_index = held.target);
         held.claimed = true;
         held.due = None;
         if let Some(started) = held.started {
-            self.pace.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
+            self.forward_times.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
             // A forward that hangs may have begun before anything was known.
             self.expect();
         }
@@ -255,7 +222,7 @@ impl State {
         let Some(held) = held else { return self.decide() };
         lifecycle!("returned", job = %held.job, target_index = held.target);
         match back {
-            Return::Done { .. } => drop(self.work.remove(&held.job)),
+            Return::Done { .. } => drop(self.extractions.remove(&held.job)),
             Return::Unused { .. } => self.unlease(&held),
             Return::Late { .. } if self.stopped => {}
             Return::Late { .. } => {
@@ -283,7 +250,8 @@ impl State {
             let seconds = held.started.map_or(0.0, |started| now.duration_since(started).as_secs_f64());
             counter!(m::STRAGGLERS).increment(1);
             tracing::warn!(job = %held.job, target_index = held.target, seconds, "a forward takes far longer than its like");
-            if self.settings.offer_stragglers && self.work.get(&held.job).is_some_and(|work| work.job.is_some()) {
+            if self.settings.offer_stragglers && self.extractions.get(&held.job).is_some_and(|work| work.job.is_some())
+            {
                 self.offers.push_back(held.job);
             }
         }
@@ -304,14 +272,14 @@ impl State {
         (self.closed, self.stopped) = (true, true);
         self.queue.clear();
         // The pool takes nothing any more, and nobody waits for a forward that may hang.
-        self.work.clear();
+        self.extractions.clear();
         self.leases.values_mut().for_each(|held| held.due = None);
         self.decide()
     }
 
     /// Jobs that wait, and how many of them are padded.
     pub fn depth(&self) -> (usize, usize) {
-        (self.queue.len(), self.queue.iter().filter(|e| e.is_ready()).count())
+        (self.queue.len(), self.queue.padded())
     }
 
     /// Pulls that wait.
@@ -319,35 +287,29 @@ impl State {
         self.pulls.len()
     }
 
-    /// Whose turn the next job is.
-    fn turn(&self) -> Option<usize> {
-        let Policy::RoundRobin { targets, .. } = self.settings.policy else { return None };
-        Some((self.arrived % targets as u64) as usize)
-    }
-
     /// As if the lease had never been given.
-    fn unlease(&mut self, held: &Held) {
+    fn unlease(&mut self, held: &LeaseRecord) {
         self.let_go(held);
-        match self.work.get(&held.job).map(|work| work.leases) {
+        match self.extractions.get(&held.job).map(|work| work.leases) {
             Some(0) => self.requeue(held.job),
             Some(_) => self.offers.push_front(held.job),
             None => {}
         }
     }
 
-    fn let_go(&mut self, held: &Held) {
-        if let Some(work) = self.work.get_mut(&held.job) {
+    fn let_go(&mut self, held: &LeaseRecord) {
+        if let Some(work) = self.extractions.get_mut(&held.job) {
             work.leases -= 1;
             if held.claimed {
                 // The target went away with the job in its hands: its receipt has told the planner.
-                self.work.remove(&held.job);
+                self.extractions.remove(&held.job);
             }
         }
     }
 
-    fn failed(&mut self, held: &Held, failure: Failure, message: String) {
+    fn failed(&mut self, held: &LeaseRecord, failure: Failure, message: String) {
         counter!(m::JOBS_RETURNED, "cause" => failure.as_str()).increment(1);
-        let Some(work) = self.work.get_mut(&held.job) else { return };
+        let Some(work) = self.extractions.get_mut(&held.job) else { return };
         work.failed.push(held.target);
         if let Some(job) = &mut work.job {
             job.attempts += 1;
@@ -357,13 +319,13 @@ impl State {
         if self.leases.values().any(|other| other.job == held.job && !other.straggles) {
             return;
         }
-        match self.work.get(&held.job) {
-            Some(Work { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
-                if let Some(job) = self.work.remove(&held.job).and_then(|work| work.job) {
+        match self.extractions.get(&held.job) {
+            Some(Extraction { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
+                if let Some(job) = self.extractions.remove(&held.job).and_then(|work| work.job) {
                     give_up(job, failure.as_str(), message);
                 }
             }
-            Some(Work { leases: 0, .. }) => self.requeue(held.job),
+            Some(Extraction { leases: 0, .. }) => self.requeue(held.job),
             Some(_) if self.settings.offer_stragglers => self.offers.push_back(held.job),
             _ => {}
         }
@@ -371,10 +333,10 @@ impl State {
 
     /// Puts a job that nobody extracts any more at the head of the queue.
     fn requeue(&mut self, job: JobId) {
-        let Some(Work { job: Some(job), batch, failed, .. }) = self.work.remove(&job) else { return };
+        let Some(Extraction { job: Some(job), batch, failed, .. }) = self.extractions.remove(&job) else { return };
         if !self.closed {
             lifecycle!("requeued", job = %job.id());
-            self.queue.push_front(Entry { job, padding: Padding::Ready(batch), only: None, failed });
+            self.queue.push_front(Entry { job, failed }, Some(batch));
         }
     }
 
@@ -387,7 +349,7 @@ impl State {
         if attempts >= self.settings.max_attempts {
             give_up(entry.job, "padding", message);
         } else {
-            self.queue.push_front(entry);
+            self.queue.push_front(entry, None);
         }
     }
 
@@ -399,12 +361,11 @@ impl State {
         }
         invariant!(
             "D2",
-            self.settings.policy != Policy::Pull
-                || d2(self.pulls.iter().filter(|p| serves(p, &self.settings)).count(), self.depth().1),
+            d2(self.pulls.iter().filter(|p| serves(p, &self.settings)).count(), self.queue.padded()),
             "{} targets wait while padded jobs are ready",
             self.pulls.len()
         );
-        let idle = self.queue.is_empty() && self.work.is_empty();
+        let idle = self.queue.is_empty() && self.extractions.is_empty();
         let finished = self.ended || self.closed;
         if idle && !self.drained && (finished || std::mem::take(&mut self.barrier)) {
             self.drained = true;
@@ -418,11 +379,11 @@ impl State {
 
     fn lease(&mut self, actions: &mut Vec<Action>) {
         self.lease_offers(false, actions);
-        while let Some((pull, at)) = self.next_pair() {
-            let Some(Entry { job, padding: Padding::Ready(batch), failed, .. }) = self.queue.remove(at) else { break };
+        while let Some((pull, position)) = self.next_pair() {
+            let Some((Entry { job, failed }, batch)) = self.queue.take_padded(position) else { break };
             let id = job.id();
-            let new = Work { job: Some(job), batch, failed, leases: 0 };
-            invariant!("D1", self.work.insert(id, new).is_none(), "job {id} is leased twice");
+            let new = Extraction { job: Some(job), batch, failed, leases: 0 };
+            invariant!("D1", self.extractions.insert(id, new).is_none(), "job {id} is leased twice");
             self.give(pull, id, actions);
         }
         // Who failed at it gets it once more only where nothing else is left to do.
@@ -437,14 +398,14 @@ impl State {
     }
 
     fn give(&mut self, pull: usize, job: JobId, actions: &mut Vec<Action>) {
-        let (Some(pull), Some(work)) = (self.pulls.remove(pull), self.work.get_mut(&job)) else { return };
+        let (Some(pull), Some(work)) = (self.pulls.remove(pull), self.extractions.get_mut(&job)) else { return };
         work.leases += 1;
         self.next_lease += 1;
         let lease = self.next_lease;
         lifecycle!("leased", job = %job, target_index = pull.target);
         self.leases.insert(
             lease,
-            Held { job, target: pull.target, started: None, due: None, straggles: false, claimed: false },
+            LeaseRecord { job, target: pull.target, started: None, due: None, straggles: false, claimed: false },
         );
         actions.push(Action::Lease { pull: pull.id, lease, job, batch: work.batch.clone() });
     }
@@ -452,39 +413,30 @@ impl State {
     /// The place of a waiting pull, and the straggler's job that it gets: from a target that does not have it already, and has
     /// not failed at it unless `again`.
     fn next_offer(&mut self, again: bool) -> Option<(usize, JobId)> {
-        let Self { offers, work, leases, pulls, settings, .. } = self;
-        offers.retain(|job| work.get(job).is_some_and(|work| work.job.is_some()));
+        let Self { offers, extractions, leases, pulls, settings, .. } = self;
+        offers.retain(|job| extractions.get(job).is_some_and(|work| work.job.is_some()));
         offers.iter().find_map(|&job| {
             let has_it = |target| leases.values().any(|held| held.job == job && held.target == target);
-            let failed = |target| work.get(&job).is_some_and(|work| work.failed.contains(&target));
+            let failed = |target| extractions.get(&job).is_some_and(|work| work.failed.contains(&target));
             let may = |pull: &Pull| serves(pull, settings) && !has_it(pull.target) && (again || !failed(pull.target));
             Some((pulls.iter().position(may)?, job))
         })
     }
 
-    /// The places of a waiting pull and of the padded job that it gets: rather one that its target has not failed at.
-    fn next_pair(&self) -> Option<(usize, usize)> {
-        if self.pulls.is_empty() || !self.queue.iter().any(Entry::is_ready) {
-            return None;
-        }
-        let pair = |fits: &dyn Fn(&Entry, &Pull) -> bool| {
-            let mut waiting = self.pulls.iter().enumerate().filter(|(_, pull)| serves(pull, &self.settings));
-            waiting.find_map(|(i, pull)| {
-                let may = |e: &Entry| e.is_ready() && e.only.is_none_or(|only| only == pull.target) && fits(e, pull);
-                Some((i, self.queue.iter().position(may)?))
-            })
-        };
-        pair(&|entry, pull| !entry.failed.contains(&pull.target)).or_else(|| pair(&|_, _| true))
+    /// Returns a waiting pull and the padded job that it gets, both by position: preferably a job that its target has not failed
+    /// at.
+    fn next_pair(&self) -> Option<(usize, Position)> {
+        let waiting = || self.pulls.iter().enumerate().filter(|(_, pull)| serves(pull, &self.settings));
+        let preferred = waiting().find_map(|(at, pull)| {
+            let position = self.queue.first_padded(|entry| !entry.failed.contains(&pull.target))?;
+            Some((at, position))
+        });
+        preferred.or_else(|| Some((waiting().next()?.0, self.queue.first_padded(|_| true)?)))
     }
 
     fn pad(&mut self, actions: &mut Vec<Action>) {
-        let under_way = self.queue.iter().filter(|e| !matches!(e.padding, Padding::Wanted)).count();
-        let wanted = (self.settings.pad_ahead + self.pulls.len()).saturating_sub(under_way);
-        let waiting = self.queue.iter_mut().filter(|e| matches!(e.padding, Padding::Wanted)).take(wanted);
-        for entry in waiting {
-            entry.padding = Padding::Running;
-            actions.push(Action::Pad(entry.job.spec.clone()));
-        }
+        let ahead = self.settings.pad_ahead + self.pulls.len();
+        actions.extend(self.queue.start_padding(ahead).into_iter().map(Action::Pad));
     }
 }
 

@@ -1,7 +1,17 @@
 //! Settings of a whole pipeline, from which each actor's settings follow.
 
-use crate::{dispatcher, drafter, planner, pool, runtime::fault::Kill, target, trainer};
-use std::time::Duration;
+use crate::{
+    dispatcher, drafter,
+    planner::{
+        self,
+        buckets::optimal_bounds,
+        plan::{Order, PlanSettings},
+    },
+    pool,
+    runtime::fault::Kill,
+    target, trainer,
+};
+use std::{sync::Arc, time::Duration};
 
 /// What shapes a run.
 #[derive(Clone)]
@@ -25,6 +35,54 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// Settings of a small run over samples of these lengths, for tests and benches to change where it matters.
+    pub fn for_test(lengths: impl Into<Arc<[u32]>>) -> Self {
+        let lengths = lengths.into();
+        let plan =
+            PlanSettings { seed: 1, job_tokens: 1000, order: Order::Spread, bounds: optimal_bounds(&lengths, 4) };
+        Self {
+            planner: planner::Settings { plan, lengths, epochs: 1, epoch_barrier: false, max_skip_fraction: 0.0 },
+            dispatcher: dispatcher::Settings {
+                queue_jobs: 8,
+                pad_ahead: 2,
+                max_attempts: 3,
+                straggler_factor: 4.0,
+                offer_stragglers: true,
+                paused: false,
+                paused_targets: Vec::new(),
+            },
+            pool: pool::Settings {
+                max_bytes: 1 << 20,
+                max_batches: 16,
+                min_ready: 4,
+                draw: pool::Draw::Proportional,
+                replay_window: 16,
+                start_step: 0,
+                seed: 7,
+            },
+            trainer: trainer::Settings {
+                drafters: 2,
+                accumulation: 2,
+                paused: Vec::new(),
+                anchors: 1,
+                learning_rate: Arc::new(|_| 1e-3),
+                max_grad_norm: 1.0,
+                weight_decay: 0.0,
+                start_step: 0,
+                start_micro_batches: 0,
+                max_steps: 0,
+                checkpoint_every: 0,
+                replica_check_every: 0,
+            },
+            prefetch: 1,
+            max_failures_in_a_row: 5,
+            max_restarts: 3,
+            restart_pause: Duration::from_secs(1),
+            grace: Duration::from_secs(10),
+            kill: None,
+        }
+    }
+
     pub(crate) fn of_targets(&self) -> target::Settings {
         let &Settings { max_failures_in_a_row, max_restarts, restart_pause, .. } = self;
         target::Settings { max_failures_in_a_row, max_restarts, restart_pause }

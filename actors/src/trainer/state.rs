@@ -117,11 +117,6 @@ impl State {
         self.micro_batches_per_step
     }
 
-    /// What there is to do before anybody asks.
-    pub fn start(&mut self) -> Vec<Action> {
-        self.decide()
-    }
-
     pub fn on_ticket(&mut self, drafter: usize) -> Vec<Action> {
         self.waiting.push_back(drafter);
         self.decide()
@@ -219,10 +214,6 @@ impl State {
 
     pub fn distinct_buckets(&self) -> u64 {
         self.buckets.len() as u64
-    }
-
-    pub fn is_over(&self) -> bool {
-        self.phase == Phase::Over
     }
 
     fn decide(&mut self) -> Vec<Action> {

@@ -3,7 +3,7 @@
 use crate::counted::Counted;
 use draftmill_actors::{
     dispatcher::{
-        Failure, LeaseId, Policy, Return, Settings,
+        Failure, LeaseId, Return, Settings,
         state::{Action, State},
     },
     messages::{
@@ -37,7 +37,6 @@ pub fn settings() -> Settings {
         max_attempts: 2,
         straggler_factor: 4.0,
         offer_stragglers: true,
-        policy: Policy::Pull,
         paused: false,
         paused_targets: Vec::new(),
     }
@@ -250,7 +249,7 @@ impl Outside {
         let (queued, padded) = self.state.depth();
         let waiting = self.waiting.values().filter(|(target, _)| self.serves(*target)).count();
         assert!(padded == 0 || waiting == 0, "D2: {waiting} pulls wait while {padded} padded jobs are ready");
-        assert!(queued <= LONGEST + TARGETS);
+        assert!(queued <= LONGEST.max(self.settings.queue_jobs) + TARGETS);
     }
 
     /// The targets work until the pool is told to drain.
@@ -383,23 +382,27 @@ fn jobs_leave_in_plan_order_when_padding_keeps_up() {
     assert_eq!(order, (1..=20).collect::<Vec<_>>());
 }
 
+/// A dispatcher that looks through its queue at every message takes minutes for this.
 #[test]
-fn round_robin_makes_a_job_wait_for_its_own_target() {
-    let policy = Policy::RoundRobin { targets: 2, depth: 1 };
-    let mut outside = Outside::new(Settings { policy, ..settings() });
-    outside.step(Event::Job);
-    outside.step(Event::Job);
-    assert!(!outside.state.has_room(), "one for each target");
-    let padded = outside.padding.clone();
-    for _ in padded {
-        let id = outside.padding.remove(0);
-        let actions = outside.state.on_padded(id, Ok(PaddedBatch::default()));
+fn a_queue_of_100_000_jobs_costs_no_more_per_message_than_a_short_one() {
+    const JOBS: u32 = 100_000;
+    let mut outside = Outside::new(Settings { queue_jobs: JOBS as usize, ..settings() });
+    for index in 0..JOBS {
+        let actions = outside.state.on_job(job(index));
         outside.apply(actions);
     }
-    outside.pull(1, false);
-    assert_eq!(outside.held[0].job.index, 2, "target 1 has the second job");
-    outside.pull(1, false);
-    assert_eq!(outside.held.len(), 1, "and nothing of target 0's");
+    assert!(!outside.state.has_room());
+    let mut order = Vec::new();
+    while outside.state.depth().0 > 0 {
+        for id in std::mem::take(&mut outside.padding) {
+            let actions = outside.state.on_padded(id, Ok(PaddedBatch::default()));
+            outside.apply(actions);
+        }
+        outside.pull(0, false);
+        order.extend(outside.held.iter().map(|held| held.job.index));
+        outside.step(Event::Finish(0));
+    }
+    assert_eq!(order, (0..JOBS).collect::<Vec<_>>());
 }
 
 #[test]

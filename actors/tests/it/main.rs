@@ -17,6 +17,7 @@ mod planner;
 mod pool;
 mod replayed;
 mod replicas;
+mod round_robin;
 mod slow_saver;
 mod soak;
 mod steered;

@@ -156,47 +156,20 @@ fn train(millis: u64) -> (u64, Arc<Seen>) {
     let jobs = plan_epoch(&lengths, &plan, 0).unwrap().jobs;
     let tags: BTreeMap<JobId, u64> = jobs.iter().map(|j| (j.id, tag(&Numbered.pad(j).unwrap().ids))).collect();
     let (tags, seen) = (Arc::new(tags), Arc::<Seen>::default());
+    let base = pipeline::Settings::for_test(lengths);
     let settings = pipeline::Settings {
-        planner: planner::Settings { plan, lengths, epochs: 1, epoch_barrier: false, max_skip_fraction: 0.0 },
+        planner: planner::Settings { plan, ..base.planner },
         dispatcher: dispatcher::Settings {
             queue_jobs: 16,
             pad_ahead: 4,
             max_attempts: 5,
             straggler_factor: 1.5,
-            offer_stragglers: true,
-            policy: dispatcher::Policy::Pull,
-            paused: false,
-            paused_targets: Vec::new(),
+            ..base.dispatcher
         },
-        pool: pool::Settings {
-            max_bytes: 64,
-            max_batches: 8,
-            min_ready: 4,
-            draw: Draw::Uniform,
-            replay_window: 8,
-            start_step: 0,
-            seed: 1,
-        },
-        trainer: trainer::Settings {
-            drafters: 3,
-            accumulation: 2,
-            learning_rate: Arc::new(|_| 1.0),
-            max_grad_norm: 1.0,
-            weight_decay: 0.0,
-            paused: Vec::new(),
-            anchors: 1,
-            start_micro_batches: 0,
-            start_step: 0,
-            max_steps: 0,
-            checkpoint_every: 0,
-            replica_check_every: 0,
-        },
+        pool: pool::Settings { max_bytes: 64, max_batches: 8, draw: Draw::Uniform, ..base.pool },
+        trainer: trainer::Settings { drafters: 3, ..base.trainer },
         prefetch: 2,
-        max_failures_in_a_row: 5,
-        max_restarts: 1,
-        restart_pause: Duration::from_secs(1),
-        grace: Duration::from_secs(10),
-        kill: None,
+        ..base
     };
     let (records, mut recorded) = mpsc::channel(16);
     let costs = CostModel::default();

@@ -193,7 +193,7 @@ fn run_until(case: &Case, turns: &[(usize, Fate)], (end_at, end): End, changes: 
         next: drafters * accumulation,
         wanted: Vec::new(),
     };
-    let start = o.state.start();
+    let start = o.state.reconfigure(accumulation, &[]);
     o.apply(start);
     let endless = (0..).map(|i| (i % drafters, Fate::Trained));
     for (i, (d, fate)) in turns.iter().map(|&(d, f)| (d % drafters, f)).chain(endless).take(100_000).enumerate() {

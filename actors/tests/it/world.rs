@@ -136,15 +136,7 @@ impl Default for World {
             straggler_factor: 4.0,
             offer_stragglers: true,
             kill: None,
-            pool: pool::Settings {
-                max_bytes: 1 << 20,
-                max_batches: 16,
-                min_ready: 4,
-                draw: pool::Draw::Proportional,
-                replay_window: 16,
-                start_step: 0,
-                seed: 7,
-            },
+            pool: pipeline::Settings::for_test([]).pool,
             queue_jobs: 8,
             pad_ahead: 2,
             prefetch: 1,
@@ -221,13 +213,14 @@ impl World {
             false => self.bounds.clone(),
         };
         let lengths: Arc<[u32]> = self.lengths.clone().into();
+        let base = pipeline::Settings::for_test(lengths.clone());
         let settings = pipeline::Settings {
             planner: planner::Settings {
-                plan: PlanSettings { seed: 1, job_tokens: self.job_tokens, order: self.order, bounds },
-                lengths: lengths.clone(),
+                plan: PlanSettings { job_tokens: self.job_tokens, order: self.order, bounds, ..base.planner.plan },
                 epochs: self.epochs,
                 epoch_barrier: self.epoch_barrier,
                 max_skip_fraction: self.max_skip_fraction,
+                ..base.planner
             },
             dispatcher: dispatcher::Settings {
                 queue_jobs: self.queue_jobs,
@@ -235,31 +228,24 @@ impl World {
                 max_attempts: self.max_attempts,
                 straggler_factor: self.straggler_factor,
                 offer_stragglers: self.offer_stragglers,
-                policy: dispatcher::Policy::Pull,
-                paused: false,
-                paused_targets: Vec::new(),
+                ..base.dispatcher
             },
             pool: pool::Settings { start_step, ..self.pool },
             trainer: trainer::Settings {
                 drafters: self.drafters.len(),
                 accumulation: self.accumulation,
-                learning_rate: Arc::new(|_| 1e-3),
-                max_grad_norm: 1.0,
-                weight_decay: 0.0,
-                paused: Vec::new(),
-                anchors: 1,
                 start_micro_batches: start_step * (self.drafters.len() * self.accumulation) as u64,
                 start_step,
                 max_steps: self.max_steps,
                 checkpoint_every: self.checkpoint_every,
                 replica_check_every: self.replica_check_every,
+                ..base.trainer
             },
             prefetch: self.prefetch,
             max_failures_in_a_row: self.max_failures_in_a_row,
             max_restarts: self.max_restarts,
-            restart_pause: Duration::from_secs(1),
             kill: self.kill.clone(),
-            grace: Duration::from_secs(10),
+            ..base
         };
         let (records, mut recorded) = mpsc::channel(16);
         let slow = |b: &Breakage| b.slowness.unwrap_or(1.0);
