@@ -13,7 +13,7 @@ use crate::{
     pool,
     runtime::{
         causes::Cause,
-        fault::{Fault, Stops},
+        fault::{Fault, Shutdown},
         meter::Meter,
         metrics as m,
         util::{changed, until},
@@ -52,7 +52,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     mut inbox: Inbox,
     mut feed: mpsc::Receiver<Feed>,
     pool: pool::Handle<F>,
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> Result<(), Fault> {
     let mut d = Dispatcher {
         state: State::new(settings.borrow_and_update().clone()),
@@ -74,13 +74,13 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
             // Returns come first: a job that comes back goes before a new one.
             biased;
             never = meter.rest(cause(d.state.pulls(), queued, padded)) => match never {},
-            () = stops.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
-            () = stops.stop.cancelled(), if !stopping => {
+            () = shutdown.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
+            () = shutdown.stop.cancelled(), if !stopping => {
                 (stopping, feeding) = (true, false);
                 feed = no_feed();
                 d.state.on_stop()
             }
-            () = stops.close.cancelled(), if !closing => {
+            () = shutdown.drain.cancelled(), if !closing => {
                 (closing, feeding) = (true, false);
                 feed = no_feed();
                 d.state.on_close()

@@ -27,7 +27,7 @@ pub struct Settings {
     pub queue_jobs: usize,
     /// Jobs that are padded before a target asks.
     pub pad_ahead: usize,
-    /// Tries of a job before it is skipped.
+    /// AttemptCounters of a job before it is skipped.
     pub max_attempts: u32,
     /// A forward that takes this many times longer than its like is a straggler and is reported; 0 never.
     pub straggler_factor: f64,

@@ -223,15 +223,15 @@ impl State {
         lifecycle!("returned", job = %held.job, target_index = held.target);
         match back {
             Return::Done { .. } => drop(self.extractions.remove(&held.job)),
-            Return::Unused { .. } => self.unlease(&held),
+            Return::Unused { .. } => self.revoke(&held),
             Return::Late { .. } if self.stopped => {}
             Return::Late { .. } => {
                 counter!(m::LATE_RESULTS).increment(1);
                 tracing::info!(job = %held.job, target_index = held.target, "a straggler's result came late and was dropped");
-                self.let_go(&held);
+                self.release(&held);
             }
             Return::Failed { failure, message, .. } => {
-                self.let_go(&held);
+                self.release(&held);
                 self.failed(&held, failure, message);
             }
         }
@@ -288,8 +288,8 @@ impl State {
     }
 
     /// As if the lease had never been given.
-    fn unlease(&mut self, held: &LeaseRecord) {
-        self.let_go(held);
+    fn revoke(&mut self, held: &LeaseRecord) {
+        self.release(held);
         match self.extractions.get(&held.job).map(|work| work.leases) {
             Some(0) => self.requeue(held.job),
             Some(_) => self.offers.push_front(held.job),
@@ -297,7 +297,7 @@ impl State {
         }
     }
 
-    fn let_go(&mut self, held: &LeaseRecord) {
+    fn release(&mut self, held: &LeaseRecord) {
         if let Some(work) = self.extractions.get_mut(&held.job) {
             work.leases -= 1;
             if held.claimed {
@@ -322,7 +322,7 @@ impl State {
         match self.extractions.get(&held.job) {
             Some(Extraction { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
                 if let Some(job) = self.extractions.remove(&held.job).and_then(|work| work.job) {
-                    give_up(job, failure.as_str(), message);
+                    skip(job, failure.as_str(), message);
                 }
             }
             Some(Extraction { leases: 0, .. }) => self.requeue(held.job),
@@ -347,7 +347,7 @@ impl State {
         let attempts = entry.job.attempts;
         tracing::warn!(job = %entry.job.id(), attempts, why = message, "job could not be padded");
         if attempts >= self.settings.max_attempts {
-            give_up(entry.job, "padding", message);
+            skip(entry.job, "padding", message);
         } else {
             self.queue.push_front(entry, None);
         }
@@ -445,8 +445,8 @@ fn serves(pull: &Pull, settings: &Settings) -> bool {
     !settings.paused && !settings.paused_targets.contains(&pull.target)
 }
 
-fn give_up(job: Job, cause: &'static str, reason: String) {
+fn skip(job: Job, cause: &'static str, reason: String) {
     counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
-    lifecycle!("given_up", job = %job.id());
+    lifecycle!("skip_decided", job = %job.id());
     job.receipt.skip(reason, job.attempts);
 }

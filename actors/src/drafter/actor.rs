@@ -14,16 +14,16 @@ use crate::{
         engine::{DraftEngine, MicroFailure, Staging},
         job::Job,
     },
-    pool::{self, Batch, Loan, Room},
+    pool::{self, Batch, BytePermit, CheckedOutBatch},
     runtime::{
         causes::Cause,
-        fault::{Fault, Gone, Stops},
+        fault::{Fault, Gone, Shutdown},
         meter::{Meter, Totals},
         metrics as m,
         trace::lifecycle,
-        util::{answer, changed},
+        util::{changed, reply},
     },
-    trainer::{self, Part, Phase, Ticket, replica_check::known},
+    trainer::{self, Contribution, Phase, Ticket, replica_check::available},
 };
 use metrics::{Counter, counter};
 use std::pin::pin;
@@ -31,7 +31,7 @@ use tokio::sync::{oneshot, watch};
 
 /// What a drafter did.
 #[derive(Clone, Debug, Default)]
-pub struct Work {
+pub struct Stats {
     pub totals: Totals,
     pub micro_batches: u64,
     pub tokens: u64,
@@ -49,13 +49,13 @@ struct Drafter<E: DraftEngine> {
     ticket: Option<oneshot::Receiver<Option<Ticket>>>,
     meter: Meter,
     series: Series,
-    work: Work,
+    stats: Stats,
 }
 
 /// The drafter's state with the batches that it holds, and its pending draw.
 struct PrefetchBuffer<F> {
-    state: State<Loan<F>>,
-    draw: Option<oneshot::Receiver<Option<Loan<F>>>>,
+    state: State<CheckedOutBatch<F>>,
+    draw: Option<oneshot::Receiver<Option<CheckedOutBatch<F>>>>,
     staging: Staging<F>,
 }
 
@@ -84,8 +84,8 @@ pub async fn run<E: DraftEngine>(
     mut engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
-    stops: Stops,
-) -> Result<Work, Fault> {
+    shutdown: Shutdown,
+) -> Result<Stats, Fault> {
     let state = State::new(index, settings.borrow_and_update().clone());
     let staging = engine.staging();
     let mut drafter = Drafter {
@@ -98,18 +98,18 @@ pub async fn run<E: DraftEngine>(
         ticket: None,
         meter: Meter::new("drafter", index),
         series: Series::new(index),
-        work: Work::default(),
+        stats: Stats::default(),
         settings,
     };
-    let ended = stops.abort.run_until_cancelled(drafter.serve()).await;
+    let ended = shutdown.abort.run_until_cancelled(drafter.serve()).await;
     ended.unwrap_or_else(|| Err(Fault::aborted(drafter.name.clone())))?;
-    Ok(Work { totals: drafter.meter.totals(), ..drafter.work })
+    Ok(Stats { totals: drafter.meter.totals(), ..drafter.stats })
 }
 
 enum Event<F> {
     Phase(Result<(), watch::error::RecvError>),
     Ticket(Result<Option<Ticket>, oneshot::error::RecvError>),
-    Loan(Result<Option<Loan<F>>, oneshot::error::RecvError>),
+    CheckedOutBatch(Result<Option<CheckedOutBatch<F>>, oneshot::error::RecvError>),
     Changed,
 }
 
@@ -139,8 +139,8 @@ impl<E: DraftEngine> Drafter<E> {
                 tokio::select! {
                     biased;
                     changed = phase.changed() => Event::Phase(changed),
-                    ticket = answer(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
-                    loan = self.prefetch.drawn() => Event::Loan(loan),
+                    ticket = reply(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
+                    batch = self.prefetch.drawn() => Event::CheckedOutBatch(batch),
                     () = changed(&mut self.settings) => Event::Changed,
                 }
             };
@@ -153,7 +153,7 @@ impl<E: DraftEngine> Drafter<E> {
                         None => self.prefetch.state.on_refused(),
                     }
                 }
-                Event::Loan(loan) => self.prefetch.on_drawn(loan.map_err(|_| self.gone(Gone("pool")))?),
+                Event::CheckedOutBatch(batch) => self.prefetch.on_drawn(batch.map_err(|_| self.gone(Gone("pool")))?),
                 Event::Changed => self.reconfigure(),
             }
         }
@@ -183,18 +183,18 @@ impl<E: DraftEngine> Drafter<E> {
 
     async fn on_ticket(&mut self, ticket: Ticket) -> Result<(), Fault> {
         self.refresh();
-        let Some(Training { batch: loan, draw }) = self.prefetch.state.on_ticket() else {
-            return self.trainer.give_back(ticket, false).await.map_err(|g| self.gone(g));
+        let Some(Training { batch, draw }) = self.prefetch.state.on_ticket() else {
+            return self.trainer.return_ticket(ticket, false).await.map_err(|g| self.gone(g));
         };
         if draw {
             // The next batch is on its way while this one is in work.
             self.send(Request::Batch).await?;
         }
-        self.train(ticket, loan).await
+        self.train(ticket, batch).await
     }
 
-    async fn train(&mut self, ticket: Ticket, loan: Loan<E::Features>) -> Result<(), Fault> {
-        let Loan { batch: Batch { job, features }, order, room } = loan;
+    async fn train(&mut self, ticket: Ticket, batch: CheckedOutBatch<E::Features>) -> Result<(), Fault> {
+        let CheckedOutBatch { batch: Batch { job, features }, position, permit } = batch;
         self.engine.set_anchors(ticket.anchors);
         let work = self.engine.micro_batch(job.id(), features);
         let result = self.meter.busy(self.prefetch.filled_during(work)).await;
@@ -204,18 +204,18 @@ impl<E: DraftEngine> Drafter<E> {
                     counter!(m::NON_FINITE_LOSSES).increment(1);
                     return Err(Fault::new(&self.name, message));
                 }
-                drop(room);
-                self.work.micro_batches += 1;
-                self.work.tokens += report.tokens;
-                self.work.anchors += report.anchors;
+                drop(permit);
+                self.stats.micro_batches += 1;
+                self.stats.tokens += report.tokens;
+                self.stats.anchors += report.anchors;
                 self.series.micro_batches.increment(1);
                 self.series.tokens.increment(report.tokens);
                 self.series.anchors.increment(report.anchors);
-                self.trainer.report(ticket, order, job, report).await.map_err(|g| self.gone(g))
+                self.trainer.report(ticket, position, job, report).await.map_err(|g| self.gone(g))
             }
             Err(failure) => {
-                let skipped = self.on_failure(job, failure, room)?;
-                self.trainer.give_back(ticket, skipped).await.map_err(|g| self.gone(g))
+                let skipped = self.on_failure(job, failure, permit)?;
+                self.trainer.return_ticket(ticket, skipped).await.map_err(|g| self.gone(g))
             }
         }
     }
@@ -225,7 +225,7 @@ impl<E: DraftEngine> Drafter<E> {
         &mut self,
         mut job: Job,
         failure: MicroFailure<E::Features>,
-        room: Room<E::Features>,
+        permit: BytePermit<E::Features>,
     ) -> Result<bool, Fault> {
         self.refresh();
         let MicroFailure { error, features } = failure;
@@ -236,13 +236,13 @@ impl<E: DraftEngine> Drafter<E> {
         match self.prefetch.state.on_failure(id, job.attempts, &error, features) {
             Recovery::Fault(message) => Err(Fault::new(&self.name, message)),
             Recovery::ReturnBatch(features) => {
-                room.give_back(Batch { job, features });
+                permit.return_batch(Batch { job, features });
                 Ok(false)
             }
             Recovery::SkipJob { cause, reason } => {
                 counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
                 let attempts = job.attempts;
-                lifecycle!("given_up", job = %id);
+                lifecycle!("skip_decided", job = %id);
                 job.receipt.skip(reason, attempts);
                 Ok(true)
             }
@@ -255,10 +255,10 @@ impl<E: DraftEngine> Drafter<E> {
             gradient.map_err(|e| Fault::new(&self.name, format!("its gradient of step {step} is lost: {e}")))?;
         // Of the weights that this gradient was made with.
         let checksum = match compare {
-            true => known(&self.name, self.meter.busy(self.engine.checksum()).await),
+            true => available(&self.name, self.meter.busy(self.engine.checksum()).await),
             false => None,
         };
-        let traded = self.trainer.exchange(self.index, step, Part { gradient, checksum });
+        let traded = self.trainer.exchange(self.index, step, Contribution { gradient, checksum });
         let weights = self.meter.wait(Cause::Step, traded).await.map_err(|g| self.gone(g))?;
         let loaded = self.meter.busy(self.engine.load_weights(weights)).await;
         loaded.map_err(|e| Fault::new(&self.name, format!("it could not load the weights of step {step}: {e}")))
@@ -274,30 +274,30 @@ impl<F> PrefetchBuffer<F> {
     async fn filled_during<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         loop {
-            let loan = tokio::select! {
+            let batch = tokio::select! {
                 biased;
                 done = &mut work => return done,
-                loan = self.drawn() => loan,
+                batch = self.drawn() => batch,
             };
             // The next draw reports that the pool is gone.
-            if let Ok(loan) = loan {
-                self.on_drawn(loan);
+            if let Ok(batch) = batch {
+                self.on_drawn(batch);
             }
         }
     }
 
     /// The pool's reply to the pending draw; never ready without one.
-    async fn drawn(&mut self) -> Result<Option<Loan<F>>, oneshot::error::RecvError> {
-        let loan = answer(&mut self.draw).await;
+    async fn drawn(&mut self) -> Result<Option<CheckedOutBatch<F>>, oneshot::error::RecvError> {
+        let batch = reply(&mut self.draw).await;
         self.draw = None;
-        loan
+        batch
     }
 
-    fn on_drawn(&mut self, loan: Option<Loan<F>>) {
-        match loan {
-            Some(mut loan) => {
-                (self.staging)(&mut loan.batch.features);
-                self.state.on_batch(loan.order, loan);
+    fn on_drawn(&mut self, batch: Option<CheckedOutBatch<F>>) {
+        match batch {
+            Some(mut batch) => {
+                (self.staging)(&mut batch.batch.features);
+                self.state.on_batch(batch.position, batch);
             }
             None => self.state.on_exhausted(),
         }
@@ -308,7 +308,7 @@ impl<F> PrefetchBuffer<F> {
         let Some(mut draw) = self.draw.take() else { return };
         draw.close();
         match draw.try_recv() {
-            Ok(loan) => self.on_drawn(loan),
+            Ok(batch) => self.on_drawn(batch),
             Err(_) => self.state.on_withdrawn(),
         }
     }

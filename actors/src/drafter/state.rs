@@ -13,7 +13,7 @@ pub struct Settings {
     pub prefetch: usize,
     /// Failures of a job, in targets and drafters together, after which it is skipped.
     pub max_attempts: u32,
-    /// Different batches that fail in a row before the drafter stops the run: its device is broken, not its batches.
+    /// Different batches that fail in a row before the drafter shutdown the run: its device is broken, not its batches.
     pub max_failures_in_a_row: u32,
     /// Drafters that draw nothing for now.
     pub paused: Vec<usize>,
@@ -30,7 +30,7 @@ pub enum Request {
     Finished,
 }
 
-/// Work that follows from a granted ticket.
+/// Stats that follows from a granted ticket.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Training<B> {
     pub batch: B,
@@ -110,7 +110,7 @@ impl<B> State<B> {
             return requests;
         }
         match self.prefetched.front() {
-            Some((order, _)) if order.is_none_or(|order| order < self.below) => {
+            Some((position, _)) if position.is_none_or(|position| position < self.below) => {
                 self.requested = true;
                 requests.push(Request::Ticket);
             }
@@ -123,11 +123,11 @@ impl<B> State<B> {
         requests
     }
 
-    /// Takes in a drawn batch. `order` is its position in the draw order, if there is one.
-    pub fn on_batch(&mut self, order: Option<u64>, batch: B) {
+    /// Takes in a drawn batch. `position` is its position in the draw order, if there is one.
+    pub fn on_batch(&mut self, position: Option<u64>, batch: B) {
         self.drawing = false;
-        let at = self.prefetched.partition_point(|(other, _)| *other <= order);
-        self.prefetched.insert(at, (order, batch));
+        let at = self.prefetched.partition_point(|(other, _)| *other <= position);
+        self.prefetched.insert(at, (position, batch));
     }
 
     /// The pool has no more batches.

@@ -1,4 +1,4 @@
-//! The lines by which a running mill is steered: other settings for every actor, a checkpoint now, a note for the ledger.
+//! The lines by which a running mill is inbox: other settings for every actor, a checkpoint now, a note for the ledger.
 //!
 //! One end stays with the service, the other goes to the actors. Nobody waits for an actor here: settings are a `watch`, so of
 //! several changes the newest counts, and each actor takes it when its work allows.
@@ -7,18 +7,18 @@ use crate::{
     dispatcher, drafter, pipeline,
     planner::{self, ledger::Note},
     pool, target,
-    trainer::{self, Answer, Wishes},
+    trainer::{self, CheckpointReply, Control},
 };
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
 /// Notes on their way to the ledger: a few a second at most, while the disk may hang for seconds.
 const NOTES: usize = 64;
-/// Checkpoints that were asked for and not begun.
-const SAVES: usize = 8;
+/// Checkpoints that were requested for and not begun.
+const CHECKPOINTS: usize = 8;
 
 /// Steers a running mill.
-pub struct Steering {
+pub struct ControlHandle {
     planner: watch::Sender<planner::Settings>,
     dispatcher: watch::Sender<dispatcher::Settings>,
     targets: watch::Sender<target::Settings>,
@@ -26,53 +26,53 @@ pub struct Steering {
     drafters: watch::Sender<drafter::Settings>,
     trainer: watch::Sender<trainer::Settings>,
     grace: watch::Sender<Duration>,
-    saves: mpsc::Sender<Answer>,
+    checkpoints: mpsc::Sender<CheckpointReply>,
     notes: mpsc::Sender<Note>,
 }
 
 /// The actors' ends.
-pub struct Steered {
+pub struct ControlInbox {
     pub(crate) planner: watch::Receiver<planner::Settings>,
     pub(crate) dispatcher: watch::Receiver<dispatcher::Settings>,
     pub(crate) targets: watch::Receiver<target::Settings>,
     pub(crate) pool: watch::Receiver<pool::Settings>,
     pub(crate) drafters: watch::Receiver<drafter::Settings>,
-    pub(crate) trainer: Wishes,
+    pub(crate) trainer: Control,
     pub(crate) grace: watch::Receiver<Duration>,
     pub(crate) notes: mpsc::Receiver<Note>,
 }
 
-impl Steered {
+impl ControlInbox {
     /// What the dispatcher is told, for whoever looks on.
     pub fn dispatcher_settings(&self) -> watch::Receiver<dispatcher::Settings> {
         self.dispatcher.clone()
     }
 }
 
-impl Steering {
+impl ControlHandle {
     /// The lines of a mill that begins with these settings.
-    pub fn new(settings: &pipeline::Settings) -> (Steering, Steered) {
+    pub fn new(settings: &pipeline::Settings) -> (ControlHandle, ControlInbox) {
         let (planner, to_planner) = watch::channel(settings.planner.clone());
         let (dispatcher, to_dispatcher) = watch::channel(settings.dispatcher.clone());
         let (targets, to_targets) = watch::channel(settings.of_targets());
         let (pool, to_pool) = watch::channel(settings.pool);
         let (drafters, to_drafters) = watch::channel(settings.of_drafters());
         let (trainer, to_trainer) = watch::channel(settings.trainer.clone());
-        let (grace, to_mill) = watch::channel(settings.grace);
-        let (saves, asked) = mpsc::channel(SAVES);
+        let (grace, to_supervisor) = watch::channel(settings.grace);
+        let (checkpoints, requested) = mpsc::channel(CHECKPOINTS);
         let (notes, noted) = mpsc::channel(NOTES);
-        let steering = Steering { planner, dispatcher, targets, pool, drafters, trainer, grace, saves, notes };
-        let steered = Steered {
+        let handle = ControlHandle { planner, dispatcher, targets, pool, drafters, trainer, grace, checkpoints, notes };
+        let inbox = ControlInbox {
             planner: to_planner,
             dispatcher: to_dispatcher,
             targets: to_targets,
             pool: to_pool,
             drafters: to_drafters,
-            trainer: Wishes { settings: to_trainer, saves: asked },
-            grace: to_mill,
+            trainer: Control { settings: to_trainer, checkpoints: requested },
+            grace: to_supervisor,
             notes: noted,
         };
-        (steering, steered)
+        (handle, inbox)
     }
 
     /// Puts other settings in force: what shapes a step from the next step border on, the rest at once. What must not change
@@ -87,10 +87,10 @@ impl Steering {
         self.grace.send_replace(settings.grace);
     }
 
-    /// Asks for a checkpoint of the last step that is complete. The answer is given back where nobody can take it.
-    pub fn checkpoint(&self, answer: Answer) -> Result<(), Answer> {
-        self.saves.try_send(answer).map_err(|refused| match refused {
-            mpsc::error::TrySendError::Full(answer) | mpsc::error::TrySendError::Closed(answer) => answer,
+    /// Asks for a checkpoint of the last step that is complete. The reply is given back where nobody can take it.
+    pub fn checkpoint(&self, reply: CheckpointReply) -> Result<(), CheckpointReply> {
+        self.checkpoints.try_send(reply).map_err(|refused| match refused {
+            mpsc::error::TrySendError::Full(reply) | mpsc::error::TrySendError::Closed(reply) => reply,
         })
     }
 

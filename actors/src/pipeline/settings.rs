@@ -5,10 +5,10 @@ use crate::{
     planner::{
         self,
         buckets::optimal_bounds,
-        plan::{Order, PlanSettings},
+        plan::{JobOrder, PlanSettings},
     },
     pool,
-    runtime::fault::Kill,
+    runtime::fault::FailAtPoll,
     target, trainer,
 };
 use std::{sync::Arc, time::Duration};
@@ -22,16 +22,16 @@ pub struct Settings {
     pub trainer: trainer::Settings,
     /// Batches that a drafter holds beside the one in work.
     pub prefetch: usize,
-    /// Failures in a row after which a target is taken out and restarted, and after which a drafter stops the run.
+    /// Failures in a row after which a target is taken out and restarted, and after which a drafter shutdown the run.
     pub max_failures_in_a_row: u32,
-    /// Restarts in vain after which a target is gone for good. When all are gone, the run stops with the first one's cause.
+    /// Restarts in vain after which a target is gone for good. When all are gone, the run shutdown with the first one's cause.
     pub max_restarts: u32,
     /// Pause before the first restart of a target; each further one doubles it.
     pub restart_pause: Duration,
     /// Time that actors have to end once the run is aborted.
     pub grace: Duration,
     /// For tests: ends one actor in the middle of its life.
-    pub kill: Option<Kill>,
+    pub fail_at_poll: Option<FailAtPoll>,
 }
 
 impl Settings {
@@ -39,7 +39,7 @@ impl Settings {
     pub fn for_test(lengths: impl Into<Arc<[u32]>>) -> Self {
         let lengths = lengths.into();
         let plan =
-            PlanSettings { seed: 1, job_tokens: 1000, order: Order::Spread, bounds: optimal_bounds(&lengths, 4) };
+            PlanSettings { seed: 1, job_tokens: 1000, order: JobOrder::Spread, bounds: optimal_bounds(&lengths, 4) };
         Self {
             planner: planner::Settings { plan, lengths, epochs: 1, epoch_barrier: false, max_skip_fraction: 0.0 },
             dispatcher: dispatcher::Settings {
@@ -55,7 +55,7 @@ impl Settings {
                 max_bytes: 1 << 20,
                 max_batches: 16,
                 min_ready: 4,
-                draw: pool::Draw::Proportional,
+                draw_policy: pool::DrawPolicy::Proportional,
                 replay_window: 16,
                 start_step: 0,
                 seed: 7,
@@ -79,7 +79,7 @@ impl Settings {
             max_restarts: 3,
             restart_pause: Duration::from_secs(1),
             grace: Duration::from_secs(10),
-            kill: None,
+            fail_at_poll: None,
         }
     }
 

@@ -18,14 +18,14 @@ use crate::{
         job::{Job, Receipt, Settled},
         types::{JobId, JobSpec, Outcome},
     },
-    pool::Course,
+    pool::PlanNotices,
     runtime::{
         causes::Cause,
-        fault::{Fault, Gone, Stops},
+        fault::{Fault, Gone, Shutdown},
         meter::Meter,
         metrics as m,
         trace::lifecycle,
-        util::{answer, changed, off_thread},
+        util::{changed, off_thread, reply},
     },
 };
 use metrics::{Counter, counter, gauge};
@@ -59,7 +59,7 @@ struct Planner<L> {
     state: State,
     /// Away while a blocking thread uses it.
     ledger: Option<L>,
-    course: Course,
+    plan_notices: PlanNotices,
     recording: Option<JoinHandle<Recorded<L>>>,
     /// What the next transaction will record.
     outcomes: Vec<(JobId, Outcome)>,
@@ -69,16 +69,16 @@ struct Planner<L> {
 
 /// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
 ///
-/// `course` tells the pool what is to come, and says how far ahead of the draws jobs may leave. Of changed `settings` it minds how
+/// `plan_notices` tells the pool what is to come, and says how far ahead of the draws jobs may leave. Of changed `settings` it minds how
 /// much may be skipped. `notes` go to the ledger.
 pub async fn run<L: Ledger>(
     mut changing: watch::Receiver<Settings>,
     ledger: L,
     mut inbox: Inbox,
     feed: mpsc::Sender<Feed>,
-    course: Course,
+    plan_notices: PlanNotices,
     mut notes: mpsc::Receiver<Note>,
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> Result<(Counts, L), Fault> {
     let settings = changing.borrow_and_update().clone();
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
@@ -86,7 +86,7 @@ pub async fn run<L: Ledger>(
         settings,
         state,
         ledger: Some(ledger),
-        course,
+        plan_notices,
         recording: None,
         outcomes: Vec::new(),
         trained: counter!(m::JOBS, "outcome" => "trained"),
@@ -97,11 +97,11 @@ pub async fn run<L: Ledger>(
     let mut next: Option<Outgoing> = None;
     let mut slot: Option<OwnedPermit<Settled>> = None;
     let mut barrier: Option<oneshot::Receiver<()>> = None;
-    let (mut asked, mut settled) = (Vec::new(), Vec::new());
-    let (mut asking, mut returning) = (true, true);
+    let (mut requests, mut settled) = (Vec::new(), Vec::new());
+    let (mut requesting, mut returning) = (true, true);
 
     // Until every receipt is home, the trainer, which may still ask for a checkpoint, is gone, and all of it is on disk.
-    while asking || returning || planner.recording.is_some() {
+    while requesting || returning || planner.recording.is_some() {
         if next.is_none() && barrier.is_none() && feed.is_some() {
             match planner.state.take_next() {
                 Next::Plan(epoch) => {
@@ -117,7 +117,8 @@ pub async fn run<L: Ledger>(
         }
         // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
         // from recording: the trainer may be what the dispatcher's queue waits for.
-        let early = matches!(next, Some(Outgoing::Job(_))) && !planner.course.may_leave(planner.state.counts().planned);
+        let early =
+            matches!(next, Some(Outgoing::Job(_))) && !planner.plan_notices.may_leave(planner.state.counts().planned);
         if let (None, false, Some(receipts), Some(Outgoing::Job(_))) = (&slot, early, &inbox.receipts, &next) {
             slot = receipts.clone().try_reserve_owned().ok();
         }
@@ -132,14 +133,14 @@ pub async fn run<L: Ledger>(
         tokio::select! {
             biased;
             never = meter.rest(cause) => match never {},
-            () = stops.abort.cancelled() => {
+            () = shutdown.abort.cancelled() => {
                 // Whoever opens the ledger next must not find it in use.
                 if let Some(recording) = planner.recording.take() {
                     let _ = recording.await;
                 }
                 return Err(Fault::aborted("planner"));
             }
-            () = stops.close.cancelled(), if feed.is_some() => {
+            () = shutdown.drain.cancelled(), if feed.is_some() => {
                 planner.state.stop();
                 (feed, inbox.receipts, next, slot, barrier) = (None, None, None, None, None);
             }
@@ -151,20 +152,20 @@ pub async fn run<L: Ledger>(
                 planner.state.allow_skips(changing.borrow_and_update().max_skip_fraction);
             }
             Some(note) = notes.recv() => planner.with_ledger(move |ledger| ledger.note(&note)).await?,
-            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking && listening => {
-                asking = n > 0;
-                // What was given up before a checkpoint was asked for is recorded before it.
+            n = inbox.inbox.recv_many(&mut requests, RECORD_AT_ONCE), if requesting && listening => {
+                requesting = n > 0;
+                // What was given up before a checkpoint was requests for is recorded before it.
                 while let Ok(back) = inbox.returns.try_recv() {
                     settled.push(back);
                 }
                 planner.on_settled(&mut settled);
-                planner.on_asked(&mut asked).await?;
+                planner.on_requests(&mut requests).await?;
             }
             n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning && listening => {
                 returning = n > 0;
                 planner.on_settled(&mut settled);
             }
-            () = planner.course.moved(), if early => {}
+            () = planner.plan_notices.window_moved(), if early => {}
             permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
                 match (next.take(), slot.take()) {
@@ -183,7 +184,7 @@ pub async fn run<L: Ledger>(
                     (other, _) => next = other,
                 }
             }
-            drained = answer(&mut barrier), if barrier.is_some() => {
+            drained = reply(&mut barrier), if barrier.is_some() => {
                 drained.map_err(|_| gone("dispatcher"))?;
                 barrier = None;
             }
@@ -216,12 +217,12 @@ impl<L: Ledger> Planner<L> {
             open_of_bucket[usize::from(job.bucket)] += 1;
         }
         self.state.begin(plan, &ended);
-        self.course.epoch(epoch, open_of_bucket, ended.into()).await;
+        self.plan_notices.epoch(epoch, open_of_bucket, ended.into()).await;
         Ok(())
     }
 
-    async fn on_asked(&mut self, asked: &mut Vec<Msg>) -> Result<(), Fault> {
-        for msg in asked.drain(..) {
+    async fn on_requests(&mut self, requests: &mut Vec<Msg>) -> Result<(), Fault> {
+        for msg in requests.drain(..) {
             match msg {
                 Msg::Trained { step, receipts } => {
                     self.outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
@@ -284,7 +285,7 @@ impl<L: Ledger> Planner<L> {
             }
             self.state.on_outcome(*job, outcome).map_err(fault)?;
             if matches!(outcome, Outcome::Skipped { .. }) {
-                self.course.skipped(*job).await;
+                self.plan_notices.skipped(*job).await;
             }
         }
         Ok(())

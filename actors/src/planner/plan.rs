@@ -12,7 +12,7 @@ use thiserror::Error;
 /// The order of an epoch's jobs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Order {
+pub enum JobOrder {
     /// A uniform shuffle.
     Shuffle,
     /// Each bucket's jobs evenly over the epoch with a random phase, so that no stretch, the tail included, lacks a length.
@@ -30,7 +30,7 @@ pub struct PlanSettings {
     pub seed: u64,
     /// Most token slots of a job, padding included.
     pub job_tokens: u32,
-    pub order: Order,
+    pub order: JobOrder,
     /// Longest sample of each bucket, ascending; the last one is at least the longest sample.
     pub bounds: Vec<u32>,
 }
@@ -73,12 +73,12 @@ pub fn plan_epoch(lengths: &[u32], settings: &PlanSettings, epoch: u32) -> Resul
     shuffle(&mut samples, &mut rng);
     let mut buckets = cut_jobs(&samples, lengths, settings, epoch);
     let mut jobs = match settings.order {
-        Order::Shuffle => {
+        JobOrder::Shuffle => {
             let mut jobs: Vec<JobSpec> = buckets.into_iter().flatten().collect();
             shuffle(&mut jobs, &mut rng);
             jobs
         }
-        Order::Spread => {
+        JobOrder::Spread => {
             // A bucket's last job is the one that may be part-full; it must not always close the epoch.
             buckets.iter_mut().for_each(|jobs| shuffle(jobs, &mut rng));
             spread(buckets, &mut rng)
@@ -188,14 +188,14 @@ fn fits(job: &JobSpec, length: u32, job_tokens: u32) -> bool {
     rows * u64::from(job.width.max(length)) <= u64::from(job_tokens)
 }
 
-/// Merges the buckets by the places of [`Order::Spread`]. Places are exact fractions; of equal ones the shorter bucket's
+/// Merges the buckets by the places of [`JobOrder::Spread`]. Positions are exact fractions; of equal ones the shorter bucket's
 /// comes first.
 fn spread(buckets: Vec<Vec<JobSpec>>, rng: &mut impl Rng) -> Vec<JobSpec> {
     let mut placed = Vec::new();
     for jobs in buckets {
         let count = jobs.len() as u64;
         let phase = u64::from(rng.next_u32());
-        placed.extend(jobs.into_iter().zip(0u64..).map(|(job, k)| (Place { at: k << 32 | phase, of: count }, job)));
+        placed.extend(jobs.into_iter().zip(0u64..).map(|(job, k)| (Position { at: k << 32 | phase, of: count }, job)));
     }
     // Within a bucket places differ, so (place, bucket) orders all jobs.
     placed.sort_unstable_by(|(a, x), (b, y)| a.cmp(b).then(BucketId::cmp(&x.bucket, &y.bucket)));
@@ -203,13 +203,13 @@ fn spread(buckets: Vec<Vec<JobSpec>>, rng: &mut impl Rng) -> Vec<JobSpec> {
 }
 
 /// A place in the epoch, in 0..1: `at / (of * 2^32)`.
-struct Place {
+struct Position {
     at: u64,
     of: u64,
 }
 
-impl Place {
-    fn cmp(&self, other: &Place) -> Ordering {
+impl Position {
+    fn cmp(&self, other: &Position) -> Ordering {
         (u128::from(self.at) * u128::from(other.of)).cmp(&(u128::from(other.at) * u128::from(self.of)))
     }
 }

@@ -3,19 +3,20 @@
 //! In: reservations (before a forward), features (moved), draws. Out: grants and loans. A reservation waits while there is
 //! no room; a draw waits until `min_ready` batches are ready, or the pool is draining. A batch's bytes count from its
 //! reservation until its drafter is done with it; a drafter that fails gives its batch back, so "no more" is said only when
-//! nothing is on loan. At a stop it answers every draw with "no more"; at a close it gives out what it has once it is told that
+//! nothing is on checked_out. At a stop it answers every draw with "no more"; at a close it gives out what it has once it is notice that
 //! everything is here.
 //! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
 
 use super::messages::{
-    Batch, CourseInbox, Inbox, Loan, Msg, Peaks, RETURNS, RequestId, Reservation, Return, Room, Told, TooLarge,
+    Batch, BytePermit, CheckedOutBatch, Inbox, Msg, PlanNotice, PlanNoticeInbox, RETURNS, RequestId, Reservation,
+    Return, Stats, TooLarge,
 };
 use super::{
     state::{Action, Entry, Settings, State},
     stats::{Depths, Series, cause},
 };
 use crate::runtime::{
-    fault::{Fault, Stops},
+    fault::{Fault, Shutdown},
     meter::Meter,
     metrics as m,
     util::changed,
@@ -34,9 +35,9 @@ struct Pool<F> {
     state: State<Batch<F>>,
     slots: mpsc::Sender<Return<F>>,
     reserving: BTreeMap<RequestId, oneshot::Sender<Result<Reservation<F>, TooLarge>>>,
-    drawing: BTreeMap<RequestId, oneshot::Sender<Option<Loan<F>>>>,
+    drawing: BTreeMap<RequestId, oneshot::Sender<Option<CheckedOutBatch<F>>>>,
     drained: Vec<oneshot::Sender<()>>,
-    peaks: Peaks,
+    stats: Stats,
     depths: Depths,
     series: Series,
 }
@@ -45,9 +46,9 @@ struct Pool<F> {
 pub async fn run<F: Send + 'static>(
     mut settings: watch::Receiver<Settings>,
     mut inbox: Inbox<F>,
-    mut course: CourseInbox,
-    stops: Stops,
-) -> Result<Peaks, Fault> {
+    mut notices: PlanNoticeInbox,
+    shutdown: Shutdown,
+) -> Result<Stats, Fault> {
     let first = *settings.borrow_and_update();
     show(&first);
     let mut pool = Pool {
@@ -56,7 +57,7 @@ pub async fn run<F: Send + 'static>(
         reserving: BTreeMap::new(),
         drawing: BTreeMap::new(),
         drained: Vec::new(),
-        peaks: Peaks::default(),
+        stats: Stats::default(),
         depths: Depths::new(Instant::now()),
         series: Series::new(),
     };
@@ -68,18 +69,18 @@ pub async fn run<F: Send + 'static>(
             // What is to come, and returns, come first: room that is free serves the oldest request.
             biased;
             never = meter.rest(cause(pool.state.waiting())) => match never {},
-            () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
-            () = stops.stop.cancelled(), if !stopping => {
+            () = shutdown.abort.cancelled() => return Err(Fault::aborted("pool")),
+            () = shutdown.stop.cancelled(), if !stopping => {
                 stopping = true;
                 pool.state.on_stop()
             }
-            () = stops.close.cancelled(), if !closing => {
+            () = shutdown.drain.cancelled(), if !closing => {
                 closing = true;
                 pool.state.on_close()
             }
-            Some(told) = course.told.recv() => match told {
-                Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
-                Told::Skipped(job) => pool.state.on_skipped(job),
+            Some(notice) = notices.notices.recv() => match notice {
+                PlanNotice::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
+                PlanNotice::Skipped(job) => pool.state.on_skipped(job),
             },
             () = changed(&mut settings) => {
                 let new = *settings.borrow_and_update();
@@ -115,10 +116,10 @@ pub async fn run<F: Send + 'static>(
         pool.apply(actions)?;
         pool.observe();
         let passed = pool.state.passed();
-        course.passed.send_if_modified(|seen| std::mem::replace(seen, passed) != passed);
+        notices.passed.send_if_modified(|seen| std::mem::replace(seen, passed) != passed);
     }
-    let Pool { peaks, depths, .. } = pool;
-    Ok(Peaks { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..peaks })
+    let Pool { stats, depths, .. } = pool;
+    Ok(Stats { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..stats })
 }
 
 /// What holds now, as metrics.
@@ -137,7 +138,7 @@ impl<F> Pool<F> {
             }
             Return::Cancelled { bytes } => self.state.on_cancelled(bytes),
             Return::Done { bytes } => self.state.on_done(bytes),
-            Return::GivenBack(entry) => self.state.on_given_back(entry),
+            Return::Returned(entry) => self.state.on_returned(entry),
         }
     }
 
@@ -164,20 +165,24 @@ impl<F> Pool<F> {
                     }
                 }
                 Action::Give { request, entry } => {
-                    let Entry { bucket, bytes, order, returned, batch, .. } = entry;
-                    let loan = Loan { batch, order, room: Room { bytes, order, slot: Some(self.slot()?) } };
+                    let Entry { bucket, bytes, position, returned, batch, .. } = entry;
+                    let checked_out = CheckedOutBatch {
+                        batch,
+                        position,
+                        permit: BytePermit { bytes, position, slot: Some(self.slot()?) },
+                    };
                     let undelivered = match self.drawing.remove(&request) {
-                        Some(reply) => reply.send(Some(loan)).err().flatten(),
-                        None => Some(loan),
+                        Some(reply) => reply.send(Some(checked_out)).err().flatten(),
+                        None => Some(checked_out),
                     };
                     match undelivered {
                         None => {
                             self.series.bucket(usize::from(bucket)).draws.increment(1);
                             actions.extend(self.state.on_delivered());
                         }
-                        Some(Loan { batch, mut room, .. }) => {
-                            room.slot = None;
-                            actions.extend(self.state.on_undelivered(room.entry(batch, returned)));
+                        Some(CheckedOutBatch { batch, mut permit, .. }) => {
+                            permit.slot = None;
+                            actions.extend(self.state.on_undelivered(permit.entry(batch, returned)));
                         }
                     }
                 }
@@ -206,19 +211,19 @@ impl<F> Pool<F> {
     }
 
     fn observe(&mut self) {
-        let held = self.state.held();
-        self.series.batches.set(held.ready_batches as f64);
-        self.series.reserved_batches.set(held.reserved_batches as f64);
-        self.series.loaned_batches.set((held.loaned_batches + held.leaving_batches) as f64);
-        self.series.bytes.set(held.ready_bytes as f64);
-        self.series.reserved_bytes.set(held.reserved_bytes as f64);
-        self.series.loaned_bytes.set(held.loaned_bytes as f64);
+        let occupancy = self.state.occupancy();
+        self.series.batches.set(occupancy.ready_batches as f64);
+        self.series.reserved_batches.set(occupancy.reserved_batches as f64);
+        self.series.checked_out_batches.set((occupancy.checked_out_batches + occupancy.leaving_batches) as f64);
+        self.series.bytes.set(occupancy.ready_bytes as f64);
+        self.series.reserved_bytes.set(occupancy.reserved_bytes as f64);
+        self.series.checked_out_bytes.set(occupancy.checked_out_bytes as f64);
         self.series.draining.set(f64::from(u8::from(self.state.is_draining())));
         for (bucket, depth) in self.state.depths().enumerate() {
             self.series.bucket(bucket).batches.set(depth as f64);
         }
-        self.peaks.bytes = self.peaks.bytes.max(held.bytes());
-        self.peaks.batches = self.peaks.batches.max(held.batches());
-        self.depths.observe(Instant::now(), held.ready_batches);
+        self.stats.peak_bytes = self.stats.peak_bytes.max(occupancy.bytes());
+        self.stats.peak_batches = self.stats.peak_batches.max(occupancy.batches());
+        self.depths.observe(Instant::now(), occupancy.ready_batches);
     }
 }

@@ -15,11 +15,11 @@ use tokio::sync::{
 /// Requests wait here: at most one of each target, one of each drafter, and the dispatcher's.
 const INBOX: usize = 256;
 
-/// One slot for each reservation and each loan; what really bounds these is `max_batches` and the drafters' prefetch.
+/// One slot for each reservation and each batch; what really bounds these is `max_batches` and the drafters' prefetch.
 pub(super) const RETURNS: usize = 1 << 16;
 
 /// What the planner tells waits here: one message an epoch, and one for each skipped job.
-const COURSE: usize = 64;
+const PLAN_NOTICES: usize = 64;
 
 /// Names a waiting reservation or draw.
 pub type RequestId = u64;
@@ -33,7 +33,7 @@ pub struct Batch<F> {
 
 pub(super) enum Msg<F> {
     Reserve { bytes: u64, reply: oneshot::Sender<Result<Reservation<F>, TooLarge>> },
-    Draw { reply: oneshot::Sender<Option<Loan<F>>> },
+    Draw { reply: oneshot::Sender<Option<CheckedOutBatch<F>>> },
     Drain { last: bool, late: usize, done: Option<oneshot::Sender<()>> },
 }
 
@@ -45,7 +45,7 @@ pub(super) enum Return<F> {
     /// A drafter is done with a batch.
     Done { bytes: u64 },
     /// A drafter could not train a batch.
-    GivenBack(Entry<Batch<F>>),
+    Returned(Entry<Batch<F>>),
 }
 
 /// The batch can never fit.
@@ -56,7 +56,7 @@ pub struct TooLarge {
     pub max_bytes: u64,
 }
 
-/// Room for one batch. Dropping it gives the room back.
+/// BytePermit for one batch. Dropping it gives the room back.
 #[derive(Debug)]
 pub struct Reservation<F> {
     pub(super) bytes: u64,
@@ -82,36 +82,36 @@ impl<F> Drop for Reservation<F> {
 
 /// A drawn batch. Its room returns when `room` is dropped.
 #[derive(Debug)]
-pub struct Loan<F> {
+pub struct CheckedOutBatch<F> {
     pub batch: Batch<F>,
     /// Draw `replay`: its place in the order of all draws. Decides to which step it belongs.
-    pub order: Option<u64>,
-    pub room: Room<F>,
+    pub position: Option<u64>,
+    pub permit: BytePermit<F>,
 }
 
 /// The bytes that a drafter holds.
 #[derive(Debug)]
-pub struct Room<F> {
+pub struct BytePermit<F> {
     pub(super) bytes: u64,
-    pub(super) order: Option<u64>,
+    pub(super) position: Option<u64>,
     pub(super) slot: Option<OwnedPermit<Return<F>>>,
 }
 
-impl<F> Room<F> {
+impl<F> BytePermit<F> {
     /// Moves the batch of this room back into the pool, for another draw.
-    pub fn give_back(mut self, batch: Batch<F>) {
+    pub fn return_batch(mut self, batch: Batch<F>) {
         if let Some(slot) = self.slot.take() {
-            slot.send(Return::GivenBack(self.entry(batch, true)));
+            slot.send(Return::Returned(self.entry(batch, true)));
         }
     }
 
     pub(super) fn entry(&self, batch: Batch<F>, returned: bool) -> Entry<Batch<F>> {
         let (job, bucket) = (batch.job.id(), batch.job.spec.bucket);
-        Entry { job, bucket, bytes: self.bytes, order: self.order, returned, batch }
+        Entry { job, bucket, bytes: self.bytes, position: self.position, returned, batch }
     }
 }
 
-impl<F> Drop for Room<F> {
+impl<F> Drop for BytePermit<F> {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take() {
             slot.send(Return::Done { bytes: self.bytes });
@@ -139,10 +139,10 @@ impl<F> Handle<F> {
     }
 
     /// Asks for a batch. The receiver yields it, or `None` when there will be no more.
-    pub async fn draw(&self) -> Result<oneshot::Receiver<Option<Loan<F>>>, Gone> {
-        let (reply, loan) = oneshot::channel();
+    pub async fn draw(&self) -> Result<oneshot::Receiver<Option<CheckedOutBatch<F>>>, Gone> {
+        let (reply, batch) = oneshot::channel();
         self.inbox.send(Msg::Draw { reply }).await.map_err(|_| Gone("pool"))?;
-        Ok(loan)
+        Ok(batch)
     }
 
     /// Everything that will come is here: give it all out. `late` reservations may still be held by forwards whose results
@@ -154,38 +154,38 @@ impl<F> Handle<F> {
 
 /// What the pool held at most, and typically.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Peaks {
-    /// Reserved, waiting and loaned bytes together.
-    pub bytes: u64,
-    pub batches: usize,
+pub struct Stats {
+    /// Reserved, waiting and checked_out bytes together.
+    pub peak_bytes: u64,
+    pub peak_batches: usize,
     /// Half of the time from the first batch to the last, no more batches than this were ready.
     pub ready_p50: usize,
     /// The same for 95 % of that time.
     pub ready_p95: usize,
 }
 
-pub(super) enum Told {
+pub(super) enum PlanNotice {
     Epoch { epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]> },
     Skipped(JobId),
 }
 
 /// The planner's line to the pool: what is to come, and in return how far the draws have got.
-pub struct Course {
-    tell: mpsc::Sender<Told>,
+pub struct PlanNotices {
+    notices: mpsc::Sender<PlanNotice>,
     passed: watch::Receiver<u64>,
     window: Option<u64>,
 }
 
-impl Course {
+impl PlanNotices {
     /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
     pub async fn epoch(&self, epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]>) {
         // A pool that is gone needs nothing any more; whoever ended it is heard of elsewhere.
-        let _ = self.tell.send(Told::Epoch { epoch, open_of_bucket, ended }).await;
+        let _ = self.notices.send(PlanNotice::Epoch { epoch, open_of_bucket, ended }).await;
     }
 
     /// This job was given up.
     pub async fn skipped(&self, job: JobId) {
-        let _ = self.tell.send(Told::Skipped(job)).await;
+        let _ = self.notices.send(PlanNotice::Skipped(job)).await;
     }
 
     /// Whether a job may leave after `handed_out` others did. Draw `replay` lets no more than its window be under way, so
@@ -195,7 +195,7 @@ impl Course {
     }
 
     /// Waits until `may_leave` may have another answer.
-    pub async fn moved(&mut self) {
+    pub async fn window_moved(&mut self) {
         if self.passed.changed().await.is_err() {
             std::future::pending().await
         }
@@ -203,17 +203,17 @@ impl Course {
 }
 
 /// The pool's end of the line.
-pub struct CourseInbox {
-    pub(super) told: mpsc::Receiver<Told>,
+pub struct PlanNoticeInbox {
+    pub(super) notices: mpsc::Receiver<PlanNotice>,
     pub(super) passed: watch::Sender<u64>,
 }
 
 /// Starts the line from the planner to the pool.
-pub fn course(settings: &Settings) -> (Course, CourseInbox) {
-    let (tell, told) = mpsc::channel(COURSE);
+pub fn plan_notices(settings: &Settings) -> (PlanNotices, PlanNoticeInbox) {
+    let (notices, inbox) = mpsc::channel(PLAN_NOTICES);
     let (passed, seen) = watch::channel(0);
     let window = settings.window().map(|window| window as u64);
-    (Course { tell, passed: seen, window }, CourseInbox { told, passed })
+    (PlanNotices { notices, passed: seen, window }, PlanNoticeInbox { notices: inbox, passed })
 }
 
 /// Starts the pool's channels. `run` with the second value.

@@ -20,7 +20,7 @@ use std::{
 
 /// Which job is drawn next, over all epochs.
 #[derive(Debug)]
-pub struct Order {
+pub struct ReplayOrder {
     seed: u64,
     window: usize,
     /// Begun and not used up; the first one is being drawn.
@@ -30,7 +30,7 @@ pub struct Order {
     skipped: BTreeSet<JobId>,
 }
 
-impl Order {
+impl ReplayOrder {
     /// `window` 0 counts as 1: the order of the plan.
     pub fn new(seed: u64, window: usize) -> Self {
         Self { seed, window: window.max(1), epochs: VecDeque::new(), wanted: None, skipped: BTreeSet::new() }
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn rest(order: &mut Order) -> Vec<JobId> {
+    fn rest(order: &mut ReplayOrder) -> Vec<JobId> {
         let mut all = Vec::new();
         while let Some(job) = order.wanted() {
             all.push(job);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     fn whole(seed: u64, window: usize, jobs: &[usize]) -> Vec<JobId> {
-        let mut order = Order::new(seed, window);
+        let mut order = ReplayOrder::new(seed, window);
         for (epoch, &jobs) in (0..).zip(jobs) {
             order.begin(epoch, vec![false; jobs].into());
         }
@@ -169,7 +169,7 @@ mod tests {
             seed: u64, window in 1_usize..12, jobs in 1_usize..60, done in any::<u64>(), given_up in any::<u64>(), at in 0_usize..60,
         ) {
             let is = |set: u64, j: &JobId| set >> (j.index % 64) & 1 == 1;
-            let mut order = Order::new(seed, window);
+            let mut order = ReplayOrder::new(seed, window);
             order.begin(0, (0..jobs as u32).map(|index| is(done, &JobId { epoch: 0, index })).collect());
             let open: Vec<JobId> = whole(seed, window, &[jobs]).into_iter().filter(|j| !is(done, j)).collect();
             let (before, after) = open.split_at(at.min(open.len()));

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Which batch answers a draw.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Draw {
+pub enum DrawPolicy {
     /// Any batch, all equally likely.
     Uniform,
     /// The bucket whose share of what was drawn lags its share of the plan most; a random batch of it.
@@ -19,13 +19,13 @@ pub enum Draw {
 /// What shapes the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Bound on reserved, waiting and loaned bytes together.
+    /// Bound on reserved, waiting and checked_out bytes together.
     pub max_bytes: u64,
     /// Bound on reserved and waiting batches together.
     pub max_batches: usize,
     /// No draw is answered while fewer batches are ready, unless draining.
     pub min_ready: usize,
-    pub draw: Draw,
+    pub draw_policy: DrawPolicy,
     /// Draw `replay`: jobs among which the order is shuffled, and which may be under way before they are drawn.
     pub replay_window: usize,
     /// Steps that are in the weights already. Random draws of a run that goes on have a stream of their own.
@@ -65,6 +65,6 @@ impl Settings {
 
     /// Jobs that may be under way before they are drawn, where that is limited.
     pub fn window(&self) -> Option<usize> {
-        (self.draw == Draw::Replay).then_some(self.replay_window.max(1))
+        (self.draw_policy == DrawPolicy::Replay).then_some(self.replay_window.max(1))
     }
 }

@@ -1,6 +1,6 @@
 //! Every decision of the pool, without waiting for anything: who gets room, who gets which batch, and when it drains.
 
-use super::replay::Order;
+use super::replay::ReplayOrder;
 use crate::{
     invariant,
     messages::types::{BucketId, JobId},
@@ -15,7 +15,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::{collections::VecDeque, sync::Arc};
 
-pub use super::settings::{Deadlock, Draw, Settings};
+pub use super::settings::{Deadlock, DrawPolicy, Settings};
 
 /// A batch in the pool or on loan, and what the pool has to know of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct Entry<B> {
     pub bucket: BucketId,
     pub bytes: u64,
     /// Draw `replay`: its place in the order of all draws, once it was drawn for the first time.
-    pub order: Option<u64>,
+    pub position: Option<u64>,
     /// A drafter gave it back.
     pub returned: bool,
     pub batch: B,
@@ -56,24 +56,24 @@ pub enum Action<B> {
 
 /// What the pool answers for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct Occupancy {
     pub reserved_bytes: u64,
     pub ready_bytes: u64,
-    pub loaned_bytes: u64,
+    pub checked_out_bytes: u64,
     pub reserved_batches: usize,
     pub ready_batches: usize,
     /// Given out, but not yet known to have arrived.
     pub leaving_batches: usize,
-    pub loaned_batches: usize,
+    pub checked_out_batches: usize,
     /// Ready batches that a drafter gave back. Their bytes were counted all along, and they leave with the next draws, so
     /// they wait on top of `max_batches`.
     pub returned_batches: usize,
 }
 
-impl Held {
+impl Occupancy {
     /// All bytes that count against the limit.
     pub fn bytes(&self) -> u64 {
-        self.reserved_bytes + self.ready_bytes + self.loaned_bytes
+        self.reserved_bytes + self.ready_bytes + self.checked_out_bytes
     }
 
     /// All batches that count against the limit.
@@ -98,7 +98,7 @@ pub struct State<B> {
     settings: Settings,
     /// Ready batches, by bucket.
     ready: Vec<Vec<Entry<B>>>,
-    held: Held,
+    occupancy: Occupancy,
     reserves: VecDeque<(RequestId, u64)>,
     draws: VecDeque<RequestId>,
     phase: Phase,
@@ -109,7 +109,7 @@ pub struct State<B> {
     shares: Vec<u64>,
     drawn: Vec<u64>,
     /// Draw `replay`: which job comes next.
-    order: Option<Order>,
+    order: Option<ReplayOrder>,
     draws_so_far: u64,
     passed: u64,
     rng: ChaCha8Rng,
@@ -120,7 +120,7 @@ impl<B> State<B> {
         Self {
             settings,
             ready: Vec::new(),
-            held: Held::default(),
+            occupancy: Occupancy::default(),
             reserves: VecDeque::new(),
             draws: VecDeque::new(),
             phase: Phase::Filling,
@@ -128,7 +128,7 @@ impl<B> State<B> {
             announced: true,
             shares: Vec::new(),
             drawn: Vec::new(),
-            order: settings.window().map(|window| Order::new(settings.seed, window)),
+            order: settings.window().map(|window| ReplayOrder::new(settings.seed, window)),
             draws_so_far: 0,
             passed: 0,
             rng: ChaCha8Rng::from_seed(stream_seed(settings.seed, "draws", &[settings.start_step])),
@@ -161,10 +161,10 @@ impl<B> State<B> {
     /// Other limits, another minimum, another random draw: in force at once, for those that wait, too. What is held above a
     /// lowered limit drains. Seed, window and a fixed order stay what they were.
     pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action<B>> {
-        let Settings { max_bytes, max_batches, min_ready, draw, .. } = settings;
-        let fixed = self.order.is_some() || draw == Draw::Replay;
-        let draw = if fixed { self.settings.draw } else { draw };
-        self.settings = Settings { max_bytes, max_batches, min_ready, draw, ..self.settings };
+        let Settings { max_bytes, max_batches, min_ready, draw_policy, .. } = settings;
+        let fixed = self.order.is_some() || draw_policy == DrawPolicy::Replay;
+        let draw_policy = if fixed { self.settings.draw_policy } else { draw_policy };
+        self.settings = Settings { max_bytes, max_batches, min_ready, draw_policy, ..self.settings };
         self.decide()
     }
 
@@ -173,7 +173,7 @@ impl<B> State<B> {
         if self.phase == Phase::Draining {
             self.phase = Phase::Filling;
         }
-        lifecycle!("wants_room", bytes);
+        lifecycle!("reservation_requested", bytes);
         self.reserves.push_back((request, bytes));
         self.decide()
     }
@@ -188,7 +188,7 @@ impl<B> State<B> {
     pub fn on_filled(&mut self, job: JobId, bucket: BucketId, bytes: u64, batch: B) -> Vec<Action<B>> {
         lifecycle!("filled", job = %job, bytes);
         self.unreserve(bytes);
-        self.put(Entry { job, bucket, bytes, order: None, returned: false, batch });
+        self.put(Entry { job, bucket, bytes, position: None, returned: false, batch });
         self.decide()
     }
 
@@ -208,14 +208,14 @@ impl<B> State<B> {
     /// A drafter is done with a batch.
     pub fn on_done(&mut self, bytes: u64) -> Vec<Action<B>> {
         lifecycle!("done", bytes);
-        self.unloan(bytes);
+        self.check_in(bytes);
         self.decide()
     }
 
     /// A drafter could not train a batch: another draw gets it.
-    pub fn on_given_back(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
-        lifecycle!("given_back", job = %entry.job, bytes = entry.bytes);
-        self.unloan(entry.bytes);
+    pub fn on_returned(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        lifecycle!("batch_returned", job = %entry.job, bytes = entry.bytes);
+        self.check_in(entry.bytes);
         self.undraw(entry.bucket);
         self.put(Entry { returned: true, ..entry });
         self.decide()
@@ -223,15 +223,15 @@ impl<B> State<B> {
 
     /// A batch that was given reached its drafter.
     pub fn on_delivered(&mut self) -> Vec<Action<B>> {
-        self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
+        self.occupancy.leaving_batches = self.occupancy.leaving_batches.saturating_sub(1);
         self.decide()
     }
 
     /// A batch that was given did not reach its drafter: as if it had never been drawn.
     pub fn on_undelivered(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
-        lifecycle!("undrawn", job = %entry.job, bytes = entry.bytes);
-        self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
-        self.unloan(entry.bytes);
+        lifecycle!("undelivered", job = %entry.job, bytes = entry.bytes);
+        self.occupancy.leaving_batches = self.occupancy.leaving_batches.saturating_sub(1);
+        self.check_in(entry.bytes);
         self.undraw(entry.bucket);
         self.put(entry);
         self.decide()
@@ -243,7 +243,7 @@ impl<B> State<B> {
         if self.phase == Phase::Stopped {
             return self.decide();
         }
-        let waits = self.held.reserved_batches + self.reserves.len();
+        let waits = self.occupancy.reserved_batches + self.reserves.len();
         lifecycle!("drains", late, last);
         invariant!("L3", l3(waits, late), "told to drain while {waits} reservations are out, {late} of them late");
         self.phase = if last { Phase::Last } else { Phase::Draining };
@@ -262,12 +262,12 @@ impl<B> State<B> {
     pub fn on_stop(&mut self) -> Vec<Action<B>> {
         self.phase = Phase::Stopped;
         self.ready.iter_mut().for_each(Vec::clear);
-        (self.held.ready_bytes, self.held.ready_batches, self.held.returned_batches) = (0, 0, 0);
+        (self.occupancy.ready_bytes, self.occupancy.ready_batches, self.occupancy.returned_batches) = (0, 0, 0);
         self.decide()
     }
 
-    pub fn held(&self) -> Held {
-        self.held
+    pub fn occupancy(&self) -> Occupancy {
+        self.occupancy
     }
 
     /// Draws and reservations that are not answered yet.
@@ -303,21 +303,21 @@ impl<B> State<B> {
         }
         let bucket = usize::from(entry.bucket);
         self.at_least(bucket + 1);
-        self.held.ready_bytes += entry.bytes;
-        self.held.ready_batches += 1;
-        self.held.returned_batches += usize::from(entry.returned);
+        self.occupancy.ready_bytes += entry.bytes;
+        self.occupancy.ready_batches += 1;
+        self.occupancy.returned_batches += usize::from(entry.returned);
         self.ready[bucket].push(entry);
     }
 
-    fn unloan(&mut self, bytes: u64) {
+    fn check_in(&mut self, bytes: u64) {
         invariant!(
             "L1",
-            bytes <= self.held.loaned_bytes && self.held.loaned_batches > 0,
+            bytes <= self.occupancy.checked_out_bytes && self.occupancy.checked_out_batches > 0,
             "{bytes} bytes came back of {} on loan",
-            self.held.loaned_bytes
+            self.occupancy.checked_out_bytes
         );
-        self.held.loaned_bytes = self.held.loaned_bytes.saturating_sub(bytes);
-        self.held.loaned_batches = self.held.loaned_batches.saturating_sub(1);
+        self.occupancy.checked_out_bytes = self.occupancy.checked_out_bytes.saturating_sub(bytes);
+        self.occupancy.checked_out_batches = self.occupancy.checked_out_batches.saturating_sub(1);
     }
 
     fn undraw(&mut self, bucket: BucketId) {
@@ -329,12 +329,12 @@ impl<B> State<B> {
     fn unreserve(&mut self, bytes: u64) {
         invariant!(
             "L1",
-            bytes <= self.held.reserved_bytes && self.held.reserved_batches > 0,
+            bytes <= self.occupancy.reserved_bytes && self.occupancy.reserved_batches > 0,
             "{bytes} bytes came back of {} reserved",
-            self.held.reserved_bytes
+            self.occupancy.reserved_bytes
         );
-        self.held.reserved_bytes = self.held.reserved_bytes.saturating_sub(bytes);
-        self.held.reserved_batches = self.held.reserved_batches.saturating_sub(1);
+        self.occupancy.reserved_bytes = self.occupancy.reserved_bytes.saturating_sub(bytes);
+        self.occupancy.reserved_batches = self.occupancy.reserved_batches.saturating_sub(1);
     }
 
     fn decide(&mut self) -> Vec<Action<B>> {
@@ -345,7 +345,8 @@ impl<B> State<B> {
             self.drop_unreachable();
         }
         // What is on loan may come back: until it is done with, nobody is told that there is no more.
-        let over = self.held.ready_batches + self.held.leaving_batches + self.held.loaned_batches == 0;
+        let over =
+            self.occupancy.ready_batches + self.occupancy.leaving_batches + self.occupancy.checked_out_batches == 0;
         if self.is_draining() && over && !std::mem::replace(&mut self.announced, true) {
             actions.push(Action::Drained);
         }
@@ -357,12 +358,12 @@ impl<B> State<B> {
 
     /// In a fixed order: lets go what comes after a job that will not come. Its jobs stay open.
     fn drop_unreachable(&mut self) {
-        let Some(wanted) = self.order.as_ref().map(Order::wanted) else { return };
+        let Some(wanted) = self.order.as_ref().map(ReplayOrder::wanted) else { return };
         if self.ready.iter().flatten().any(|entry| Some(entry.job) == wanted) {
             return;
         }
-        let Held { ready_bytes, ready_batches, .. } = &mut self.held;
-        for entry in self.ready.iter_mut().flat_map(|here| here.extract_if(.., |entry| entry.order.is_none())) {
+        let Occupancy { ready_bytes, ready_batches, .. } = &mut self.occupancy;
+        for entry in self.ready.iter_mut().flat_map(|here| here.extract_if(.., |entry| entry.position.is_none())) {
             *ready_bytes -= entry.bytes;
             *ready_batches -= 1;
         }
@@ -374,17 +375,17 @@ impl<B> State<B> {
             if bytes > max_bytes {
                 self.reserves.pop_front();
                 actions.push(Action::Refuse { request, bytes, max_bytes });
-            } else if self.held.bytes() + bytes <= max_bytes && self.held.batches() < max_batches {
+            } else if self.occupancy.bytes() + bytes <= max_bytes && self.occupancy.batches() < max_batches {
                 self.reserves.pop_front();
-                self.held.reserved_bytes += bytes;
-                self.held.reserved_batches += 1;
+                self.occupancy.reserved_bytes += bytes;
+                self.occupancy.reserved_batches += 1;
                 lifecycle!("granted", bytes);
                 actions.push(Action::Grant { request, bytes });
                 invariant!(
                     "L1",
-                    l1(self.held.bytes(), max_bytes, self.held.batches(), max_batches),
+                    l1(self.occupancy.bytes(), max_bytes, self.occupancy.batches(), max_batches),
                     "{:?} exceeds {max_bytes} bytes or {max_batches} batches",
-                    self.held
+                    self.occupancy
                 );
             } else {
                 break;
@@ -398,22 +399,22 @@ impl<B> State<B> {
             let Some(request) = self.draws.pop_front() else { break };
             invariant!(
                 "L2",
-                l2(self.held.ready_batches, self.settings.min_ready, self.is_draining(), self.order.is_some()),
+                l2(self.occupancy.ready_batches, self.settings.min_ready, self.is_draining(), self.order.is_some()),
                 "a draw was answered with {} batches ready",
-                self.held.ready_batches
+                self.occupancy.ready_batches
             );
             let mut entry = self.ready[bucket].swap_remove(at);
             lifecycle!("drawn", job = %entry.job, bytes = entry.bytes);
-            self.held.ready_batches -= 1;
-            self.held.returned_batches -= usize::from(entry.returned);
-            self.held.leaving_batches += 1;
-            self.held.loaned_batches += 1;
-            self.held.ready_bytes -= entry.bytes;
-            self.held.loaned_bytes += entry.bytes;
+            self.occupancy.ready_batches -= 1;
+            self.occupancy.returned_batches -= usize::from(entry.returned);
+            self.occupancy.leaving_batches += 1;
+            self.occupancy.checked_out_batches += 1;
+            self.occupancy.ready_bytes -= entry.bytes;
+            self.occupancy.checked_out_bytes += entry.bytes;
             self.drawn[bucket] += 1;
-            if let (Some(order), None) = (&mut self.order, entry.order) {
+            if let (Some(order), None) = (&mut self.order, entry.position) {
                 order.on_drawn();
-                entry.order = Some(self.draws_so_far);
+                entry.position = Some(self.draws_so_far);
                 self.draws_so_far += 1;
                 self.passed += 1;
             }
@@ -427,20 +428,20 @@ impl<B> State<B> {
             return self.next_in_order(order.wanted());
         }
         let least = if self.is_draining() { 1 } else { self.settings.min_ready.max(1) };
-        if self.held.ready_batches < least {
+        if self.occupancy.ready_batches < least {
             return None;
         }
         let some = (0..self.ready.len()).filter(|&b| !self.ready[b].is_empty());
-        let bucket = match self.settings.draw {
-            Draw::Uniform => {
-                let mut left = self.rng.random_range(0..self.held.ready_batches.max(1));
+        let bucket = match self.settings.draw_policy {
+            DrawPolicy::Uniform => {
+                let mut left = self.rng.random_range(0..self.occupancy.ready_batches.max(1));
                 some.into_iter().find(|&b| {
                     let here = left < self.ready[b].len();
                     left = left.saturating_sub(self.ready[b].len());
                     here
                 })
             }
-            Draw::Proportional | Draw::Replay => some.max_by_key(|&b| (self.lag(b), std::cmp::Reverse(b))),
+            DrawPolicy::Proportional | DrawPolicy::Replay => some.max_by_key(|&b| (self.lag(b), std::cmp::Reverse(b))),
         }?;
         Some((bucket, self.rng.random_range(0..self.ready[bucket].len())))
     }
@@ -457,8 +458,8 @@ impl<B> State<B> {
     fn next_in_order(&self, wanted: Option<JobId>) -> Option<(usize, usize)> {
         let all =
             self.ready.iter().enumerate().flat_map(|(b, here)| here.iter().enumerate().map(move |(i, e)| (b, i, e)));
-        let next = all.filter(|(_, _, e)| e.order.is_some() || Some(e.job) == wanted);
-        let next = next.min_by_key(|(_, _, e)| e.order.unwrap_or(u64::MAX));
+        let next = all.filter(|(_, _, e)| e.position.is_some() || Some(e.job) == wanted);
+        let next = next.min_by_key(|(_, _, e)| e.position.unwrap_or(u64::MAX));
         next.map(|(bucket, at, _)| (bucket, at))
     }
 }

@@ -9,10 +9,10 @@ use tokio::time::Instant;
 pub(crate) struct Series {
     pub(crate) batches: Gauge,
     pub(crate) reserved_batches: Gauge,
-    pub(crate) loaned_batches: Gauge,
+    pub(crate) checked_out_batches: Gauge,
     pub(crate) bytes: Gauge,
     pub(crate) reserved_bytes: Gauge,
-    pub(crate) loaned_bytes: Gauge,
+    pub(crate) checked_out_bytes: Gauge,
     pub(crate) draining: Gauge,
     buckets: Vec<BucketSeries>,
 }
@@ -27,10 +27,10 @@ impl Series {
         Self {
             batches: gauge!(m::POOL_BATCHES),
             reserved_batches: gauge!(m::POOL_RESERVED_BATCHES),
-            loaned_batches: gauge!(m::POOL_LOANED_BATCHES),
+            checked_out_batches: gauge!(m::POOL_CHECKED_OUT_BATCHES),
             bytes: gauge!(m::POOL_BYTES),
             reserved_bytes: gauge!(m::POOL_RESERVED_BYTES),
-            loaned_bytes: gauge!(m::POOL_LOANED_BYTES),
+            checked_out_bytes: gauge!(m::POOL_CHECKED_OUT_BYTES),
             draining: gauge!(m::POOL_DRAINING),
             buckets: Vec::new(),
         }

@@ -52,16 +52,16 @@ pub struct Gone(pub &'static str);
 /// What ends actors: `close` asks that nothing new begins and what is in the pool is trained, `stop` for an orderly end without
 /// that, `abort` for an immediate one. A stop closes, too.
 #[derive(Clone, Debug)]
-pub struct Stops {
-    pub close: CancellationToken,
+pub struct Shutdown {
+    pub drain: CancellationToken,
     pub stop: CancellationToken,
     pub abort: CancellationToken,
 }
 
-impl Default for Stops {
+impl Default for Shutdown {
     fn default() -> Self {
         let stop = CancellationToken::new();
-        Stops { close: stop.child_token(), stop, abort: CancellationToken::new() }
+        Shutdown { drain: stop.child_token(), stop, abort: CancellationToken::new() }
     }
 }
 
@@ -76,20 +76,20 @@ pub fn panic_text(payload: &(dyn Any + Send)) -> String {
 
 /// Ends an actor in the middle of its life, for tests of S1: at its `nth` wait (the first is 1) it panics.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Kill {
+pub struct FailAtPoll {
     /// As in [`Fault::actor`].
     pub actor: String,
     pub nth: u64,
 }
 
-impl Kill {
-    pub(crate) async fn doom<T>(nth: u64, work: impl Future<Output = T>) -> T {
+impl FailAtPoll {
+    pub(crate) async fn wrap<T>(nth: u64, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         let mut waits = 0;
         poll_fn(|cx| {
             let poll = work.as_mut().poll(cx);
             waits += u64::from(poll.is_pending());
-            assert!(poll.is_ready() || waits < nth, "killed at wait {nth}");
+            assert!(poll.is_ready() || waits < nth, "failed at poll {nth} for a test");
             poll
         })
         .await

@@ -39,16 +39,16 @@ pub struct Meter {
 }
 
 /// Sets a state back when the work or the wait is over, also where it was given up.
-struct Doing<'a>(&'a Gauge);
+struct ActiveState<'a>(&'a Gauge);
 
-impl<'a> Doing<'a> {
+impl<'a> ActiveState<'a> {
     fn new(state: &'a Gauge) -> Self {
         state.set(1.0);
-        Doing(state)
+        ActiveState(state)
     }
 }
 
-impl Drop for Doing<'_> {
+impl Drop for ActiveState<'_> {
     fn drop(&mut self) {
         self.0.set(0.0);
     }
@@ -84,7 +84,7 @@ impl Meter {
     /// Runs a piece of work and counts its time as busy.
     pub async fn busy<F: Future>(&mut self, work: F) -> F::Output {
         let start = Instant::now();
-        let doing = Doing::new(&self.now[0]);
+        let doing = ActiveState::new(&self.now[0]);
         let out = work.await;
         drop(doing);
         self.worked(start.elapsed());
@@ -95,7 +95,7 @@ impl Meter {
     pub async fn wait<F: Future>(&mut self, cause: Cause, wait: F) -> F::Output {
         let start = Instant::now();
         let index = self.totals.waits.iter().position(|(c, _)| *c == cause);
-        let doing = index.map(|i| Doing::new(&self.now[i + 1]));
+        let doing = index.map(|i| ActiveState::new(&self.now[i + 1]));
         let out = wait.await;
         drop(doing);
         if let Some(i) = index {

@@ -94,7 +94,7 @@ table! {
     /// Batches for which room is reserved: they are being extracted.
     POOL_RESERVED_BATCHES = Gauge "draftmill_pool_reserved_batches" ["batches"] {};
     /// Batches that drafters hold.
-    POOL_LOANED_BATCHES = Gauge "draftmill_pool_loaned_batches" ["batches"] {};
+    POOL_CHECKED_OUT_BATCHES = Gauge "draftmill_pool_checked_out_batches" ["batches"] {};
     /// Batches that wait in the pool, by length bucket.
     POOL_BUCKET_BATCHES = Gauge "draftmill_pool_bucket_batches" ["batches"] { bucket: [] };
     /// Bytes of the batches that wait in the pool.
@@ -102,8 +102,8 @@ table! {
     /// Bytes reserved for batches that are being extracted.
     POOL_RESERVED_BYTES = Gauge "draftmill_pool_reserved_bytes" ["bytes"] {};
     /// Bytes of batches that drafters hold.
-    POOL_LOANED_BYTES = Gauge "draftmill_pool_loaned_bytes" ["bytes"] {};
-    /// The limit on reserved, waiting and loaned bytes together.
+    POOL_CHECKED_OUT_BYTES = Gauge "draftmill_pool_checked_out_bytes" ["bytes"] {};
+    /// The limit on reserved, waiting and checked_out bytes together.
     POOL_MAX_BYTES = Gauge "draftmill_pool_max_bytes" ["bytes"] {};
     /// The limit on reserved and waiting batches together.
     POOL_MAX_BATCHES = Gauge "draftmill_pool_max_batches" ["batches"] {};
@@ -123,7 +123,7 @@ table! {
     DRAFTER_PAUSED = Gauge "draftmill_drafter_paused" ["bool"] { index: [] };
     /// Micro-batches whose loss was NaN or infinite; such a loss ends the run.
     NON_FINITE_LOSSES = Counter "draftmill_non_finite_losses_total" ["micro-batches"] {};
-    /// Comparisons of a drafter's weights with those that it was given (drafter.replica_check_every), by result; a difference means that a
+    /// ReplicaCheck of a drafter's weights with those that it was given (drafter.replica_check_every), by result; a difference means that a
     /// device or a copy between devices brings wrong values.
     REPLICA_CHECKS = Counter "draftmill_replica_checks_total" ["checks"] { result: ["same", "different"] };
     /// Optimizer steps that are in the weights, those of earlier starts included.
@@ -166,7 +166,7 @@ table! {
     ADMIN_REFUSED = Counter "draftmill_admin_refused_total" ["requests"] { reason: ["connections", "streams", "origin", "host", "token", "body"] };
     /// 1 while no job is handed out because somebody asked for a pause.
     PAUSED = Gauge "draftmill_paused" ["bool"] {};
-    /// Tries to change the configuration of the running service, by result.
+    /// AttemptCounters to change the configuration of the running service, by result.
     CONFIG_RELOADS = Counter "draftmill_config_reloads_total" ["reloads"] { result: ["applied", "refused", "unchanged"] };
     /// The first 48 bits of the SHA-256 of the configuration in force, as a number: equal numbers mean equal configurations.
     CONFIG_HASH = Gauge "draftmill_config_hash" ["1"] {};

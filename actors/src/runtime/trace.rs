@@ -7,8 +7,8 @@ pub const LIFECYCLE: &str = "draftmill::lifecycle";
 
 /// Writes one event with its fields. Jobs are written as `%id`, everything else as a number or a bool.
 macro_rules! lifecycle {
-    ($what:literal $(, $($field:tt)*)?) => {
-        tracing::trace!(target: $crate::runtime::trace::LIFECYCLE, what = $what $(, $($field)*)?)
+    ($event:literal $(, $($field:tt)*)?) => {
+        tracing::trace!(target: $crate::runtime::trace::LIFECYCLE, event = $event $(, $($field)*)?)
     };
 }
 pub(crate) use lifecycle;

@@ -17,9 +17,9 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// The answer of a pending question; never ready without one. Keeps the question when it is cancelled.
-pub(crate) async fn answer<T>(question: &mut Option<Receiver<T>>) -> Result<T, RecvError> {
-    match question {
+/// The answer of a pending request; never ready without one. Keeps the request when it is cancelled.
+pub(crate) async fn reply<T>(request: &mut Option<Receiver<T>>) -> Result<T, RecvError> {
+    match request {
         Some(receiver) => receiver.await,
         None => pending().await,
     }

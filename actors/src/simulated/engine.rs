@@ -1,6 +1,6 @@
 //! The simulated engine: sleeps on tokio time by a cost model, so that under paused time a long run takes moments.
 
-use super::noise::{Luck, Tries, luck};
+use super::noise::{AttemptCounters, NoiseSample, noise};
 use crate::messages::{
     engine::{
         DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Optimizer,
@@ -90,9 +90,9 @@ impl CostModel {
         self.seconds_per_reduce + self.seconds_per_step
     }
 
-    fn luck_of(&self, stage: &str, job: JobId, tries: &Tries, rate: f64) -> Luck {
-        let words = [u64::from(job.epoch), u64::from(job.index), tries.next(job)];
-        luck(self.seed, stage, &words, self.jitter, rate)
+    fn noise_of(&self, stage: &str, job: JobId, attempts: &AttemptCounters, rate: f64) -> NoiseSample {
+        let words = [u64::from(job.epoch), u64::from(job.index), attempts.next(job)];
+        noise(self.seed, stage, &words, self.jitter, rate)
     }
 }
 
@@ -143,11 +143,11 @@ impl BatchSource for SimSource {
 /// Sleeps so that the sum is right although tokio's clock ticks in milliseconds: what a tick rounds off is owed to the next
 /// sleep.
 #[derive(Clone, Debug, Default)]
-struct Pace {
+struct Sleeper {
     owed: f64,
 }
 
-impl Pace {
+impl Sleeper {
     async fn sleep(&mut self, seconds: f64) {
         self.owed += seconds;
         let ticks = (self.owed * 1e3).round().max(0.0);
@@ -160,15 +160,15 @@ impl Pace {
 
 /// One target for each speed (1 = as the cost model says, 0.5 = half as fast).
 pub fn targets(costs: CostModel, speeds: &[f64]) -> Vec<SimTarget> {
-    let tries = Tries::default();
-    let target = |&speed: &f64| SimTarget { tries: tries.clone(), ..SimTarget::new(costs, 1.0 / speed) };
+    let attempts = AttemptCounters::default();
+    let target = |&speed: &f64| SimTarget { attempts: attempts.clone(), ..SimTarget::new(costs, 1.0 / speed) };
     speeds.iter().map(target).collect()
 }
 
 /// One drafter for each speed (1 = as the cost model says, 0.5 = half as fast).
 pub fn drafters(costs: CostModel, speeds: &[f64]) -> Vec<SimDrafter> {
-    let tries = Tries::default();
-    let drafter = |&speed: &f64| SimDrafter { tries: tries.clone(), ..SimDrafter::new(costs, 1.0 / speed) };
+    let attempts = AttemptCounters::default();
+    let drafter = |&speed: &f64| SimDrafter { attempts: attempts.clone(), ..SimDrafter::new(costs, 1.0 / speed) };
     speeds.iter().map(drafter).collect()
 }
 
@@ -178,14 +178,14 @@ pub struct SimTarget {
     pub costs: CostModel,
     /// Times slower than the cost model says.
     pub slowness: f64,
-    tries: Tries,
-    pace: Pace,
+    attempts: AttemptCounters,
+    sleeper: Sleeper,
 }
 
 impl SimTarget {
-    /// A target that counts tries for itself; [`targets`] makes several that belong together.
+    /// A target that counts attempts for itself; [`targets`] makes several that belong together.
     pub fn new(costs: CostModel, slowness: f64) -> Self {
-        Self { costs, slowness, tries: Tries::default(), pace: Pace::default() }
+        Self { costs, slowness, attempts: AttemptCounters::default(), sleeper: Sleeper::default() }
     }
 }
 
@@ -202,10 +202,10 @@ impl TargetEngine for SimTarget {
 
     async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<SimFeatures, EngineError> {
         let tokens = batch.tokens();
-        let luck = self.costs.luck_of("simulated target", batch.job, &self.tries, self.costs.job_failures);
+        let noise = self.costs.noise_of("simulated target", batch.job, &self.attempts, self.costs.job_failures);
         let seconds = self.costs.extract_seconds((batch.rows * batch.width) as u64, batch.width as u64, tokens);
-        self.pace.sleep(seconds * self.slowness * luck.factor).await;
-        if luck.fails {
+        self.sleeper.sleep(seconds * self.slowness * noise.factor).await;
+        if noise.fails {
             return Err(EngineError::Failed("a simulated failure of an extraction".into()));
         }
         Ok(SimFeatures { shape: self.costs.shape(tokens), bytes: self.costs.bytes(tokens), finite: true })
@@ -225,14 +225,21 @@ pub struct SimDrafter {
     pub gradient: Option<f64>,
     /// Value of the one weight; the loss falls with it.
     pub weight: f64,
-    tries: Tries,
-    pace: Pace,
+    attempts: AttemptCounters,
+    sleeper: Sleeper,
 }
 
 impl SimDrafter {
-    /// A drafter that counts tries for itself; [`drafters`] makes several that belong together.
+    /// A drafter that counts attempts for itself; [`drafters`] makes several that belong together.
     pub fn new(costs: CostModel, slowness: f64) -> Self {
-        Self { costs, slowness, gradient: None, weight: 0.0, tries: Tries::default(), pace: Pace::default() }
+        Self {
+            costs,
+            slowness,
+            gradient: None,
+            weight: 0.0,
+            attempts: AttemptCounters::default(),
+            sleeper: Sleeper::default(),
+        }
     }
 }
 
@@ -247,9 +254,9 @@ impl DraftEngine for SimDrafter {
         features: SimFeatures,
     ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
         let tokens = features.shape.tokens;
-        let luck = self.costs.luck_of("simulated drafter", job, &self.tries, self.costs.micro_batch_failures);
-        self.pace.sleep(self.costs.micro_batch_seconds(tokens) * self.slowness * luck.factor).await;
-        if luck.fails {
+        let noise = self.costs.noise_of("simulated drafter", job, &self.attempts, self.costs.micro_batch_failures);
+        self.sleeper.sleep(self.costs.micro_batch_seconds(tokens) * self.slowness * noise.factor).await;
+        if noise.fails {
             let error = EngineError::Failed("a simulated failure of a micro-batch".into());
             return Err(MicroFailure { error, features: Some(features) });
         }
@@ -284,12 +291,12 @@ impl DraftEngine for SimDrafter {
 pub struct SimOptimizer {
     pub costs: CostModel,
     pub weight: f64,
-    pace: Pace,
+    sleeper: Sleeper,
 }
 
 impl SimOptimizer {
     pub fn new(costs: CostModel, weight: f64) -> Self {
-        Self { costs, weight, pace: Pace::default() }
+        Self { costs, weight, sleeper: Sleeper::default() }
     }
 }
 
@@ -298,8 +305,8 @@ impl Optimizer for SimOptimizer {
     type Weights = f64;
 
     async fn step(&mut self, gradients: Vec<f64>, request: StepRequest) -> Result<StepReport, EngineError> {
-        let luck = luck(self.costs.seed, "simulated step", &[request.step], self.costs.jitter, 0.0);
-        self.pace.sleep(self.costs.step_seconds() * luck.factor).await;
+        let noise = noise(self.costs.seed, "simulated step", &[request.step], self.costs.jitter, 0.0);
+        self.sleeper.sleep(self.costs.step_seconds() * noise.factor).await;
         let sum: f64 = gradients.iter().sum();
         let grad_norm = if request.denominator > 0.0 { sum / request.denominator } else { 0.0 };
         if !gradients.is_empty() {
@@ -327,7 +334,7 @@ mod tests {
     use tokio::time::Instant;
 
     /// How long each target in turn takes for the same batch, and whether it fails.
-    async fn tries(targets: &mut [SimTarget], order: &[usize]) -> Vec<(Duration, bool)> {
+    async fn attempts(targets: &mut [SimTarget], order: &[usize]) -> Vec<(Duration, bool)> {
         let batch = Arc::new(PaddedBatch { rows: 1, width: 1000, lengths: vec![900], ..PaddedBatch::default() });
         let mut seen = Vec::new();
         for &index in order {
@@ -341,11 +348,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn every_try_has_a_luck_of_its_own_whichever_target_makes_it() {
         let costs = CostModel { seconds_per_token: 0.1, jitter: 0.1, job_failures: 0.5, ..CostModel::default() };
-        let alone = tries(&mut targets(costs, &[1.0]), &[0; 8]).await;
+        let alone = attempts(&mut targets(costs, &[1.0]), &[0; 8]).await;
         let seconds: Vec<i64> = alone.iter().map(|(took, _)| took.as_millis() as i64).collect();
         assert!(seconds.windows(2).all(|pair| pair[0] != pair[1]), "{alone:?}");
         assert!(alone.iter().any(|(_, failed)| *failed) && alone.iter().any(|(_, failed)| !failed), "{alone:?}");
-        let together = tries(&mut targets(costs, &[1.0, 1.0]), &[0, 1, 1, 0, 0, 1, 0, 1]).await;
+        let together = attempts(&mut targets(costs, &[1.0, 1.0]), &[0, 1, 1, 0, 0, 1, 0, 1]).await;
         let failures = |seen: &[(Duration, bool)]| seen.iter().map(|(_, failed)| *failed).collect::<Vec<_>>();
         assert_eq!(failures(&alone), failures(&together));
         // Each target rounds for itself, by less than a tick.
@@ -356,7 +363,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn half_the_speed_is_twice_the_time() {
         let costs = CostModel { seconds_per_token: 0.1, ..CostModel::default() };
-        let seen = tries(&mut targets(costs, &[1.0, 0.5]), &[0, 1]).await;
+        let seen = attempts(&mut targets(costs, &[1.0, 0.5]), &[0, 1]).await;
         assert_eq!(seen, [(Duration::from_secs(100), false), (Duration::from_secs(200), false)]);
     }
 }

@@ -9,7 +9,7 @@ use crate::{
         engine::{EngineError, FeatureShape, TargetEngine},
         types::{JobId, PaddedBatch},
     },
-    pipeline::{self, Steering},
+    pipeline::{self, ControlHandle},
     planner::plan::{PlanError, plan_epoch},
 };
 use std::sync::{
@@ -25,7 +25,7 @@ use std::sync::{
 pub fn round_robin<T>(
     targets: Vec<T>,
     depth: usize,
-    control: Steering,
+    control: ControlHandle,
     settings: pipeline::Settings,
 ) -> Result<Vec<RoundRobin<T>>, PlanError> {
     let planner = &settings.planner;
@@ -58,7 +58,7 @@ struct Turns {
     /// Jobs that each target started first. A retry is nobody's turn.
     started: Vec<AtomicU64>,
     depth: u64,
-    control: Steering,
+    control: ControlHandle,
     settings: pipeline::Settings,
 }
 

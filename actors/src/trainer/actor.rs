@@ -5,10 +5,10 @@
 //! whoever is ready takes the next ticket. At a stop or close it takes no part of an unfinished step into the weights: those jobs
 //! stay open. After a close it makes steps as long as drafters have batches. Changed settings shape whole steps: they are in force from the next step border on. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
 
-use super::messages::{Answer, Inbox, Msg, Part, Phase, Settings, Ticket, Wishes, Work};
+use super::messages::{CheckpointReply, Contribution, Control, Inbox, Msg, Phase, Settings, Stats, Ticket};
 use super::{
-    checkpointer::Saver,
-    replica_check::{self, Comparisons},
+    checkpointer::Checkpointer,
+    replica_check::{self, ReplicaCheck},
     state::{Action, State},
     stats::Series,
 };
@@ -20,7 +20,7 @@ use crate::{
     planner,
     runtime::{
         causes::Cause,
-        fault::{Fault, Gone, Stops},
+        fault::{Fault, Gone, Shutdown},
         meter::Meter,
         trace::lifecycle,
         util::changed,
@@ -35,7 +35,7 @@ use tokio::{
 pub use super::stats::StepRecord;
 
 /// A drafter's gradient of the running step, and where its new weights go.
-type HandedIn<O> = (Part<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
+type HandedIn<O> = (Contribution<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
 
 struct Trainer<O: Optimizer> {
     /// In force for the running step.
@@ -51,59 +51,59 @@ struct Trainer<O: Optimizer> {
     phase: watch::Sender<Phase>,
     tickets: BTreeMap<usize, oneshot::Sender<Option<Ticket>>>,
     gradients: BTreeMap<usize, HandedIn<O>>,
-    comparisons: Comparisons,
+    replica_check: ReplicaCheck,
     receipts: Vec<Receipt>,
     meter: Meter,
     series: Series,
     born: Instant,
-    work: Work,
-    saver: Saver,
+    stats: Stats,
+    checkpointer: Checkpointer,
 }
 
 /// Runs until no step can follow. Every step's record goes to `records`.
 pub async fn run<O: Optimizer>(
-    mut wishes: Wishes,
+    mut control: Control,
     optimizer: O,
     inbox: Inbox<O::Gradient, O::Weights>,
     planner: planner::Handle,
     records: mpsc::Sender<StepRecord>,
-    stops: Stops,
-) -> Result<Work, Fault> {
+    shutdown: Shutdown,
+) -> Result<Stats, Fault> {
     let Inbox { mut inbox, phase } = inbox;
-    let settings = wishes.settings.borrow_and_update().clone();
+    let settings = control.settings.borrow_and_update().clone();
     let start = settings.start_step;
     let mut t = Trainer {
         state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
         trained: settings.start_micro_batches,
         optimizer,
-        saver: Saver::new(planner.clone(), start),
+        checkpointer: Checkpointer::new(planner.clone(), start),
         planner,
         records,
         phase,
         tickets: BTreeMap::new(),
         gradients: BTreeMap::new(),
-        comparisons: Comparisons::new(),
+        replica_check: ReplicaCheck::new(),
         receipts: Vec::new(),
         meter: Meter::new("trainer", 0),
         series: Series::new(),
         born: Instant::now(),
-        work: Work { step: start, ..Work::default() },
+        stats: Stats { step: start, ..Stats::default() },
         next: settings.clone(),
         settings,
     };
     t.series.begin(&t.settings);
-    let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &mut wishes, &stops)).await;
+    let ended = shutdown.abort.run_until_cancelled(t.serve(&mut inbox, &mut control, &shutdown)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
-    t.work.totals = t.meter.totals();
-    Ok(t.work)
+    t.stats.totals = t.meter.totals();
+    Ok(t.stats)
 }
 
 impl<O: Optimizer> Trainer<O> {
     async fn serve(
         &mut self,
         inbox: &mut mpsc::Receiver<Msg<O::Gradient, O::Weights>>,
-        wishes: &mut Wishes,
-        stops: &Stops,
+        control: &mut Control,
+        shutdown: &Shutdown,
     ) -> Result<(), Fault> {
         let mut actions = self.state.reconfigure(self.settings.accumulation, &self.settings.paused);
         let (mut closing, mut stopping) = (false, false);
@@ -111,16 +111,16 @@ impl<O: Optimizer> Trainer<O> {
             if self.apply(actions).await? {
                 return Ok(());
             }
-            let Self { meter, saver, .. } = self;
+            let Self { meter, checkpointer, .. } = self;
             let next = async {
                 tokio::select! {
                     biased;
-                    () = stops.stop.cancelled(), if !stopping => Event::Stop,
-                    () = stops.close.cancelled(), if !closing => Event::Close,
+                    () = shutdown.stop.cancelled(), if !stopping => Event::Stop,
+                    () = shutdown.drain.cancelled(), if !closing => Event::Close,
                     // Why it failed is logged; training goes on, and the next one comes at its time.
-                    _ = saver.written() => Event::Written,
-                    () = changed(&mut wishes.settings) => Event::Changed,
-                    Some(answer) = wishes.saves.recv() => Event::Save(answer),
+                    _ = checkpointer.written() => Event::Written,
+                    () = changed(&mut control.settings) => Event::Changed,
+                    Some(reply) = control.checkpoints.recv() => Event::Checkpoint(reply),
                     msg = inbox.recv() => Event::Msg(msg),
                 }
             };
@@ -134,14 +134,14 @@ impl<O: Optimizer> Trainer<O> {
                     self.state.on_close()
                 }
                 Event::Written => {
-                    if self.saver.is_due() {
+                    if self.checkpointer.is_due() {
                         self.save().await;
                     }
                     Vec::new()
                 }
-                Event::Changed => self.reconfigure(wishes.settings.borrow_and_update().clone()),
-                Event::Save(answer) => {
-                    if self.saver.ask(self.work.step, answer) {
+                Event::Changed => self.reconfigure(control.settings.borrow_and_update().clone()),
+                Event::Checkpoint(reply) => {
+                    if self.checkpointer.request(self.stats.step, reply) {
                         self.save().await;
                     }
                     Vec::new()
@@ -155,7 +155,7 @@ impl<O: Optimizer> Trainer<O> {
     /// What shapes a step holds from the next one on; at once where nothing of the running one has begun.
     fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
         self.next = settings;
-        if self.state.at_border() {
+        if self.state.at_boundary() {
             self.settings = self.next.clone();
         }
         self.state.reconfigure(self.next.accumulation, &self.next.paused)
@@ -167,13 +167,13 @@ impl<O: Optimizer> Trainer<O> {
                 self.tickets.insert(drafter, reply);
                 self.state.on_ticket(drafter)
             }
-            Msg::Report { ticket, order, job, report } => {
+            Msg::Report { ticket, position, job, report } => {
                 let bucket = job.spec.bucket;
                 lifecycle!("reported", job = %job.id(), step = ticket.step);
                 self.receipts.push(job.receipt);
-                self.state.on_report(&ticket, order, bucket, &report)
+                self.state.on_report(&ticket, position, bucket, &report)
             }
-            Msg::GiveBack { ticket, skipped } => self.state.on_give_back(&ticket, skipped),
+            Msg::ReturnTicket { ticket, skipped } => self.state.on_ticket_returned(&ticket, skipped),
             Msg::Gradient { drafter, step, part, reply } => {
                 self.gradients.insert(drafter, (part, reply));
                 self.state.on_gradient(drafter, step)
@@ -194,7 +194,7 @@ impl<O: Optimizer> Trainer<O> {
                         None => Some(ticket),
                     };
                     if let Some(ticket) = undelivered {
-                        actions.extend(self.state.on_give_back(&ticket, false));
+                        actions.extend(self.state.on_ticket_returned(&ticket, false));
                     }
                 }
                 Action::Refuse { drafter } => {
@@ -248,12 +248,12 @@ impl<O: Optimizer> Trainer<O> {
             checksums.extend(part.checksum.map(|checksum| (drafter, checksum)));
             replies.push((drafter, reply));
         }
-        let Self { optimizer, comparisons, .. } = self;
+        let Self { optimizer, replica_check, .. } = self;
         let published = self.meter.busy(async {
             if !checksums.is_empty()
-                && let Some(given) = replica_check::known("optimizer", optimizer.checksum().await)
+                && let Some(given) = replica_check::available("optimizer", optimizer.checksum().await)
             {
-                comparisons.compare(step, &checksums, given);
+                replica_check.compare(step, &checksums, given);
             }
             let report = optimizer.step(gradients, request).await?;
             for (drafter, reply) in replies {
@@ -265,7 +265,7 @@ impl<O: Optimizer> Trainer<O> {
         let report = published.await.map_err(|e| Fault::new("trainer", format!("step {step}: {e}")))?;
         record.grad_norm = report.grad_norm;
         record.seconds = self.born.elapsed().as_secs_f64();
-        self.work.step = step;
+        self.stats.step = step;
         self.trained += record.micro_batches;
         self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
         self.series.observe(&record, &self.settings);
@@ -278,27 +278,27 @@ impl<O: Optimizer> Trainer<O> {
     }
 
     async fn end(&mut self) -> Result<(), Fault> {
-        self.work.discarded = self.receipts.len() as u64;
+        self.stats.discarded = self.receipts.len() as u64;
         self.receipts.clear();
-        if self.saver.is_busy() {
+        if self.checkpointer.is_busy() {
             // One that fails here is made up for below.
-            let _ = self.saver.written().await;
+            let _ = self.checkpointer.written().await;
         }
-        if self.work.step > self.saver.saved() {
+        if self.stats.step > self.checkpointer.saved() {
             self.save().await;
-            self.saver.written().await.map_err(|reason| Fault::new("trainer", reason))?;
+            self.checkpointer.written().await.map_err(|reason| Fault::new("trainer", reason))?;
         }
-        self.work.checkpoint = self.saver.name().cloned();
+        self.stats.checkpoint = self.checkpointer.name().cloned();
         self.phase.send_replace(Phase::End);
         Ok(())
     }
 
     /// Begins a checkpoint of the weights as they are, or notes that one is due.
     async fn save(&mut self) {
-        if self.saver.may_begin() {
-            let step = self.work.step;
+        if self.checkpointer.may_begin() {
+            let step = self.stats.step;
             let copied = self.meter.busy(self.optimizer.save(step)).await;
-            self.saver.begin(step, copied);
+            self.checkpointer.begin(step, copied);
         }
     }
 }
@@ -309,6 +309,6 @@ enum Event<M> {
     Close,
     Written,
     Changed,
-    Save(Answer),
+    Checkpoint(CheckpointReply),
     Msg(Option<M>),
 }

@@ -4,7 +4,7 @@ use crate::{
     messages::engine::{EngineError, Writing},
     planner,
     runtime::metrics as m,
-    trainer::Answer,
+    trainer::CheckpointReply,
 };
 use metrics::{counter, gauge, histogram};
 use std::time::Duration;
@@ -12,34 +12,34 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 /// Writes checkpoints beside the steps.
-pub(crate) struct Saver {
+pub(crate) struct Checkpointer {
     planner: planner::Handle,
     /// The newest step that a checkpoint holds.
     saved: u64,
     /// The checkpoint that this run wrote last.
     name: Option<String>,
-    on_its_way: Option<OnItsWay>,
-    /// Another one was due meanwhile, and who asked for it.
+    in_flight: Option<InFlight>,
+    /// Another one was due meanwhile, and who requests for it.
     due: bool,
-    asked: Vec<Answer>,
+    requests: Vec<CheckpointReply>,
 }
 
 /// Dropping it gives the checkpoint up.
-struct OnItsWay {
+struct InFlight {
     step: u64,
     since: Instant,
-    asked: Vec<Answer>,
+    requests: Vec<CheckpointReply>,
     task: AbortOnDropHandle<Result<String, String>>,
 }
 
-impl Saver {
+impl Checkpointer {
     /// `saved` is the step that the run goes on from.
     pub fn new(planner: planner::Handle, saved: u64) -> Self {
-        Self { planner, saved, name: None, on_its_way: None, due: false, asked: Vec::new() }
+        Self { planner, saved, name: None, in_flight: None, due: false, requests: Vec::new() }
     }
 
     pub fn is_busy(&self) -> bool {
-        self.on_its_way.is_some()
+        self.in_flight.is_some()
     }
 
     /// Whether one was due while another was being written, which is now.
@@ -55,20 +55,20 @@ impl Saver {
 
     /// Somebody wants a checkpoint of `step`, the last one in the weights. Answered now where there is one, or nothing to keep;
     /// true where one has to be begun.
-    pub fn ask(&mut self, step: u64, answer: Answer) -> bool {
-        match &mut self.on_its_way {
-            Some(on_its_way) if on_its_way.step == step => on_its_way.asked.push(answer),
+    pub fn request(&mut self, step: u64, reply: CheckpointReply) -> bool {
+        match &mut self.in_flight {
+            Some(in_flight) if in_flight.step == step => in_flight.requests.push(reply),
             None if step == self.saved => {
-                // Who asked may be gone.
+                // Who requests may be gone.
                 let _ =
-                    answer.send(match step {
+                    reply.send(match step {
                         0 => Err("no step is complete yet, so there is nothing to keep; ask again after the first one"
                             .into()),
                         _ => Ok(format!("step {step}, the last one, has a checkpoint already")),
                     });
             }
             _ => {
-                self.asked.push(answer);
+                self.requests.push(reply);
                 return true;
             }
         }
@@ -92,23 +92,23 @@ impl Saver {
             planner.checkpoint(step, name.clone()).await.map_err(|gone| gone.to_string())?;
             Ok(name)
         });
-        let asked = std::mem::take(&mut self.asked);
-        self.on_its_way = Some(OnItsWay { step, since, asked, task: AbortOnDropHandle::new(task) });
+        let requests = std::mem::take(&mut self.requests);
+        self.in_flight = Some(InFlight { step, since, requests, task: AbortOnDropHandle::new(task) });
     }
 
     /// Waits until the checkpoint on its way exists or failed; for ever, where there is none. A failure costs only that
     /// checkpoint: the ones before stay.
     pub async fn written(&mut self) -> Result<(), String> {
-        let Some(OnItsWay { step, since, task, asked }) = &mut self.on_its_way else {
+        let Some(InFlight { step, since, task, requests }) = &mut self.in_flight else {
             return std::future::pending().await;
         };
         let result = task.await.unwrap_or_else(|panic| Err(panic.to_string()));
-        let (step, took, asked) = (*step, since.elapsed(), std::mem::take(asked));
-        self.on_its_way = None;
+        let (step, took, requests) = (*step, since.elapsed(), std::mem::take(requests));
+        self.in_flight = None;
         let result = self.judge(step, took, result);
-        for answer in asked {
-            // Who asked may be gone.
-            let _ = answer.send(result.clone().map(|()| format!("the checkpoint of step {step} is written")));
+        for reply in requests {
+            // Who requests may be gone.
+            let _ = reply.send(result.clone().map(|()| format!("the checkpoint of step {step} is written")));
         }
         result
     }

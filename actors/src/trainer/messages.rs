@@ -15,7 +15,7 @@ const INBOX: usize = 256;
 pub type LearningRate = Arc<dyn Fn(f64) -> f64 + Send + Sync>;
 
 /// Where the result of a checkpoint goes that somebody asked for: a sentence.
-pub type Answer = oneshot::Sender<Result<String, String>>;
+pub type CheckpointReply = oneshot::Sender<Result<String, String>>;
 
 /// What shapes the trainer's work.
 #[derive(Clone)]
@@ -38,7 +38,7 @@ pub struct Settings {
     pub max_steps: u64,
     /// Steps between checkpoints; 0 leaves only the one at the end.
     pub checkpoint_every: u64,
-    /// Steps between comparisons of the drafters' weights with those that they were given; 0 makes none.
+    /// Steps between replica_check of the drafters' weights with those that they were given; 0 makes none.
     pub replica_check_every: u64,
 }
 
@@ -52,7 +52,7 @@ pub struct Ticket {
 }
 
 /// What a drafter brings to a step.
-pub struct Part<G> {
+pub struct Contribution<G> {
     /// `None` where it trained nothing that counts.
     pub gradient: Option<G>,
     /// Of the weights that it trained with, where it was asked.
@@ -68,12 +68,12 @@ pub(super) enum Msg<G, W> {
     },
     Report {
         ticket: Ticket,
-        order: Option<u64>,
+        position: Option<u64>,
         job: Job,
         report: MicroReport,
     },
     /// The ticket could not be used; another batch will use it.
-    GiveBack {
+    ReturnTicket {
         ticket: Ticket,
         skipped: bool,
     },
@@ -81,7 +81,7 @@ pub(super) enum Msg<G, W> {
     Gradient {
         drafter: usize,
         step: u64,
-        part: Part<G>,
+        part: Contribution<G>,
         reply: oneshot::Sender<W>,
     },
     /// The drafter has no batch and will get none.
@@ -122,17 +122,23 @@ impl<G, W> Handle<G, W> {
     }
 
     /// Reports a trained micro-batch. `order` is its place in the order of all draws, where there is one.
-    pub async fn report(&self, ticket: Ticket, order: Option<u64>, job: Job, report: MicroReport) -> Result<(), Gone> {
-        self.send(Msg::Report { ticket, order, job, report }).await
+    pub async fn report(
+        &self,
+        ticket: Ticket,
+        position: Option<u64>,
+        job: Job,
+        report: MicroReport,
+    ) -> Result<(), Gone> {
+        self.send(Msg::Report { ticket, position, job, report }).await
     }
 
     /// Gives a ticket back unused. `skipped` says that its batch was given up for good.
-    pub async fn give_back(&self, ticket: Ticket, skipped: bool) -> Result<(), Gone> {
-        self.send(Msg::GiveBack { ticket, skipped }).await
+    pub async fn return_ticket(&self, ticket: Ticket, skipped: bool) -> Result<(), Gone> {
+        self.send(Msg::ReturnTicket { ticket, skipped }).await
     }
 
     /// Hands in the gradient of a step and waits for the new weights.
-    pub async fn exchange(&self, drafter: usize, step: u64, part: Part<G>) -> Result<W, Gone> {
+    pub async fn exchange(&self, drafter: usize, step: u64, part: Contribution<G>) -> Result<W, Gone> {
         let (reply, weights) = oneshot::channel();
         self.send(Msg::Gradient { drafter, step, part, reply }).await?;
         weights.await.map_err(|_| Gone("trainer"))
@@ -155,7 +161,7 @@ impl<G, W> Handle<G, W> {
 
 /// What the trainer did.
 #[derive(Clone, Debug, Default)]
-pub struct Work {
+pub struct Stats {
     pub totals: Totals,
     /// The last step that is in the weights.
     pub step: u64,
@@ -180,9 +186,9 @@ pub fn channel<G, W>(settings: &Settings) -> (Handle<G, W>, Inbox<G, W>) {
 }
 
 /// What may be asked of a trainer from outside.
-pub struct Wishes {
+pub struct Control {
     /// In force from the next step border on.
     pub settings: watch::Receiver<Settings>,
     /// Whoever wants a checkpoint of the last step, now.
-    pub saves: mpsc::Receiver<Answer>,
+    pub checkpoints: mpsc::Receiver<CheckpointReply>,
 }

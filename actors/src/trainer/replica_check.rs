@@ -13,20 +13,20 @@ pub(crate) fn is_due(settings: &Settings, step: u64) -> bool {
 }
 
 /// A checksum that could be had. One that could not costs its comparison and nothing else.
-pub(crate) fn known(who: &str, checksum: Result<Option<u64>, EngineError>) -> Option<u64> {
+pub(crate) fn available(who: &str, checksum: Result<Option<u64>, EngineError>) -> Option<u64> {
     checksum.unwrap_or_else(|error| {
         tracing::warn!("the weights of the {who} could not be compared with the others': {error}");
         None
     })
 }
 
-/// The comparisons so far.
-pub(crate) struct Comparisons {
+/// The replica_check so far.
+pub(crate) struct ReplicaCheck {
     same: Counter,
     different: Counter,
 }
 
-impl Comparisons {
+impl ReplicaCheck {
     pub(crate) fn new() -> Self {
         let of = |result| counter!(m::REPLICA_CHECKS, "result" => result);
         Self { same: of("same"), different: of("different") }

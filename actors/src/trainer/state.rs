@@ -60,8 +60,8 @@ pub struct State {
     reported: u64,
     sum: MicroReport,
     buckets: BTreeSet<BucketId>,
-    /// Where batches have an order: the places of this step's, with those that were given up and replaced by the next.
-    places: Range<u64>,
+    /// Where batches have an order: the positions of this step's, with those that were given up and replaced by the next.
+    positions: Range<u64>,
     waiting: VecDeque<usize>,
     finished: BTreeSet<usize>,
     phase: Phase,
@@ -83,7 +83,7 @@ impl State {
             reported: 0,
             sum: MicroReport::default(),
             buckets: BTreeSet::new(),
-            places: 0..(drafters * accumulation) as u64,
+            positions: 0..(drafters * accumulation) as u64,
             waiting: VecDeque::new(),
             finished: BTreeSet::new(),
             phase: Phase::Collect,
@@ -98,17 +98,17 @@ impl State {
         self.paused = paused.iter().copied().filter(|&drafter| drafter < self.drafters).collect();
         self.next_per_step = ((self.drafters - self.paused.len()).max(1) * accumulation.max(1)) as u64;
         let mut actions = Vec::new();
-        if self.at_border() && self.next_per_step != self.micro_batches_per_step {
+        if self.at_boundary() && self.next_per_step != self.micro_batches_per_step {
             self.micro_batches_per_step = self.next_per_step;
-            self.places.end = self.places.start + self.next_per_step;
-            actions.push(Action::Collect { step: self.step, below: self.places.end });
+            self.positions.end = self.positions.start + self.next_per_step;
+            actions.push(Action::Collect { step: self.step, below: self.positions.end });
         }
         actions.extend(self.decide());
         actions
     }
 
     /// Whether no ticket of the running step is out or used yet.
-    pub fn at_border(&self) -> bool {
+    pub fn at_boundary(&self) -> bool {
         self.phase == Phase::Collect && self.issued == 0
     }
 
@@ -126,17 +126,17 @@ impl State {
     pub fn on_report(
         &mut self,
         ticket: &Ticket,
-        order: Option<u64>,
+        position: Option<u64>,
         bucket: BucketId,
         report: &MicroReport,
     ) -> Vec<Action> {
         invariant!("T1", ticket.step == self.step, "a report of step {} came in step {}", ticket.step, self.step);
         invariant!(
             "T1",
-            order.is_none_or(|order| self.places.contains(&order)),
-            "the batch at {order:?} was trained in step {} of {:?}",
+            position.is_none_or(|position| self.positions.contains(&position)),
+            "the batch at {position:?} was trained in step {} of {:?}",
             self.step,
-            self.places
+            self.positions
         );
         self.reported += 1;
         self.sum.add(report);
@@ -145,13 +145,13 @@ impl State {
     }
 
     /// The ticket was not used. When its batch was given up (`skipped`), the next one in the order takes its place.
-    pub fn on_give_back(&mut self, ticket: &Ticket, skipped: bool) -> Vec<Action> {
+    pub fn on_ticket_returned(&mut self, ticket: &Ticket, skipped: bool) -> Vec<Action> {
         invariant!("T1", ticket.step == self.step && self.issued > self.reported, "a ticket came back that is not out");
         self.issued = self.issued.saturating_sub(1);
         let mut actions = Vec::new();
         if skipped {
-            self.places.end += 1;
-            actions.push(Action::Collect { step: self.step, below: self.places.end });
+            self.positions.end += 1;
+            actions.push(Action::Collect { step: self.step, below: self.positions.end });
         }
         actions.extend(self.decide());
         actions
@@ -181,8 +181,8 @@ impl State {
         self.buckets.clear();
         self.step += 1;
         self.micro_batches_per_step = self.next_per_step;
-        self.places = self.places.end..self.places.end + self.micro_batches_per_step;
-        let mut actions = vec![Action::Collect { step: self.step, below: self.places.end }];
+        self.positions = self.positions.end..self.positions.end + self.micro_batches_per_step;
+        let mut actions = vec![Action::Collect { step: self.step, below: self.positions.end }];
         actions.extend(self.decide());
         actions
     }

@@ -7,7 +7,7 @@ use crate::{
 };
 use draftmill_actors::{
     messages::types::Outcome,
-    pool::state::{Draw, Settings},
+    pool::state::{DrawPolicy, Settings},
 };
 use proptest::prelude::*;
 use std::{
@@ -91,7 +91,7 @@ fn a_close_does_not_wait_for_a_restart_and_uses_up_no_try_of_a_job() {
 /// In a fixed order the next batch may be one that no target had: what comes after it is open again.
 #[test]
 fn a_close_in_a_fixed_order_trains_up_to_the_first_gap() {
-    let pool = Settings { draw: Draw::Replay, replay_window: 12, ..World::default().pool };
+    let pool = Settings { draw_policy: DrawPolicy::Replay, replay_window: 12, ..World::default().pool };
     let world = World { pool, ..full_pool() };
     let whole = world.clone().run();
     let closed = World { close_at: Some(20 * SECOND), ..world.clone() }.run();
@@ -122,7 +122,7 @@ proptest! {
         let drafter = if faults { every(5, Wrong::Fail) } else { Breakage::default() };
         world.drafters = vec![Breakage { slowness: slow.then_some(4.0), ..drafter }; drafters];
         if ordered {
-            world.pool = Settings { draw: Draw::Replay, replay_window: 8, ..world.pool };
+            world.pool = Settings { draw_policy: DrawPolicy::Replay, replay_window: 8, ..world.pool };
         }
         let close_at = world.clone().run().took * part / 1000;
         let stop_at = stop_after.map(|after| close_at + SECOND * after);

@@ -196,7 +196,7 @@ fn a_late_result_is_dropped_and_counted_and_is_nobodys_work() {
 
 #[test]
 fn checkpoints_are_counted_by_result() {
-    let world = World { checkpoint_every: 3, bad_saves: vec![3, 9], ..World::default() };
+    let world = World { checkpoint_every: 3, bad_checkpoints: vec![3, 9], ..World::default() };
     let (counted, ended) = Counted::during(|| world.run());
     assert_eq!(counted.last(m::CHECKPOINTS, " result=failed"), 2.0);
     assert_eq!(counted.last(m::CHECKPOINTS, " result=written"), ended.ledger().checkpoints.len() as f64);
@@ -258,7 +258,7 @@ fn steps_limits_and_settings_are_told_while_the_run_goes_on() {
     assert_eq!(counted.last(m::POOL_MAX_BATCHES, ""), limits.max_batches as f64);
     assert_eq!(counted.last(m::POOL_MAX_BYTES, ""), limits.max_bytes as f64);
     // Nothing is left over at the end, and each of these moved meanwhile.
-    for name in [m::POOL_RESERVED_BATCHES, m::POOL_LOANED_BATCHES] {
+    for name in [m::POOL_RESERVED_BATCHES, m::POOL_CHECKED_OUT_BATCHES] {
         assert_eq!(counted.last(name, ""), 0.0, "{name}");
         assert!(counted.values(name, "").iter().any(|&held| held > 0.0), "{name}");
     }

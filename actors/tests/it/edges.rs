@@ -1,4 +1,4 @@
-//! Settings and moments at the edges: the smallest queues, barriers beside checkpoints, stops between jobs, uneven numbers of workers.
+//! Settings and moments at the edges: the smallest queues, barriers beside checkpoints, shutdown between jobs, uneven numbers of workers.
 
 use crate::{
     faults::{broken, long_forwards},

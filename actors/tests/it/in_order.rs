@@ -7,7 +7,7 @@ use crate::{
 use draftmill_actors::{
     messages::types::{JobId, Outcome},
     planner::ledger::MemoryLedger,
-    pool::Draw,
+    pool::DrawPolicy,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,7 +37,7 @@ fn replaying(targets: Vec<Breakage>, drafters: Vec<Breakage>) -> World {
     };
     // No engine is to blame for a job: after a kill all that were given up are open again, and come one behind the other.
     world.max_failures_in_a_row = u32::MAX;
-    world.pool.draw = Draw::Replay;
+    world.pool.draw_policy = DrawPolicy::Replay;
     world
 }
 

@@ -4,6 +4,7 @@
 
 mod checkpoints;
 mod closing;
+mod control;
 #[allow(clippy::disallowed_types, reason = "a recorder of metrics is shared by its nature")]
 mod counted;
 mod dispatcher;
@@ -18,9 +19,8 @@ mod pool;
 mod replayed;
 mod replicas;
 mod round_robin;
-mod slow_saver;
+mod slow_checkpoints;
 mod soak;
-mod steered;
 mod stragglers;
 mod tags;
 mod trace;

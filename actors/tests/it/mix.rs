@@ -4,8 +4,8 @@
 use crate::world::{Breakage, Outcomes, World, Wrong};
 use draftmill_actors::{
     messages::types::{JobSpec, Outcome},
-    planner::plan::Order,
-    pool::state::{Draw, Settings},
+    planner::plan::JobOrder,
+    pool::state::{DrawPolicy, Settings},
     runtime::random::stream_seed,
     simulated::CostModel,
 };
@@ -26,7 +26,7 @@ fn lognormal(samples: usize, seed: u64) -> Vec<u32> {
 }
 
 /// The node of the design: 5 targets, 3 drafters, jobs of 49 152 tokens, a drafter whose cost does not depend on the length.
-fn node(draw: Draw, order: Order) -> World {
+fn node(draw_policy: DrawPolicy, order: JobOrder) -> World {
     let costs = CostModel { seconds_per_token: 20e-6, seconds_per_micro_batch: 0.65, ..CostModel::default() };
     World {
         lengths: lognormal(60_000, 3),
@@ -42,7 +42,7 @@ fn node(draw: Draw, order: Order) -> World {
             max_bytes: 32 * costs.bytes(49_152),
             max_batches: 32,
             min_ready: 16,
-            draw,
+            draw_policy,
             replay_window: 32,
             start_step: 0,
             seed: 7,
@@ -151,12 +151,12 @@ fn assert_mixed(mix: &Mix, most: f64, name: &str) {
 /// shows it. Here targets get grouped lengths, and steps see all of them.
 #[test]
 fn ms_swift_10111_steps_mix_the_lengths_of_a_skewed_distribution() {
-    let spread = mix(&node(Draw::Proportional, Order::Spread));
+    let spread = mix(&node(DrawPolicy::Proportional, JobOrder::Spread));
     let rarest = spread.shares.iter().copied().fold(1.0, f64::min);
     assert!((0.008..0.013).contains(&rarest), "the rarest bucket has about 1 %: {:.3?}", spread.shares);
     assert_mixed(&spread, 2.0, "spread + proportional");
 
-    let shuffled = mix(&node(Draw::Uniform, Order::Shuffle));
+    let shuffled = mix(&node(DrawPolicy::Uniform, JobOrder::Shuffle));
     shuffled.report("shuffle + uniform");
     let (ours, theirs) = (deviation(&spread.mean_lengths()), deviation(&shuffled.mean_lengths()));
     assert!(ours <= 0.75 * theirs, "a step's mean length deviates by {ours:.1} tokens, {theirs:.1} by chance alone");
@@ -164,7 +164,7 @@ fn ms_swift_10111_steps_mix_the_lengths_of_a_skewed_distribution() {
     assert!(shuffled.worst_share(50) > 5.0 && shuffled.distinct_buckets() < 6.2);
 
     // Replay fixes the order and gives up the proportions; a bucket still never strays as far as by chance.
-    let replayed = mix(&node(Draw::Replay, Order::Spread));
+    let replayed = mix(&node(DrawPolicy::Replay, JobOrder::Spread));
     replayed.report("spread + replay");
     assert!(replayed.worst_share(50) < 0.7 * shuffled.worst_share(50));
     assert!(correlation(&replayed.mean_lengths()) <= 0.1);
@@ -173,12 +173,12 @@ fn ms_swift_10111_steps_mix_the_lengths_of_a_skewed_distribution() {
 /// Rare lengths must not pile up at the end, where the pool drains.
 #[test]
 fn the_last_tenth_of_an_epoch_has_the_mix_of_the_whole() {
-    for draw in [Draw::Proportional, Draw::Uniform, Draw::Replay] {
-        let Mix { steps, shares } = mix(&node(draw, Order::Spread));
+    for draw_policy in [DrawPolicy::Proportional, DrawPolicy::Uniform, DrawPolicy::Replay] {
+        let Mix { steps, shares } = mix(&node(draw_policy, JobOrder::Spread));
         let tenth = Mix { steps: steps[steps.len() * 9 / 10..].to_vec(), shares };
         let strays = tenth.worst_share(tenth.steps.len());
-        let most = if draw == Draw::Proportional { 2.0 } else { 8.0 };
-        assert!(strays <= most, "{draw:?}: {strays:.2} batches of {}", tenth.steps.len() * STEP);
+        let most = if draw_policy == DrawPolicy::Proportional { 2.0 } else { 8.0 };
+        assert!(strays <= most, "{draw_policy:?}: {strays:.2} batches of {}", tenth.steps.len() * STEP);
     }
 }
 
@@ -190,7 +190,7 @@ fn the_mix_does_not_depend_on_who_is_slow() {
     let slow = Breakage { slowness: Some(3.0), ..Breakage::default() };
     let failing = Breakage { every: Some((9, Wrong::Fail)), ..Breakage::default() };
     for seconds_per_token in [10e-6, 66e-6, 200e-6] {
-        let mut world = World { epochs: 3, max_attempts: 100, ..node(Draw::Proportional, Order::Spread) };
+        let mut world = World { epochs: 3, max_attempts: 100, ..node(DrawPolicy::Proportional, JobOrder::Spread) };
         world.lengths.truncate(20_000);
         world.costs.seconds_per_token = seconds_per_token;
         (world.pool.max_batches, world.pool.min_ready) = (24, 8);

@@ -1,9 +1,9 @@
-//! Whole runs on paused time: every job ends exactly once, waits are where they should be, stops and resumes lose nothing.
+//! Whole runs on paused time: every job ends exactly once, waits are where they should be, shutdown and resumes lose nothing.
 
 use crate::world::{Breakage, World, Wrong};
 use draftmill_actors::{
     messages::types::Outcome,
-    pool::state::{Draw, Settings},
+    pool::state::{DrawPolicy, Settings},
     runtime::{causes::Cause, meter::Totals},
 };
 use proptest::prelude::*;
@@ -88,8 +88,8 @@ fn specforge_656_nothing_stays_behind_in_the_pool() {
     let limit = world.pool;
     let ended = world.run();
     let report = ended.report();
-    assert!(report.pool.bytes <= limit.max_bytes, "L1: {} bytes", report.pool.bytes);
-    assert!(report.pool.batches <= limit.max_batches, "L1: {} batches", report.pool.batches);
+    assert!(report.pool.peak_bytes <= limit.max_bytes, "L1: {} bytes", report.pool.peak_bytes);
+    assert!(report.pool.peak_batches <= limit.max_batches, "L1: {} batches", report.pool.peak_batches);
     assert_eq!(report.jobs.unfinished, 0);
 }
 
@@ -119,7 +119,7 @@ fn torchspec_42_everything_at_once_stays_within_the_pool() {
     (world.pool.max_bytes, world.pool.max_batches) = (200_000, 1000);
     let ended = world.clone().run();
     assert_all_trained(&world, &ended, 1);
-    let peak = ended.report().pool.bytes;
+    let peak = ended.report().pool.peak_bytes;
     assert!((160_000..=200_000).contains(&peak), "the promise is used and kept: {peak}");
 }
 
@@ -271,7 +271,7 @@ fn lhotse_785_planning_for_a_look_changes_nothing() {
     let settings = draftmill_actors::planner::plan::PlanSettings {
         seed: 1,
         job_tokens: 1000,
-        order: draftmill_actors::planner::plan::Order::Spread,
+        order: draftmill_actors::planner::plan::JobOrder::Spread,
         bounds: draftmill_actors::planner::buckets::optimal_bounds(&world.lengths, 4),
     };
     let looked: Vec<_> =
@@ -313,18 +313,20 @@ fn a_failed_micro_batch_gives_its_ticket_and_its_batch_back_and_is_trained() {
         let (_, full) = ended.records.split_last().unwrap();
         let size = world.accumulation * world.drafters.len();
         assert!(full.iter().all(|r| r.micro_batches as usize == size), "T1");
-        assert!(ended.report().pool.bytes <= world.pool.max_bytes, "L1");
+        assert!(ended.report().pool.peak_bytes <= world.pool.max_bytes, "L1");
     }
 }
 
 #[test]
 fn a_batch_that_no_drafter_can_train_is_skipped_with_its_reason_after_max_attempts() {
     let poison = Breakage { poison: Some(7), ..Breakage::default() };
-    for (draw, drafters) in [(Draw::Proportional, 1), (Draw::Replay, 1), (Draw::Uniform, 3), (Draw::Replay, 3)] {
+    for (draw_policy, drafters) in
+        [(DrawPolicy::Proportional, 1), (DrawPolicy::Replay, 1), (DrawPolicy::Uniform, 3), (DrawPolicy::Replay, 3)]
+    {
         // The batches are broken, not the drafters: chance may draw several of them in a row.
         let drafters = vec![poison.clone(); drafters];
         let mut world = World { drafters, max_skip_fraction: 1.0, max_failures_in_a_row: 100, ..World::default() };
-        world.pool.draw = draw;
+        world.pool.draw_policy = draw_policy;
         let ended = world.run();
         let all: usize = ended.ledger().plans.iter().map(|p| p.jobs.len()).sum();
         assert_eq!(ended.outcomes().len(), all);

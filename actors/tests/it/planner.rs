@@ -9,10 +9,10 @@ use draftmill_actors::{
     planner::{
         self, Settings,
         ledger::{Ledger, Note},
-        plan::{Order, Plan, PlanSettings},
+        plan::{JobOrder, Plan, PlanSettings},
     },
-    pool::{self, Draw},
-    runtime::fault::Stops,
+    pool::{self, DrawPolicy},
+    runtime::fault::Shutdown,
 };
 use std::{
     sync::{Arc, mpsc::Receiver},
@@ -71,7 +71,7 @@ async fn jobs_leave_while_the_disk_is_busy_and_a_checkpoint_waits_for_every_outc
 
 async fn beside_a_slow_disk() {
     let settings = Settings {
-        plan: PlanSettings { seed: 1, job_tokens: 10, order: Order::Spread, bounds: vec![10] },
+        plan: PlanSettings { seed: 1, job_tokens: 10, order: JobOrder::Spread, bounds: vec![10] },
         lengths: Arc::from([10; 8]),
         epochs: 1,
         epoch_barrier: false,
@@ -81,11 +81,11 @@ async fn beside_a_slow_disk() {
     let (wrote, mut written) = mpsc::channel(16);
     let (handle, inbox) = planner::channel();
     let (feed, mut fed) = mpsc::channel(1);
-    let (course, _seen) = pool::course(&pool::Settings {
+    let (course, _seen) = pool::plan_notices(&pool::Settings {
         max_bytes: 1000,
         max_batches: 8,
         min_ready: 1,
-        draw: Draw::Uniform,
+        draw_policy: DrawPolicy::Uniform,
         replay_window: 0,
         start_step: 0,
         seed: 1,
@@ -98,7 +98,7 @@ async fn beside_a_slow_disk() {
         feed,
         course,
         mpsc::channel(1).1,
-        Stops::default(),
+        Shutdown::default(),
     ));
 
     let first = job(&mut fed).await;

@@ -2,7 +2,7 @@
 
 use draftmill_actors::{
     messages::types::JobId,
-    pool::state::{Action, Draw, Entry, Settings, State},
+    pool::state::{Action, DrawPolicy, Entry, Settings, State},
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -44,7 +44,7 @@ struct Model {
     next: u64,
     asked: BTreeMap<u64, u64>,
     granted: Vec<u64>,
-    loaned: Vec<Entry<u64>>,
+    checked_out: Vec<Entry<u64>>,
     ready: BTreeSet<u64>,
     ready_bytes: u64,
     draws: BTreeSet<u64>,
@@ -69,7 +69,7 @@ impl Model {
             next: 0,
             asked: BTreeMap::new(),
             granted: Vec::new(),
-            loaned: Vec::new(),
+            checked_out: Vec::new(),
             ready: BTreeSet::new(),
             ready_bytes: 0,
             draws: BTreeSet::new(),
@@ -111,7 +111,7 @@ impl Model {
                         self.returned.remove(&batch);
                         assert!(self.given.insert(batch), "D1: batch {batch} was given twice");
                         self.ready_bytes -= bytes;
-                        self.loaned.push(entry);
+                        self.checked_out.push(entry);
                         self.state.on_delivered()
                     };
                     leaving += more.iter().filter(|a| matches!(a, Action::Give { .. })).count();
@@ -119,30 +119,30 @@ impl Model {
                 }
                 Action::NoMore { request } => {
                     assert!(self.draws.remove(&request) && self.ready.is_empty());
-                    assert!(self.loaned.is_empty(), "told that there is no more while a batch may come back");
+                    assert!(self.checked_out.is_empty(), "told that there is no more while a batch may come back");
                     self.ended += 1;
                 }
                 Action::Drained => {
-                    assert!(self.ready.is_empty() && self.loaned.is_empty(), "L3: {} left", self.ready.len());
+                    assert!(self.ready.is_empty() && self.checked_out.is_empty(), "L3: {} left", self.ready.len());
                     self.drained += 1;
                 }
             }
         }
         let bytes =
-            self.granted.iter().sum::<u64>() + self.ready_bytes + self.loaned.iter().map(|e| e.bytes).sum::<u64>();
+            self.granted.iter().sum::<u64>() + self.ready_bytes + self.checked_out.iter().map(|e| e.bytes).sum::<u64>();
         assert_eq!(leaving, 0);
-        assert_eq!(self.state.held().bytes(), bytes, "accounting follows a batch through every owner");
+        assert_eq!(self.state.occupancy().bytes(), bytes, "accounting follows a batch through every owner");
         assert!(bytes <= self.settings.max_bytes.max(self.ceiling.0), "L1");
         let batches = self.granted.len() + self.ready.len() - self.returned.len();
         assert!(batches <= self.settings.max_batches.max(self.ceiling.1), "L1");
         self.ceiling = (self.ceiling.0.min(bytes), self.ceiling.1.min(batches));
-        let ready = self.state.held().ready_batches;
+        let ready = self.state.occupancy().ready_batches;
         assert!(self.draws.is_empty() || ready < self.settings.min_ready.max(1), "{ready} are ready, and a draw waits");
-        let room = |&&bytes: &&u64| self.state.held().bytes() + bytes <= self.settings.max_bytes;
+        let room = |&&bytes: &&u64| self.state.occupancy().bytes() + bytes <= self.settings.max_bytes;
         let first = self.asked.values().next().filter(room);
         assert!(first.is_none() || batches >= self.settings.max_batches, "there is room, and a reservation waits");
-        assert_eq!(self.state.held().batches(), batches);
-        assert_eq!(self.state.held().loaned_batches, self.loaned.len());
+        assert_eq!(self.state.occupancy().batches(), batches);
+        assert_eq!(self.state.occupancy().checked_out_batches, self.checked_out.len());
     }
 
     fn step(&mut self, event: Event) {
@@ -169,21 +169,21 @@ impl Model {
                 }
                 self.state.on_draw(self.next)
             }
-            Event::Done(i) if !self.loaned.is_empty() => {
-                let entry = self.loaned.swap_remove(i % self.loaned.len());
+            Event::Done(i) if !self.checked_out.is_empty() => {
+                let entry = self.checked_out.swap_remove(i % self.checked_out.len());
                 self.state.on_done(entry.bytes)
             }
-            Event::GiveBack(i) if !self.loaned.is_empty() => {
-                let entry = self.loaned.swap_remove(i % self.loaned.len());
+            Event::GiveBack(i) if !self.checked_out.is_empty() => {
+                let entry = self.checked_out.swap_remove(i % self.checked_out.len());
                 self.given.remove(&entry.batch);
                 self.ready.insert(entry.batch);
                 self.returned.insert(entry.batch);
                 self.ready_bytes += entry.bytes;
-                self.state.on_given_back(entry)
+                self.state.on_returned(entry)
             }
             Event::Reconfigure(settings) => {
                 self.settings = settings;
-                self.ceiling = (self.state.held().bytes(), self.state.held().batches());
+                self.ceiling = (self.state.occupancy().bytes(), self.state.occupancy().batches());
                 self.state.reconfigure(settings)
             }
             _ => return,
@@ -198,7 +198,7 @@ fn settings() -> impl Strategy<Value = Settings> {
         max_bytes,
         max_batches,
         min_ready,
-        draw: if uniform { Draw::Uniform } else { Draw::Proportional },
+        draw_policy: if uniform { DrawPolicy::Uniform } else { DrawPolicy::Proportional },
         replay_window: 1,
         start_step: 0,
         seed,
@@ -220,7 +220,7 @@ proptest! {
         for _ in 0..10_000 {
             if !m.granted.is_empty() {
                 m.step(Event::Fill(0, 1));
-            } else if !m.loaned.is_empty() {
+            } else if !m.checked_out.is_empty() {
                 m.step(Event::Done(0));
             } else if !m.asked.is_empty() {
                 m.step(Event::Draw);
@@ -228,13 +228,13 @@ proptest! {
                 break;
             }
         }
-        prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.loaned.is_empty(), "a request waits for ever");
+        prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.checked_out.is_empty(), "a request waits for ever");
         m.draining = true;
         m.next += 1;
         let actions = m.state.on_drain(true, 0);
         m.apply(actions);
         for turn in 0..10_000 {
-            if m.ready.is_empty() && m.loaned.is_empty() {
+            if m.ready.is_empty() && m.checked_out.is_empty() {
                 break;
             }
             m.step(Event::Draw);
@@ -246,16 +246,16 @@ proptest! {
         let before = m.ended;
         m.step(Event::Draw);
         prop_assert_eq!(m.ended, before + 1, "a draw after the end is answered at once");
-        while !m.loaned.is_empty() {
+        while !m.checked_out.is_empty() {
             m.step(Event::Done(0));
         }
-        prop_assert_eq!(m.state.held().bytes(), 0);
+        prop_assert_eq!(m.state.occupancy().bytes(), 0);
     }
 
     /// Reverb's size test ignored the minimum: here no draw is answered below it, and every one at it.
     #[test]
     fn a_draw_is_answered_exactly_at_min_ready(min_ready in 1_usize..10, seed in any::<u64>()) {
-        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw: Draw::Uniform, replay_window: 1, start_step: 0, seed };
+        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw_policy: DrawPolicy::Uniform, replay_window: 1, start_step: 0, seed };
         let mut m = Model::new(settings);
         m.step(Event::Draw);
         for i in 0..min_ready {
@@ -267,12 +267,12 @@ proptest! {
     }
 }
 
-fn filled(draw: Draw, seed: u64, depth: usize) -> State<u64> {
+fn filled(draw_policy: DrawPolicy, seed: u64, depth: usize) -> State<u64> {
     let settings = Settings {
         max_bytes: u64::MAX,
         max_batches: usize::MAX,
         min_ready: 1,
-        draw,
+        draw_policy,
         replay_window: 1,
         start_step: 0,
         seed,
@@ -288,7 +288,7 @@ fn filled(draw: Draw, seed: u64, depth: usize) -> State<u64> {
 
 #[test]
 fn ms_swift_10111_proportional_draws_keep_the_plans_mix_in_every_window() {
-    let mut state = filled(Draw::Proportional, 5, 600);
+    let mut state = filled(DrawPolicy::Proportional, 5, 600);
     let mut drawn = Vec::new();
     for request in 0..900 {
         for action in state.on_draw(10_000 + request) {
@@ -310,7 +310,7 @@ fn ms_swift_10111_proportional_draws_keep_the_plans_mix_in_every_window() {
 fn uniform_draws_choose_every_batch_equally_often() {
     let mut counts = [0_u32; 6];
     for seed in 0..6000 {
-        let mut state = filled(Draw::Uniform, seed, 2);
+        let mut state = filled(DrawPolicy::Uniform, seed, 2);
         for action in state.on_draw(99) {
             if let Action::Give { entry, .. } = action {
                 counts[entry.batch as usize] += 1;
@@ -326,9 +326,16 @@ fn uniform_draws_choose_every_batch_equally_often() {
 /// told, and then the minimum no longer counts; a batch that comes back meanwhile is given again.
 #[test]
 fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
-    for draw in [Draw::Uniform, Draw::Proportional] {
-        let settings =
-            Settings { max_bytes: 1000, max_batches: 20, min_ready: 8, draw, replay_window: 1, start_step: 0, seed: 1 };
+    for draw_policy in [DrawPolicy::Uniform, DrawPolicy::Proportional] {
+        let settings = Settings {
+            max_bytes: 1000,
+            max_batches: 20,
+            min_ready: 8,
+            draw_policy,
+            replay_window: 1,
+            start_step: 0,
+            seed: 1,
+        };
         let mut m = Model::new(settings);
         for _ in 0..20 {
             m.step(Event::Reserve(10));
@@ -345,10 +352,10 @@ fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
         // The last draw waits for what may come back, and gets it.
         m.step(Event::GiveBack(3));
         assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 0, 0));
-        while !m.loaned.is_empty() {
+        while !m.checked_out.is_empty() {
             m.step(Event::Done(0));
         }
         m.step(Event::Draw);
-        assert_eq!((m.drained, m.ended, m.state.held().bytes()), (1, 1, 0));
+        assert_eq!((m.drained, m.ended, m.state.occupancy().bytes()), (1, 1, 0));
     }
 }

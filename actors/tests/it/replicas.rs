@@ -1,4 +1,4 @@
-//! Comparisons of the drafters' weights with those that they were given: when they are made, and what they find.
+//! ReplicaCheck of the drafters' weights with those that they were given: when they are made, and what they find.
 
 use crate::{
     counted::Counted,
@@ -6,7 +6,7 @@ use crate::{
 };
 use draftmill_actors::runtime::metrics as m;
 
-/// Comparisons that found no difference, and those that found one.
+/// ReplicaCheck that found no difference, and those that found one.
 fn compared(world: World) -> (Outcomes, f64, f64) {
     let (counted, ended) = Counted::during(|| world.run());
     ended.report();

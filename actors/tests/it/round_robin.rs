@@ -1,10 +1,10 @@
 //! Round-robin compared with pulling: with a target of half speed, the others wait for it.
 
 use draftmill_actors::{
-    pipeline::{self, Parts, Report, Settings, Steering},
+    pipeline::{self, ControlHandle, Parts, Report, Settings},
     planner::ledger::MemoryLedger,
     pool,
-    runtime::{causes::Cause, fault::Stops},
+    runtime::{causes::Cause, fault::Shutdown},
     simulated::{self as sim, CostModel, SimOptimizer, SimSource},
 };
 use std::{sync::Arc, time::Duration};
@@ -18,7 +18,7 @@ fn run(depth: Option<usize>, costs: CostModel) -> (Duration, Report<MemoryLedger
     settings.pool = pool::Settings { max_bytes: 1 << 30, ..settings.pool };
     let (records, mut recorded) = mpsc::channel(16);
     let targets = sim::targets(costs, &[1.0, 0.5, 1.0, 1.0, 1.0]);
-    let (control, inbox) = Steering::new(&settings);
+    let (control, inbox) = ControlHandle::new(&settings);
     let (optimizer, source) = (SimOptimizer::new(costs, 0.0), Arc::new(SimSource { lengths }));
     let (drafters, ledger) = (sim::drafters(costs, &[1.0; 2]), MemoryLedger::default());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
@@ -28,12 +28,12 @@ fn run(depth: Option<usize>, costs: CostModel) -> (Duration, Report<MemoryLedger
         let report = match depth {
             None => {
                 let parts = Parts { targets, drafters, optimizer, source, ledger, records };
-                pipeline::run_steered(settings, parts, inbox, Stops::default()).await
+                pipeline::run_with_control(settings, parts, inbox, Shutdown::default()).await
             }
             Some(depth) => {
                 let targets = sim::round_robin(targets, depth, control, settings.clone()).unwrap();
                 let parts = Parts { targets, drafters, optimizer, source, ledger, records };
-                pipeline::run_steered(settings, parts, inbox, Stops::default()).await
+                pipeline::run_with_control(settings, parts, inbox, Shutdown::default()).await
             }
         };
         (born.elapsed(), report.unwrap())

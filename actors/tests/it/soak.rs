@@ -2,12 +2,12 @@
 //! job, and in the end it holds no more memory and no more tasks than in the beginning.
 
 use crate::{
-    steered::any_settings,
+    control::any_settings,
     world::{Breakage, Outcomes, World, Wrong},
 };
 use draftmill_actors::{
     messages::types::{JobId, Outcome},
-    pipeline::{Settings, Steering},
+    pipeline::{ControlHandle, Settings},
     planner::{
         ledger::{Ledger, Note},
         plan::Plan,
@@ -132,8 +132,8 @@ fn node(rng: &mut ChaCha8Rng) -> World {
         costs: CostModel { seconds_per_micro_batch: 2.0, ..World::default().costs },
         epochs: EPOCHS,
         checkpoint_every: 25,
-        save_takes: Duration::from_secs(7),
-        bad_saves: (1..40).map(|n| n * 100).collect(),
+        checkpoint_takes: Duration::from_secs(7),
+        bad_checkpoints: (1..40).map(|n| n * 100).collect(),
         max_skip_fraction: 1.0,
         max_restarts: 1_000_000,
         forgetful: true,
@@ -148,7 +148,7 @@ fn soak(seed: u64) -> (Outcomes<Tally>, Vec<Look>) {
     let world = node(&mut rng);
     let looks: Arc<[[AtomicI64; 2]]> = (0..HOURS).map(|_| [AtomicI64::new(0), AtomicI64::new(0)]).collect();
     let seen = looks.clone();
-    let steer = move |steering: Steering, base: Settings| {
+    let control = move |handle: ControlHandle, base: Settings| {
         let (mut rng, seen) = (rng.clone(), seen.clone());
         Box::pin(async move {
             for look in seen.iter() {
@@ -157,10 +157,10 @@ fn soak(seed: u64) -> (Outcomes<Tally>, Vec<Look>) {
                     sleep(Duration::from_millis(rng.random_range(100..40_000))).await;
                     let mut settings = any_settings(&base, &mut rng, 4);
                     settings.max_restarts = base.max_restarts;
-                    steering.change(&settings);
+                    handle.change(&settings);
                     if rng.random_range(0..4) == 0 {
                         let (answer, answered) = oneshot::channel();
-                        let _ = steering.checkpoint(answer);
+                        let _ = handle.checkpoint(answer);
                         tokio::spawn(answered);
                     }
                 }
@@ -168,17 +168,17 @@ fn soak(seed: u64) -> (Outcomes<Tally>, Vec<Look>) {
                 let mut quiet = base.clone();
                 quiet.dispatcher.paused = true;
                 quiet.pool.min_ready = 0;
-                steering.change(&quiet);
+                handle.change(&quiet);
                 sleep(Duration::from_secs(500)).await;
                 let Look { bytes, tasks } = Look::now();
                 look[0].store(bytes, Relaxed);
                 look[1].store(tasks as i64, Relaxed);
-                steering.change(&base);
+                handle.change(&base);
             }
             std::future::pending().await
         }) as std::pin::Pin<Box<dyn Future<Output = ()> + Send>>
     };
-    let ended = World { steer: Some(Arc::new(steer)), ..world }.run_with(Tally::default(), 0);
+    let ended = World { control: Some(Arc::new(control)), ..world }.run_with(Tally::default(), 0);
     let looks =
         looks.iter().map(|[bytes, tasks]| Look { bytes: bytes.load(Relaxed), tasks: tasks.load(Relaxed) as usize });
     (ended, looks.collect())

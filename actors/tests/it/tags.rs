@@ -15,10 +15,10 @@ use draftmill_actors::{
         self,
         buckets::optimal_bounds,
         ledger::MemoryLedger,
-        plan::{Order, PlanSettings, plan_epoch},
+        plan::{JobOrder, PlanSettings, plan_epoch},
     },
-    pool::{self, Draw},
-    runtime::fault::Stops,
+    pool::{self, DrawPolicy},
+    runtime::fault::Shutdown,
     simulated::{CostModel, SimOptimizer},
     trainer,
 };
@@ -152,7 +152,7 @@ impl DraftEngine for Judge {
 /// Trains some hundred jobs on drafters that take so many milliseconds for each.
 fn train(millis: u64) -> (u64, Arc<Seen>) {
     let lengths: Arc<[u32]> = (0..500).map(|i| 10 + (i * 37) % 300).collect();
-    let plan = PlanSettings { seed: 3, job_tokens: 1000, order: Order::Spread, bounds: optimal_bounds(&lengths, 4) };
+    let plan = PlanSettings { seed: 3, job_tokens: 1000, order: JobOrder::Spread, bounds: optimal_bounds(&lengths, 4) };
     let jobs = plan_epoch(&lengths, &plan, 0).unwrap().jobs;
     let tags: BTreeMap<JobId, u64> = jobs.iter().map(|j| (j.id, tag(&Numbered.pad(j).unwrap().ids))).collect();
     let (tags, seen) = (Arc::new(tags), Arc::<Seen>::default());
@@ -166,7 +166,7 @@ fn train(millis: u64) -> (u64, Arc<Seen>) {
             straggler_factor: 1.5,
             ..base.dispatcher
         },
-        pool: pool::Settings { max_bytes: 64, max_batches: 8, draw: Draw::Uniform, ..base.pool },
+        pool: pool::Settings { max_bytes: 64, max_batches: 8, draw_policy: DrawPolicy::Uniform, ..base.pool },
         trainer: trainer::Settings { drafters: 3, ..base.trainer },
         prefetch: 2,
         ..base
@@ -186,7 +186,7 @@ fn train(millis: u64) -> (u64, Arc<Seen>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     let report = runtime.block_on(async {
         tokio::spawn(async move { while recorded.recv().await.is_some() {} });
-        pipeline::run(settings, parts, Stops::default()).await.unwrap()
+        pipeline::run(settings, parts, Shutdown::default()).await.unwrap()
     });
     assert_eq!(report.jobs.trained as usize, tags.len());
     assert_eq!(seen.trained.load(Relaxed), report.jobs.trained);

@@ -142,11 +142,11 @@ impl Outside {
                     }
                     Fate::Back => {
                         self.pool.insert(place);
-                        self.state.on_give_back(&ticket, false)
+                        self.state.on_ticket_returned(&ticket, false)
                     }
                     Fate::Skipped => {
                         self.skipped.insert(place);
-                        self.state.on_give_back(&ticket, true)
+                        self.state.on_ticket_returned(&ticket, true)
                     }
                 }
             }

@@ -1,20 +1,20 @@
 //! The test world: a whole pipeline with simulated engines on paused time, and knobs that break one part of it.
 
-use crate::slow_saver::SlowSaver;
+use crate::slow_checkpoints::SlowSaver;
 use draftmill_actors::{
     dispatcher,
     messages::{
         engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
         types::{JobId, Outcome, PaddedBatch},
     },
-    pipeline::{self, Parts, Report, Steering},
+    pipeline::{self, ControlHandle, Parts, Report},
     planner::{
         self,
         ledger::{Ledger, MemoryLedger},
-        plan::{Order, PlanSettings},
+        plan::{JobOrder, PlanSettings},
     },
     pool,
-    runtime::fault::{Fault, Kill, Stops},
+    runtime::fault::{FailAtPoll, Fault, Shutdown},
     simulated::{CostModel, SimDrafter, SimFeatures, SimOptimizer, SimSource, SimTarget},
     trainer::{self, StepRecord},
 };
@@ -38,7 +38,7 @@ pub struct World {
     pub job_tokens: u32,
     /// Longest sample of each bucket; empty: four buckets by the optimum.
     pub bounds: Vec<u32>,
-    pub order: Order,
+    pub order: JobOrder,
     pub targets: Vec<Breakage>,
     pub drafters: Vec<Breakage>,
     pub costs: CostModel,
@@ -53,16 +53,16 @@ pub struct World {
     pub max_restarts: u32,
     pub straggler_factor: f64,
     pub offer_stragglers: bool,
-    pub kill: Option<Kill>,
+    pub fail_at_poll: Option<FailAtPoll>,
     pub pool: pool::Settings,
     pub queue_jobs: usize,
     pub pad_ahead: usize,
     pub prefetch: usize,
     /// Time that the writing of a checkpoint takes.
-    pub save_takes: Duration,
+    pub checkpoint_takes: Duration,
     pub replica_check_every: u64,
     /// Steps whose checkpoint cannot be written, each once.
-    pub bad_saves: Vec<u64>,
+    pub bad_checkpoints: Vec<u64>,
     /// Asks for an orderly end at this time.
     pub stop_at: Option<Duration>,
     /// Asks for an end that trains what is in the pool.
@@ -71,13 +71,14 @@ pub struct World {
     /// Counts what each target has extracted.
     pub counts: Vec<Arc<AtomicU64>>,
     /// Somebody steers.
-    pub steer: Option<Steer>,
+    pub control: Option<ControlScript>,
     /// Keeps no record but the last.
     pub forgetful: bool,
 }
 
 /// Steers a mill that began with these settings, for as long as it runs.
-pub type Steer = Arc<dyn Fn(Steering, pipeline::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
+pub type ControlScript =
+    Arc<dyn Fn(ControlHandle, pipeline::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
 /// How an engine of the world misbehaves.
 #[derive(Clone, Default)]
@@ -119,7 +120,7 @@ impl Default for World {
             lengths: (0..400).map(|i| 10 + (i * 37) % 300).collect(),
             job_tokens: 1000,
             bounds: Vec::new(),
-            order: Order::Spread,
+            order: JobOrder::Spread,
             targets: vec![Breakage::default(); 3],
             drafters: vec![Breakage::default(); 2],
             costs: CostModel { taps: 2, hidden_size: 8, ..CostModel::default() },
@@ -135,18 +136,18 @@ impl Default for World {
             max_restarts: 3,
             straggler_factor: 4.0,
             offer_stragglers: true,
-            kill: None,
+            fail_at_poll: None,
             pool: pipeline::Settings::for_test([]).pool,
             queue_jobs: 8,
             pad_ahead: 2,
             prefetch: 1,
-            save_takes: Duration::ZERO,
-            bad_saves: Vec::new(),
+            checkpoint_takes: Duration::ZERO,
+            bad_checkpoints: Vec::new(),
             stop_at: None,
             close_at: None,
             abort_at: None,
             counts: Vec::new(),
-            steer: None,
+            control: None,
             forgetful: false,
         }
     }
@@ -244,7 +245,7 @@ impl World {
             prefetch: self.prefetch,
             max_failures_in_a_row: self.max_failures_in_a_row,
             max_restarts: self.max_restarts,
-            kill: self.kill.clone(),
+            fail_at_poll: self.fail_at_poll.clone(),
             ..base
         };
         let (records, mut recorded) = mpsc::channel(16);
@@ -259,19 +260,20 @@ impl World {
             drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
             optimizer: SlowSaver {
                 inner: SimOptimizer::new(self.costs, 0.0),
-                takes: self.save_takes,
-                bad: self.bad_saves.clone(),
+                takes: self.checkpoint_takes,
+                bad: self.bad_checkpoints.clone(),
             },
             source: Arc::new(SimSource { lengths }),
             ledger,
             records,
         };
-        let stops = Stops::default();
+        let shutdown = Shutdown::default();
         let started = Instant::now();
-        let (steering, steered) = Steering::new(&settings);
-        let steering = self.steer.clone().map(|steer| tokio::spawn(steer(steering, settings.clone())));
-        let run = tokio::spawn(pipeline::run_steered(settings, parts, steered, stops.clone()));
-        let tokens = [(self.close_at, &stops.close), (self.stop_at, &stops.stop), (self.abort_at, &stops.abort)];
+        let (handle, controlled) = ControlHandle::new(&settings);
+        let handle = self.control.clone().map(|control| tokio::spawn(control(handle, settings.clone())));
+        let run = tokio::spawn(pipeline::run_with_control(settings, parts, controlled, shutdown.clone()));
+        let tokens =
+            [(self.close_at, &shutdown.drain), (self.stop_at, &shutdown.stop), (self.abort_at, &shutdown.abort)];
         for (after, token) in tokens {
             let (Some(after), token) = (after, token.clone()) else { continue };
             tokio::spawn(async move {
@@ -292,9 +294,9 @@ impl World {
         let days = Duration::from_secs(10 * 24 * 3600);
         let result = tokio::time::timeout(days, run).await.expect("the run hangs").expect("the mill panicked");
         let took = started.elapsed();
-        if let Some(steering) = steering {
-            steering.abort();
-            if let Err(error) = steering.await {
+        if let Some(handle) = handle {
+            handle.abort();
+            if let Err(error) = handle.await {
                 assert!(error.is_cancelled(), "whoever steers panicked: {error}");
             }
         }
