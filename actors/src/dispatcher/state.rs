@@ -20,7 +20,7 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// What the loop must do.
+/// Action for the loop.
 #[derive(Debug)]
 pub enum Action {
     Pad(JobSpec),
@@ -33,7 +33,7 @@ pub enum Action {
     NoMore {
         pull: PullId,
     },
-    /// Everything up to here is in the pool: drain it. `late` forwards still run whose results nobody wants.
+    /// All jobs so far are in the pool: drain it. `late` forwards, whose results are not needed, still run.
     Drain {
         last: bool,
         late: usize,
@@ -49,7 +49,7 @@ struct Pull {
 /// Job that is being extracted by one target, or by two after an offer.
 #[derive(Debug)]
 struct Extraction {
-    /// Until the first result claims it.
+    /// Job, until the first result claims it.
     job: Option<Job>,
     batch: Arc<PaddedBatch>,
     failed: Vec<usize>,
@@ -62,10 +62,10 @@ struct LeaseRecord {
     job: JobId,
     target: usize,
     started: Option<Instant>,
-    /// When it becomes a straggler.
+    /// Straggler deadline, while it is in the future.
     due: Option<Instant>,
     straggles: bool,
-    /// Its result is the first one.
+    /// This lease had the first result.
     claimed: bool,
 }
 
@@ -107,7 +107,7 @@ impl State {
         }
     }
 
-    /// Whether another job may come in.
+    /// Returns true if another job may enter.
     pub fn has_room(&self) -> bool {
         self.queue.len() < self.settings.queue_jobs && !self.barrier && !self.closed
     }
@@ -121,12 +121,12 @@ impl State {
 
     pub fn on_barrier(&mut self) -> Vec<Action> {
         self.barrier = true;
-        // Two barriers may follow each other without a job between them: each wants its answer.
+        // Two barriers may follow each other without a job between them: each one is answered.
         self.drained = false;
         self.decide()
     }
 
-    /// The plan has ended: no job will come any more.
+    /// The plan has ended: no further job arrives.
     pub fn on_end(&mut self) -> Vec<Action> {
         (self.ended, self.drained) = (true, false);
         self.decide()
@@ -154,7 +154,7 @@ impl State {
         self.decide()
     }
 
-    /// A forward begins: from now on its time counts.
+    /// A forward begins: its time counts from now on.
     pub fn on_started(&mut self, lease: LeaseId, now: Instant) {
         if let Some(held) = self.leases.get_mut(&lease) {
             held.started = Some(now);
@@ -178,14 +178,14 @@ impl State {
         self.decide()
     }
 
-    /// Offers every job that nobody but stragglers has.
+    /// Offers every job that only stragglers hold.
     fn offer_all(&mut self) {
         let Self { leases, extractions, offers, .. } = self;
         let wanted = extractions.iter().filter(|(_, work)| work.job.is_some()).map(|(job, _)| *job);
         offers.extend(wanted.filter(|job| leases.values().filter(|held| held.job == *job).all(|held| held.straggles)));
     }
 
-    /// Sets when forwards become stragglers, of which it was not known before and enough is known by now.
+    /// Sets the straggler deadlines that were unknown and can be estimated by now.
     fn expect(&mut self) {
         let Self { leases, extractions, forward_times, settings, .. } = self;
         for held in leases.values_mut().filter(|held| held.due.is_none() && !held.straggles) {
@@ -200,7 +200,7 @@ impl State {
         }
     }
 
-    /// A result is there. The first one of a job gets it; for a later one there is nothing left.
+    /// Claims the job of a complete result. The first result of a job gets it; a later one gets `None`.
     pub fn on_claim(&mut self, lease: LeaseId, now: Instant) -> Option<Job> {
         let held = self.leases.get_mut(&lease)?;
         let job = self.extractions.get_mut(&held.job)?.job.take()?;
@@ -209,7 +209,7 @@ impl State {
         held.due = None;
         if let Some(started) = held.started {
             self.forward_times.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
-            // A forward that hangs may have begun before anything was known.
+            // A forward that hangs may have begun before any estimate existed.
             self.expect();
         }
         Some(job)
@@ -218,7 +218,7 @@ impl State {
     pub fn on_return(&mut self, back: Return) -> Vec<Action> {
         let lease = back.lease();
         let held = self.leases.remove(&lease);
-        invariant!("D1", held.is_some(), "lease {lease} came back, but nobody had it");
+        invariant!("D1", held.is_some(), "unknown lease {lease} was returned");
         let Some(held) = held else { return self.decide() };
         lifecycle!("returned", job = %held.job, target_index = held.target);
         match back {
@@ -227,7 +227,7 @@ impl State {
             Return::Late { .. } if self.stopped => {}
             Return::Late { .. } => {
                 counter!(m::LATE_RESULTS).increment(1);
-                tracing::info!(job = %held.job, target_index = held.target, "a straggler's result came late and was dropped");
+                tracing::info!(job = %held.job, target_index = held.target, "late result dropped");
                 self.release(&held);
             }
             Return::Failed { failure, message, .. } => {
@@ -238,18 +238,18 @@ impl State {
         self.decide()
     }
 
-    /// When `on_time` is wanted next.
+    /// Returns the time of the next straggler deadline, for `on_time`.
     pub fn next_due(&self) -> Option<Instant> {
         self.leases.values().filter_map(|held| held.due).min()
     }
 
-    /// Looks for stragglers: each is reported once, and its job offered where that is wanted.
+    /// Reports each new straggler once, and offers its job if `offer_stragglers` is set.
     pub fn on_time(&mut self, now: Instant) -> Vec<Action> {
         for held in self.leases.values_mut().filter(|held| held.due.is_some_and(|due| due <= now)) {
             (held.due, held.straggles) = (None, true);
             let seconds = held.started.map_or(0.0, |started| now.duration_since(started).as_secs_f64());
             counter!(m::STRAGGLERS).increment(1);
-            tracing::warn!(job = %held.job, target_index = held.target, seconds, "a forward takes far longer than its like");
+            tracing::warn!(job = %held.job, target_index = held.target, seconds, "straggler detected");
             if self.settings.offer_stragglers && self.extractions.get(&held.job).is_some_and(|work| work.job.is_some())
             {
                 self.offers.push_back(held.job);
@@ -258,8 +258,8 @@ impl State {
         self.decide()
     }
 
-    /// Hands out nothing more. What waits is dropped, its jobs stay open; what is being extracted is waited for, and
-    /// then the pool drains for good, even where a barrier has drained it for now.
+    /// Stops handing out jobs. Queued jobs are dropped and stay open. Running forwards are waited for; then the pool
+    /// drains permanently, even if a barrier has drained it already.
     pub fn on_close(&mut self) -> Vec<Action> {
         (self.closed, self.drained) = (true, false);
         self.queue.clear();
@@ -267,27 +267,27 @@ impl State {
         self.decide()
     }
 
-    /// Hands out nothing more. What waits or is being extracted is dropped; its jobs stay open.
+    /// Stops handing out jobs. Queued jobs and those in extraction are dropped and stay open.
     pub fn on_stop(&mut self) -> Vec<Action> {
         (self.closed, self.stopped) = (true, true);
         self.queue.clear();
-        // The pool takes nothing any more, and nobody waits for a forward that may hang.
+        // The pool accepts nothing more, and a hanging forward must not delay the end.
         self.extractions.clear();
         self.leases.values_mut().for_each(|held| held.due = None);
         self.decide()
     }
 
-    /// Jobs that wait, and how many of them are padded.
+    /// Returns the queued jobs, and the padded ones among them.
     pub fn depth(&self) -> (usize, usize) {
         (self.queue.len(), self.queue.padded())
     }
 
-    /// Pulls that wait.
+    /// Returns the number of waiting pulls.
     pub fn pulls(&self) -> usize {
         self.pulls.len()
     }
 
-    /// As if the lease had never been given.
+    /// Undoes a lease.
     fn revoke(&mut self, held: &LeaseRecord) {
         self.release(held);
         match self.extractions.get(&held.job).map(|work| work.leases) {
@@ -301,7 +301,7 @@ impl State {
         if let Some(work) = self.extractions.get_mut(&held.job) {
             work.leases -= 1;
             if held.claimed {
-                // The target went away with the job in its hands: its receipt has told the planner.
+                // The target ended while it held the job: the receipt has informed the planner.
                 self.extractions.remove(&held.job);
             }
         }
@@ -313,9 +313,9 @@ impl State {
         work.failed.push(held.target);
         if let Some(job) = &mut work.job {
             job.attempts += 1;
-            tracing::warn!(job = %held.job, attempts = job.attempts, why = message, "job failed");
+            tracing::warn!(job = %held.job, attempts = job.attempts, reason = message, "job failed");
         }
-        // A second lease that is no straggler goes on with it; a straggler may hang, so nothing is left to it alone.
+        // Another lease that is no straggler continues. A straggler may hang, so the job does not depend on it alone.
         if self.leases.values().any(|other| other.job == held.job && !other.straggles) {
             return;
         }
@@ -331,7 +331,7 @@ impl State {
         }
     }
 
-    /// Puts a job that nobody extracts any more at the head of the queue.
+    /// Returns a job that no target extracts to the head of the queue.
     fn requeue(&mut self, job: JobId) {
         let Some(Extraction { job: Some(job), batch, failed, .. }) = self.extractions.remove(&job) else { return };
         if !self.closed {
@@ -340,12 +340,12 @@ impl State {
         }
     }
 
-    /// A job whose padding failed.
+    /// Retries a job whose padding failed, or skips it.
     fn retry(&mut self, mut entry: Entry, message: String) {
         counter!(m::JOBS_RETURNED, "cause" => Failure::Failed.as_str()).increment(1);
         entry.job.attempts += 1;
         let attempts = entry.job.attempts;
-        tracing::warn!(job = %entry.job.id(), attempts, why = message, "job could not be padded");
+        tracing::warn!(job = %entry.job.id(), attempts, reason = message, "padding failed");
         if attempts >= self.settings.max_attempts {
             skip(entry.job, "padding", message);
         } else {
@@ -386,7 +386,7 @@ impl State {
             invariant!("D1", self.extractions.insert(id, new).is_none(), "job {id} is leased twice");
             self.give(pull, id, actions);
         }
-        // Who failed at it gets it once more only where nothing else is left to do.
+        // A target gets a job that it failed at only if nothing else is left to do.
         self.lease_offers(true, actions);
     }
 
@@ -410,8 +410,8 @@ impl State {
         actions.push(Action::Lease { pull: pull.id, lease, job, batch: work.batch.clone() });
     }
 
-    /// The place of a waiting pull, and the straggler's job that it gets: from a target that does not have it already, and has
-    /// not failed at it unless `again`.
+    /// Returns a waiting pull, by index, and the straggler's job that it gets. The target must not hold the job
+    /// already, and must not have failed at it unless `again`.
     fn next_offer(&mut self, again: bool) -> Option<(usize, JobId)> {
         let Self { offers, extractions, leases, pulls, settings, .. } = self;
         offers.retain(|job| extractions.get(job).is_some_and(|work| work.job.is_some()));
@@ -440,7 +440,7 @@ impl State {
     }
 }
 
-/// Whether the target that waits gets jobs at present.
+/// Returns true if the target of a pull may get jobs at present.
 fn serves(pull: &Pull, settings: &Settings) -> bool {
     !settings.paused && !settings.paused_targets.contains(&pull.target)
 }

@@ -1,11 +1,13 @@
-//! A drafter draws a batch, takes a ticket, runs forward and backward, and reports; when a step is complete it trades its
-//! gradient for the new weights.
+//! Drafter actor: draws a batch, takes a ticket, runs forward and backward, and reports. When a step is complete it
+//! exchanges its gradient for the new weights.
 //!
-//! In: loans from the pool, tickets, the trainer's phase. Out: reports and gradients. It draws `prefetch` batches ahead, so
-//! that the next one is there when a ticket is, and has the engine bring it closer at once, also while another one is in work.
-//! A batch that it could not train goes back to the pool, and its ticket to the trainer; after `max_attempts`, or where the
-//! features are lost, the job is skipped. It ends when the trainer says so, after handing in what it has. While it is paused it
-//! draws nothing, trains what it has in hand, and takes part in every step.
+//! In: batches from the pool, tickets, the trainer's phase. Out: reports and gradients.
+//!
+//! The drafter draws `prefetch` batches ahead and starts their copy to the device at once, also while another batch is
+//! in work. A batch that it could not train returns to the pool, and its ticket to the trainer. After `max_attempts`,
+//! or if the features are lost, the job is skipped. The drafter ends when the trainer ends the run. A paused drafter
+//! draws nothing, trains the batches that it holds, and takes part in every step.
+//!
 //! Invariants: T1, T2.
 
 use super::state::{Recovery, Request, Settings, State, Training};
@@ -29,7 +31,7 @@ use metrics::{Counter, counter};
 use std::pin::pin;
 use tokio::sync::{oneshot, watch};
 
-/// What a drafter did.
+/// Statistics of a drafter.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     pub totals: Totals,
@@ -52,14 +54,14 @@ struct Drafter<E: DraftEngine> {
     stats: Stats,
 }
 
-/// The drafter's state with the batches that it holds, and its pending draw.
+/// Prefetch buffer: the state with the checked-out batches, the pending draw, and the copy to the device.
 struct PrefetchBuffer<F> {
     state: State<CheckedOutBatch<F>>,
     draw: Option<oneshot::Receiver<Option<CheckedOutBatch<F>>>>,
     staging: Staging<F>,
 }
 
-/// The drafter's own series, looked up once.
+/// Metrics of the drafter, looked up once.
 struct Series {
     micro_batches: Counter,
     tokens: Counter,
@@ -77,7 +79,12 @@ impl Series {
     }
 }
 
-/// Runs until the trainer says that there is no further step.
+/// Runs until the trainer has no further step.
+///
+/// # Errors
+///
+/// Fails if a loss is not finite, if the drafter's device is broken, if the pool or the trainer is gone, or if the run
+/// is aborted.
 pub async fn run<E: DraftEngine>(
     index: usize,
     mut settings: watch::Receiver<Settings>,
@@ -135,7 +142,7 @@ impl<E: DraftEngine> Drafter<E> {
             }
             let cause = if self.prefetch.state.needs_batch() { Cause::Batch } else { Cause::Step };
             let next = async {
-                // A finished step comes first: the others wait for this drafter's gradient.
+                // A finished step comes first: the other drafters wait for this gradient.
                 tokio::select! {
                     biased;
                     changed = phase.changed() => Event::Phase(changed),
@@ -159,7 +166,7 @@ impl<E: DraftEngine> Drafter<E> {
         }
     }
 
-    /// Applies settings that changed since the last look.
+    /// Applies settings that changed since the last call.
     fn refresh(&mut self) {
         if self.settings.has_changed().unwrap_or(false) {
             self.reconfigure();
@@ -187,7 +194,7 @@ impl<E: DraftEngine> Drafter<E> {
             return self.trainer.return_ticket(ticket, false).await.map_err(|g| self.gone(g));
         };
         if draw {
-            // The next batch is on its way while this one is in work.
+            // The copy of the next batch runs while this one is in work.
             self.send(Request::Batch).await?;
         }
         self.train(ticket, batch).await
@@ -220,7 +227,7 @@ impl<E: DraftEngine> Drafter<E> {
         }
     }
 
-    /// Gives the batch back to the pool, or skips its job: then true.
+    /// Returns the batch to the pool, or skips its job. Returns true if the job was skipped.
     fn on_failure(
         &mut self,
         mut job: Job,
@@ -252,8 +259,8 @@ impl<E: DraftEngine> Drafter<E> {
     async fn reduce(&mut self, step: u64, compare: bool) -> Result<(), Fault> {
         let gradient = self.meter.busy(self.engine.take_gradient()).await;
         let gradient =
-            gradient.map_err(|e| Fault::new(&self.name, format!("its gradient of step {step} is lost: {e}")))?;
-        // Of the weights that this gradient was made with.
+            gradient.map_err(|e| Fault::new(&self.name, format!("the gradient of step {step} is lost: {e}")))?;
+        // Checksum of the weights that produced this gradient.
         let checksum = match compare {
             true => available(&self.name, self.meter.busy(self.engine.checksum()).await),
             false => None,
@@ -261,7 +268,7 @@ impl<E: DraftEngine> Drafter<E> {
         let traded = self.trainer.exchange(self.index, step, Contribution { gradient, checksum });
         let weights = self.meter.wait(Cause::Step, traded).await.map_err(|g| self.gone(g))?;
         let loaded = self.meter.busy(self.engine.load_weights(weights)).await;
-        loaded.map_err(|e| Fault::new(&self.name, format!("it could not load the weights of step {step}: {e}")))
+        loaded.map_err(|e| Fault::new(&self.name, format!("loading the weights of step {step} failed: {e}")))
     }
 
     fn gone(&self, gone: Gone) -> Fault {
@@ -270,7 +277,7 @@ impl<E: DraftEngine> Drafter<E> {
 }
 
 impl<F> PrefetchBuffer<F> {
-    /// Does the work, and takes in the pool's replies meanwhile.
+    /// Runs work, and takes in the pool's replies meanwhile.
     async fn filled_during<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         loop {
@@ -286,7 +293,7 @@ impl<F> PrefetchBuffer<F> {
         }
     }
 
-    /// The pool's reply to the pending draw; never ready without one.
+    /// Waits for the pool's reply to the pending draw; pends forever without one.
     async fn drawn(&mut self) -> Result<Option<CheckedOutBatch<F>>, oneshot::error::RecvError> {
         let batch = reply(&mut self.draw).await;
         self.draw = None;
@@ -303,7 +310,7 @@ impl<F> PrefetchBuffer<F> {
         }
     }
 
-    /// Withdraws the pending draw. If the pool has replied already, the batch is kept like any other.
+    /// Withdraws the pending draw. If the pool has already replied, the batch is kept.
     fn withdraw(&mut self) {
         let Some(mut draw) = self.draw.take() else { return };
         draw.close();

@@ -13,7 +13,7 @@ pub struct Settings {
     pub prefetch: usize,
     /// Failures of a job, in targets and drafters together, after which it is skipped.
     pub max_attempts: u32,
-    /// Different batches that fail in a row before the drafter shutdown the run: its device is broken, not its batches.
+    /// Different batches that fail in a row before the drafter stops the run: its device is broken, not its batches.
     pub max_failures_in_a_row: u32,
     /// Drafters that draw nothing for now.
     pub paused: Vec<usize>,
@@ -30,7 +30,7 @@ pub enum Request {
     Finished,
 }
 
-/// Stats that follows from a granted ticket.
+/// Work that follows from a granted ticket.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Training<B> {
     pub batch: B,
@@ -161,7 +161,7 @@ impl<B> State<B> {
         let loss = report.loss_numerator;
         if !loss.is_finite() {
             return Err(format!(
-                "the loss of job {job} is {loss}; lower optimizer.learning_rate or train in f32; where a run goes on and ends so again, delete its newest folder in checkpoints"
+                "the loss of job {job} is {loss}; lower optimizer.learning_rate or train in f32; if the resumed run ends the same way, delete its newest folder in checkpoints"
             ));
         }
         self.failed.clear();
@@ -180,7 +180,7 @@ impl<B> State<B> {
         self.failed.insert(job);
         let failed = self.failed.len();
         if matches!(error, EngineError::Lost(_)) || failed >= self.settings.max_failures_in_a_row as usize {
-            return Recovery::Fault(format!("{failed} batches failed in a row, the last one because: {error}"));
+            return Recovery::Fault(format!("{failed} batches failed in a row; last error: {error}"));
         }
         let (cause, lost) = match features {
             Some(features) if attempts < self.settings.max_attempts => {
@@ -188,9 +188,9 @@ impl<B> State<B> {
                 return Recovery::ReturnBatch(features);
             }
             Some(_) => ("drafter_failed", ""),
-            None => ("features_lost", ", and its hidden states are lost"),
+            None => ("features_lost", " and lost its hidden states"),
         };
-        Recovery::SkipJob { cause, reason: format!("the drafter could not train it{lost}: {error}") }
+        Recovery::SkipJob { cause, reason: format!("the drafter failed to train the job{lost}: {error}") }
     }
 
     /// Returns true while only a batch from the pool lets this drafter continue.
@@ -308,13 +308,13 @@ mod tests {
         assert_eq!(state.on_failure(job(0), 2, &failed(), Some(())), Recovery::ReturnBatch(()));
         let skips = |recovery| matches!(recovery, Recovery::SkipJob { cause, .. } if cause == "drafter_failed");
         assert!(skips(state.on_failure(job(0), 3, &failed(), Some(()))), "the same job is no new evidence");
-        let fault = Recovery::Fault("2 batches failed in a row, the last one because: no".into());
+        let fault = Recovery::Fault("2 batches failed in a row; last error: no".into());
         assert_eq!(state.on_failure(job(1), 1, &failed(), Some(())), fault);
         assert_eq!(state.on_report(job(2), &MicroReport::default()), Ok(()));
         let Recovery::SkipJob { cause, reason } = state.on_failure(job(3), 1, &failed(), None::<()>) else {
             panic!("without features there is nothing to return")
         };
-        assert_eq!((cause, reason.contains("hidden states are lost")), ("features_lost", true));
+        assert_eq!((cause, reason.contains("lost its hidden states")), ("features_lost", true));
         let lost = EngineError::Lost("off the bus".into());
         assert!(matches!(state.on_failure(job(3), 1, &lost, Some(())), Recovery::Fault(_)));
         for loss_numerator in [f64::NAN, f64::INFINITY] {

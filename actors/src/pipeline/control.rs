@@ -1,7 +1,8 @@
-//! The lines by which a running mill is inbox: other settings for every actor, a checkpoint now, a note for the ledger.
+//! Control channels of a running pipeline: changed settings for every actor, requested checkpoints, and notes for the
+//! ledger.
 //!
-//! One end stays with the service, the other goes to the actors. Nobody waits for an actor here: settings are a `watch`, so of
-//! several changes the newest counts, and each actor takes it when its work allows.
+//! The service holds one end, the actors the other. No call waits for an actor. Settings are a `watch`, so the newest
+//! of several changes counts, and each actor applies it when its work allows.
 
 use crate::{
     dispatcher, drafter, pipeline,
@@ -12,12 +13,12 @@ use crate::{
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
-/// Notes on their way to the ledger: a few a second at most, while the disk may hang for seconds.
+/// Limit on waiting notes: a few per second at most, while the disk may hang for seconds.
 const NOTES: usize = 64;
-/// Checkpoints that were requested for and not begun.
+/// Limit on requested checkpoints that have not begun.
 const CHECKPOINTS: usize = 8;
 
-/// Steers a running mill.
+/// Control handle of a running pipeline.
 pub struct ControlHandle {
     planner: watch::Sender<planner::Settings>,
     dispatcher: watch::Sender<dispatcher::Settings>,
@@ -30,7 +31,7 @@ pub struct ControlHandle {
     notes: mpsc::Sender<Note>,
 }
 
-/// The actors' ends.
+/// Receivers of the actors.
 pub struct ControlInbox {
     pub(crate) planner: watch::Receiver<planner::Settings>,
     pub(crate) dispatcher: watch::Receiver<dispatcher::Settings>,
@@ -43,14 +44,14 @@ pub struct ControlInbox {
 }
 
 impl ControlInbox {
-    /// What the dispatcher is told, for whoever looks on.
+    /// Returns a receiver of the dispatcher's settings, for observers.
     pub fn dispatcher_settings(&self) -> watch::Receiver<dispatcher::Settings> {
         self.dispatcher.clone()
     }
 }
 
 impl ControlHandle {
-    /// The lines of a mill that begins with these settings.
+    /// Creates the channels of a pipeline with these initial settings.
     pub fn new(settings: &pipeline::Settings) -> (ControlHandle, ControlInbox) {
         let (planner, to_planner) = watch::channel(settings.planner.clone());
         let (dispatcher, to_dispatcher) = watch::channel(settings.dispatcher.clone());
@@ -75,8 +76,8 @@ impl ControlHandle {
         (handle, inbox)
     }
 
-    /// Puts other settings in force: what shapes a step from the next step border on, the rest at once. What must not change
-    /// while a run goes on (the plan, the seed, a fixed order of draws) is not looked at.
+    /// Applies changed settings: those of a step from the next step boundary on, the others at once. Settings that are
+    /// fixed during a run (the plan, the seed, a fixed draw order) are ignored.
     pub fn change(&self, settings: &pipeline::Settings) {
         self.planner.send_replace(settings.planner.clone());
         self.dispatcher.send_replace(settings.dispatcher.clone());
@@ -87,15 +88,22 @@ impl ControlHandle {
         self.grace.send_replace(settings.grace);
     }
 
-    /// Asks for a checkpoint of the last step that is complete. The reply is given back where nobody can take it.
+    /// Requests a checkpoint of the last complete step.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reply channel if the trainer is gone or too many requests are waiting.
     pub fn checkpoint(&self, reply: CheckpointReply) -> Result<(), CheckpointReply> {
         self.checkpoints.try_send(reply).map_err(|refused| match refused {
             mpsc::error::TrySendError::Full(reply) | mpsc::error::TrySendError::Closed(reply) => reply,
         })
     }
 
-    /// Notes something in the ledger, after the outcomes that are recorded by then. The note is given back where the planner is
-    /// gone, or far behind.
+    /// Writes a note to the ledger, after the outcomes that are recorded by then.
+    ///
+    /// # Errors
+    ///
+    /// Returns the note if the planner is gone or too many notes are waiting.
     pub fn note(&self, note: Note) -> Result<(), Note> {
         self.notes.try_send(note).map_err(|refused| match refused {
             mpsc::error::TrySendError::Full(note) | mpsc::error::TrySendError::Closed(note) => note,

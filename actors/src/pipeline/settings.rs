@@ -13,29 +13,31 @@ use crate::{
 };
 use std::{sync::Arc, time::Duration};
 
-/// What shapes a run.
+/// Settings of a run.
 #[derive(Clone)]
 pub struct Settings {
     pub planner: planner::Settings,
     pub dispatcher: dispatcher::Settings,
     pub pool: pool::Settings,
     pub trainer: trainer::Settings,
-    /// Batches that a drafter holds beside the one in work.
+    /// Batches that a drafter holds in addition to the one in work.
     pub prefetch: usize,
-    /// Failures in a row after which a target is taken out and restarted, and after which a drafter shutdown the run.
+    /// Failures in a row after which a target goes out of service and is restarted, and after which a drafter stops the
+    /// run.
     pub max_failures_in_a_row: u32,
-    /// Restarts in vain after which a target is gone for good. When all are gone, the run shutdown with the first one's cause.
+    /// Failed restarts after which a target has failed permanently. When all targets have, the run stops with the first
+    /// one's cause.
     pub max_restarts: u32,
     /// Pause before the first restart of a target; each further one doubles it.
     pub restart_pause: Duration,
-    /// Time that actors have to end once the run is aborted.
+    /// Time for actors to end after an abort.
     pub grace: Duration,
-    /// For tests: ends one actor in the middle of its life.
+    /// Injected fault, for tests.
     pub fail_at_poll: Option<FailAtPoll>,
 }
 
 impl Settings {
-    /// Settings of a small run over samples of these lengths, for tests and benches to change where it matters.
+    /// Returns settings of a small run over samples of these lengths, as a base for tests and benches.
     pub fn for_test(lengths: impl Into<Arc<[u32]>>) -> Self {
         let lengths = lengths.into();
         let plan =

@@ -1,4 +1,4 @@
-//! The wiring: starts every actor, sink to source, and waits for them. The one place where the whole pipeline is visible.
+//! Supervisor: wires and starts every actor, sink to source, and waits for them. The whole pipeline is visible here.
 
 use super::control::{ControlHandle, ControlInbox};
 use super::settings::Settings;
@@ -26,23 +26,23 @@ use tokio::{
     time::Instant,
 };
 
-/// Jobs on their way from planner to dispatcher. The dispatcher's queue is what should hold them.
+/// Jobs between planner and dispatcher. The dispatcher's queue is the intended buffer.
 const FEED: usize = 2;
-/// Time between the lines that name who is still running, once the end has begun.
+/// Interval of the log lines that name the running actors, once the end has begun.
 const REMIND: Duration = Duration::from_secs(5);
 
-/// The engines and stores that actors work with. Index in the list is index of the actor.
+/// Engines and stores of the actors. The index in a list is the index of the actor.
 pub struct Parts<T, D, O, S, L> {
     pub targets: Vec<T>,
     pub drafters: Vec<D>,
     pub optimizer: O,
     pub source: Arc<S>,
     pub ledger: L,
-    /// Gets one record a step.
+    /// Receiver of one record per step.
     pub records: mpsc::Sender<StepRecord>,
 }
 
-/// What a whole run did.
+/// Report of a whole run.
 #[derive(Debug, Default)]
 pub struct Report<L> {
     pub jobs: planner::Counts,
@@ -62,7 +62,11 @@ enum Ended<L> {
     Trainer(trainer::Stats),
 }
 
-/// Runs everything until the plan is trained, `shutdown.stop` brought an orderly end, or a fault ended it.
+/// Runs the pipeline until the plan is trained or `shutdown` ends it.
+///
+/// # Errors
+///
+/// Returns the fault that ended the run, or the abort.
 pub async fn run<T, D, O, S, L>(
     settings: Settings,
     parts: Parts<T, D, O, S, L>,
@@ -79,7 +83,11 @@ where
     run_with_control(settings, parts, control, shutdown).await
 }
 
-/// [`run`], while somebody steers.
+/// Runs the pipeline as [`run`] does, under external control.
+///
+/// # Errors
+///
+/// Returns the fault that ended the run, or the abort.
 pub async fn run_with_control<T, D, O, S, L>(
     settings: Settings,
     parts: Parts<T, D, O, S, L>,
@@ -148,10 +156,7 @@ where
                 let paused = &dispatcher_settings.borrow().paused_targets;
                 let gone = |i: usize| report.targets[i].gone.is_some();
                 if gone(i) && !paused.is_empty() && (0..n_targets).all(|i| gone(i) || paused.contains(&i)) {
-                    tracing::error!(
-                        ?paused,
-                        "the targets that are left are all paused: the run waits until one is added back"
-                    );
+                    tracing::error!(?paused, "all remaining targets are paused");
                 }
                 if report.targets.iter().all(|target| target.gone.is_some()) {
                     return Next::Fail(first_gone.take());
@@ -170,10 +175,10 @@ where
     Ok(report)
 }
 
-/// What follows from the end of an actor.
+/// Consequence of an actor's end.
 enum Next {
     Wait,
-    /// Nothing that the others still prepare can be trained any more.
+    /// The trainer is done: nothing that the others still prepare can be trained.
     WindDown,
     Fail(Option<Fault>),
 }
@@ -193,8 +198,8 @@ impl<L: Send + 'static> Supervisor<L> {
         self.names.insert(id, name);
     }
 
-    /// Waits for every actor. On a fault it aborts the others and returns the fault that caused the rest (S1). Once the
-    /// trainer is done, nobody is waited for longer than `grace`: a forward that hangs must not keep a finished run.
+    /// Waits for every actor. After a fault it aborts the others and returns the fault that caused the rest (S1). Once
+    /// the trainer is done, it waits no longer than `grace`: a hanging forward must not delay a finished run.
     async fn join(
         &mut self,
         shutdown: &Shutdown,
@@ -214,7 +219,7 @@ impl<L: Send + 'static> Supervisor<L> {
                 biased;
                 joined = self.tasks.join_next_with_id() => joined,
                 () = &mut aborted => {
-                    tracing::error!(still_running = ?self.still_running(), "actors did not end within the grace period");
+                    tracing::error!(still_running = ?self.still_running(), "grace period exceeded");
                     break;
                 }
                 () = shutdown.drain.cancelled(), if closed.is_none() => {
@@ -224,12 +229,12 @@ impl<L: Send + 'static> Supervisor<L> {
                 }
                 () = until(remind) => {
                     let seconds = closed.map_or(0, |closed| closed.elapsed().as_secs());
-                    tracing::info!(seconds, "ending; still running: {}", self.still_running().join(", "));
+                    tracing::info!(seconds, still_running = self.still_running().join(", "), "shutdown in progress");
                     remind = Some(Instant::now() + REMIND);
                     continue;
                 }
                 () = until(deadline) => {
-                    tracing::warn!(still_running = ?self.still_running(), "left behind: the run is done without them");
+                    tracing::warn!(still_running = ?self.still_running(), "run finished without these actors");
                     return Ok(());
                 }
             };
@@ -259,9 +264,9 @@ impl<L: Send + 'static> Supervisor<L> {
             if fault.root {
                 let kind = fault.actor.split(' ').next().unwrap_or_default().to_owned();
                 counter!(m::FAULTS, "actor" => kind).increment(1);
-                tracing::error!(%fault, "an actor failed");
+                tracing::error!(%fault, "actor failed");
             }
-            // A fault that another one caused never hides its cause.
+            // A consequential fault never hides its cause.
             if first.as_ref().is_none_or(|f| !f.root && fault.root) {
                 first = Some(fault);
             }

@@ -1,9 +1,14 @@
-//! The planner owns the plan and the ledger: it writes each epoch's plan, streams its jobs, and records what became of each.
+//! Planner actor: writes each epoch's plan, streams its jobs, and records the outcome of each. It owns the plan and the
+//! ledger.
 //!
-//! In: outcomes (from the trainer as one message a step, from everyone else through receipts). Out: jobs, in plan order.
-//! When the dispatcher's queue is full it waits; outcomes are still recorded. While the disk is busy jobs still leave, and the
-//! outcomes that come meanwhile make up the next transaction. At a stop or close it hands out no further job and ends when every
-//! receipt has come home. Invariants: P1, P2, D1.
+//! In: outcomes, from the trainer as one message per step and from the other actors through receipts. Out: jobs, in
+//! plan order.
+//!
+//! The planner waits while the dispatcher's queue is full, but continues to record outcomes. While the disk is busy,
+//! jobs still leave, and arriving outcomes form the next transaction. On `Shutdown::drain` it hands out no further job
+//! and ends when every receipt is settled.
+//!
+//! Invariants: P1, P2, D1.
 
 use super::messages::{Inbox, Msg, Settings};
 use super::{
@@ -40,37 +45,40 @@ use tokio::{
 
 pub use super::state::Counts;
 
-/// Outcomes that wait for the disk before the planner listens no longer, give or take one step: what bounds a transaction.
+/// Limit on the outcomes that wait for the disk, exceeded by one step at most. It limits the size of a transaction.
 const RECORD_AT_ONCE: usize = 4096;
 
-// === the loop ===
-
-/// What waits for room in the dispatcher's queue.
+/// Item that waits for a free position in the dispatcher's queue.
 enum Outgoing {
     Job(JobSpec),
     Barrier,
 }
 
-/// A ledger that comes back from a blocking thread, with what it recorded.
+/// Ledger that returns from a blocking thread, with the outcomes that it recorded.
 type Recorded<L> = (L, Result<Vec<(JobId, Outcome)>, String>);
 
 struct Planner<L> {
     settings: Settings,
     state: State,
-    /// Away while a blocking thread uses it.
+    /// `None` while a blocking thread uses the ledger.
     ledger: Option<L>,
     plan_notices: PlanNotices,
     recording: Option<JoinHandle<Recorded<L>>>,
-    /// What the next transaction will record.
+    /// Outcomes of the next transaction.
     outcomes: Vec<(JobId, Outcome)>,
     trained: Counter,
     skipped: Counter,
 }
 
-/// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
+/// Runs until every job has an outcome, or until every receipt is settled after a shutdown. Returns the counts and the
+/// ledger.
 ///
-/// `plan_notices` tells the pool what is to come, and says how far ahead of the draws jobs may leave. Of changed `settings` it minds how
-/// much may be skipped. `notes` go to the ledger.
+/// `plan_notices` announces the jobs to the pool and limits how far ahead of the draws jobs may leave. Of changed
+/// `settings` only `max_skip_fraction` takes effect. `notes` are written to the ledger.
+///
+/// # Errors
+///
+/// Fails if the ledger fails, if no plan can be made, if too many jobs are skipped, or if another actor is gone.
 pub async fn run<L: Ledger>(
     mut changing: watch::Receiver<Settings>,
     ledger: L,
@@ -100,7 +108,8 @@ pub async fn run<L: Ledger>(
     let (mut requests, mut settled) = (Vec::new(), Vec::new());
     let (mut requesting, mut returning) = (true, true);
 
-    // Until every receipt is home, the trainer, which may still ask for a checkpoint, is gone, and all of it is on disk.
+    // Ends when every receipt is settled, the trainer (which may request a checkpoint) is gone, and everything is on
+    // disk.
     while requesting || returning || planner.recording.is_some() {
         if next.is_none() && barrier.is_none() && feed.is_some() {
             match planner.state.take_next() {
@@ -110,13 +119,13 @@ pub async fn run<L: Ledger>(
                 }
                 Next::Job(job) => next = Some(Outgoing::Job(job)),
                 Next::Barrier => next = Some(Outgoing::Barrier),
-                // Dropping the feed tells the dispatcher that the plan has ended; dropping the last sender of
-                // receipts lets `returns` end when every receipt has come home.
+                // Dropping the feed reports the end of the plan to the dispatcher. Dropping the last sender of receipts
+                // ends `returns` once every receipt is settled.
                 Next::Ended => (feed, inbox.receipts) = (None, None),
             }
         }
-        // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
-        // from recording: the trainer may be what the dispatcher's queue waits for.
+        // A leaving job needs the slot of its receipt. Waiting for the dispatcher never blocks recording: the
+        // dispatcher's queue may wait for the trainer.
         let early =
             matches!(next, Some(Outgoing::Job(_))) && !planner.plan_notices.may_leave(planner.state.counts().planned);
         if let (None, false, Some(receipts), Some(Outgoing::Job(_))) = (&slot, early, &inbox.receipts, &next) {
@@ -134,7 +143,7 @@ pub async fn run<L: Ledger>(
             biased;
             never = meter.rest(cause) => match never {},
             () = shutdown.abort.cancelled() => {
-                // Whoever opens the ledger next must not find it in use.
+                // The next opener of the ledger must not find it in use.
                 if let Some(recording) = planner.recording.take() {
                     let _ = recording.await;
                 }
@@ -154,7 +163,7 @@ pub async fn run<L: Ledger>(
             Some(note) = notes.recv() => planner.with_ledger(move |ledger| ledger.note(&note)).await?,
             n = inbox.inbox.recv_many(&mut requests, RECORD_AT_ONCE), if requesting && listening => {
                 requesting = n > 0;
-                // What was given up before a checkpoint was requests for is recorded before it.
+                // Jobs that were skipped before a checkpoint was requested are recorded before it.
                 while let Ok(back) = inbox.returns.try_recv() {
                     settled.push(back);
                 }
@@ -229,7 +238,7 @@ impl<L: Ledger> Planner<L> {
                 }
                 Msg::Checkpoint { step, name, reply } => {
                     self.with_ledger(move |ledger| ledger.checkpoint(step, &name)).await?;
-                    // The trainer may have given up waiting; the checkpoint exists all the same.
+                    // The trainer may have stopped waiting; the checkpoint exists nevertheless.
                     let _ = reply.send(());
                 }
             }
@@ -252,7 +261,7 @@ impl<L: Ledger> Planner<L> {
         }
     }
 
-    /// Begins to record what waits, unless a transaction is under way: then what comes meanwhile goes with the next.
+    /// Starts a transaction with the waiting outcomes, unless one is running. Later outcomes belong to the next one.
     async fn record(&mut self) -> Result<(), Fault> {
         if self.outcomes.is_empty() || self.recording.is_some() {
             return Ok(());
@@ -291,7 +300,7 @@ impl<L: Ledger> Planner<L> {
         Ok(())
     }
 
-    /// Waits until every outcome that came so far is recorded.
+    /// Waits until every outcome so far is recorded.
     async fn flush(&mut self) -> Result<(), Fault> {
         self.record().await?;
         while let Some(recording) = self.recording.take() {
@@ -301,7 +310,8 @@ impl<L: Ledger> Planner<L> {
         Ok(())
     }
 
-    /// Uses the ledger once everything before is recorded, on a blocking thread where it waits for the disk.
+    /// Runs work on the ledger after everything before is recorded, on a blocking thread if the ledger waits for the
+    /// disk.
     async fn with_ledger<T: Send + 'static>(
         &mut self,
         work: impl FnOnce(&mut L) -> Result<T, String> + Send + 'static,
@@ -319,7 +329,7 @@ impl<L: Ledger> Planner<L> {
     }
 }
 
-/// The end of a transaction; never ready without one.
+/// Waits for the end of the transaction; pends forever without one.
 async fn recorded<L>(recording: &mut Option<JoinHandle<Recorded<L>>>) -> Result<Recorded<L>, JoinError> {
     match recording {
         Some(recording) => recording.await,

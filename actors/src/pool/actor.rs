@@ -1,11 +1,14 @@
-//! The pool holds features between targets and drafters, within a promise: bytes and batches never exceed their limits.
+//! Pool actor: holds features between targets and drafters within limits on bytes and batches.
 //!
-//! In: reservations (before a forward), features (moved), draws. Out: grants and loans. A reservation waits while there is
-//! no room; a draw waits until `min_ready` batches are ready, or the pool is draining. A batch's bytes count from its
-//! reservation until its drafter is done with it; a drafter that fails gives its batch back, so "no more" is said only when
-//! nothing is on checked_out. At a stop it answers every draw with "no more"; at a close it gives out what it has once it is notice that
-//! everything is here.
-//! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
+//! In: reservations (before a forward), features (moved), draws. Out: grants and checked-out batches.
+//!
+//! A reservation waits until enough bytes are free. A draw waits until `min_ready` batches are ready, or the pool
+//! drains. The bytes of a batch count from its reservation until its drafter is done with it. A drafter that fails
+//! returns its batch, so "no more" is answered only when nothing is checked out. On `Shutdown::stop` the pool answers
+//! every draw with "no more". On `Shutdown::drain` it gives out its batches once the dispatcher reports that all have
+//! arrived.
+//!
+//! Invariants: L1, L2, L3.
 
 use super::messages::{
     Batch, BytePermit, CheckedOutBatch, Inbox, Msg, PlanNotice, PlanNoticeInbox, RETURNS, RequestId, Reservation,
@@ -42,7 +45,11 @@ struct Pool<F> {
     series: Series,
 }
 
-/// Runs until nobody can ask any more. Changed `settings` are in force at once, for whoever waits, too.
+/// Runs until every sender of requests is gone. Changed `settings` apply at once, to waiting requests too.
+///
+/// # Errors
+///
+/// Fails if the run is aborted, or if more batches are in flight than the pool has slots.
 pub async fn run<F: Send + 'static>(
     mut settings: watch::Receiver<Settings>,
     mut inbox: Inbox<F>,
@@ -66,7 +73,7 @@ pub async fn run<F: Send + 'static>(
     let mut meter = Meter::new("pool", 0);
     loop {
         let actions = tokio::select! {
-            // What is to come, and returns, come first: room that is free serves the oldest request.
+            // Notices and returns come first: free bytes serve the oldest request.
             biased;
             never = meter.rest(cause(pool.state.waiting())) => match never {},
             () = shutdown.abort.cancelled() => return Err(Fault::aborted("pool")),
@@ -102,7 +109,7 @@ pub async fn run<F: Send + 'static>(
                     Some(Msg::Drain { last, late, done }) => {
                         pool.drained.extend(done);
                         let mut actions = pool.forget_waiting();
-                        // What was moved in before the order to drain was sent is already in this channel.
+                        // Batches that were moved in before the drain request was sent are already in this channel.
                         while let Ok(back) = inbox.returns.try_recv() {
                             actions.extend(pool.on_return(back));
                         }
@@ -122,7 +129,7 @@ pub async fn run<F: Send + 'static>(
     Ok(Stats { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..stats })
 }
 
-/// What holds now, as metrics.
+/// Publishes the active limits as metrics.
 fn show(settings: &Settings) {
     gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
     gauge!(m::POOL_MAX_BATCHES).set(settings.max_batches as f64);
@@ -142,7 +149,7 @@ impl<F> Pool<F> {
         }
     }
 
-    /// Nobody waits any more for the room that a target asked for before it ended.
+    /// Drops the requests of targets that ended before their bytes were granted.
     fn forget_waiting(&mut self) -> Vec<Action<Batch<F>>> {
         let gone: Vec<_> = self.reserving.extract_if(.., |_, reply| reply.is_closed()).map(|(id, _)| id).collect();
         self.state.on_withdrawn(&gone)
@@ -154,7 +161,7 @@ impl<F> Pool<F> {
             match action {
                 Action::Grant { request, bytes } => {
                     let reservation = Reservation { bytes, slot: Some(self.slot()?) };
-                    // If the target is gone, the reservation comes back as it is dropped.
+                    // If the target is gone, the dropped reservation returns its bytes.
                     if let Some(reply) = self.reserving.remove(&request) {
                         let _ = reply.send(Ok(reservation));
                     }
@@ -205,7 +212,7 @@ impl<F> Pool<F> {
         self.slots.clone().try_reserve_owned().map_err(|_| {
             Fault::new(
                 "pool",
-                format!("more than {RETURNS} batches are under way; lower pool.max_batches or drafter.prefetch"),
+                format!("more than {RETURNS} batches are in flight; lower pool.max_batches or drafter.prefetch"),
             )
         })
     }

@@ -12,19 +12,19 @@ use tokio::sync::{
     oneshot, watch,
 };
 
-/// Requests wait here: at most one of each target, one of each drafter, and the dispatcher's.
+/// Limit on waiting requests: one of each target, one of each drafter, and the dispatcher's.
 const INBOX: usize = 256;
 
-/// One slot for each reservation and each batch; what really bounds these is `max_batches` and the drafters' prefetch.
+/// Slots for reservations and checked-out batches. `max_batches` and the drafters' prefetch limit these further.
 pub(super) const RETURNS: usize = 1 << 16;
 
-/// What the planner tells waits here: one message an epoch, and one for each skipped job.
+/// Limit on waiting notices: one message per epoch, and one per skipped job.
 const PLAN_NOTICES: usize = 64;
 
-/// Names a waiting reservation or draw.
+/// Identifier of a waiting reservation or draw.
 pub type RequestId = u64;
 
-/// A batch that waits: its job and what the target made of it.
+/// Batch in the pool: its job and the features that the target produced.
 #[derive(Debug)]
 pub struct Batch<F> {
     pub job: Job,
@@ -40,15 +40,15 @@ pub(super) enum Msg<F> {
 pub(super) enum Return<F> {
     /// A reservation is filled.
     Filled { bytes: u64, batch: Batch<F> },
-    /// A reservation is given up.
+    /// A reservation is cancelled.
     Cancelled { bytes: u64 },
     /// A drafter is done with a batch.
     Done { bytes: u64 },
-    /// A drafter could not train a batch.
+    /// A drafter returns a batch that it could not train.
     Returned(Entry<Batch<F>>),
 }
 
-/// The batch can never fit.
+/// Error of a batch that can never fit.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("a batch of {bytes} bytes cannot fit into pool.max_bytes = {max_bytes}; raise it, or lower plan.job_tokens")]
 pub struct TooLarge {
@@ -56,7 +56,7 @@ pub struct TooLarge {
     pub max_bytes: u64,
 }
 
-/// BytePermit for one batch. Dropping it gives the room back.
+/// Reserved bytes for one batch. Dropping it frees the bytes.
 #[derive(Debug)]
 pub struct Reservation<F> {
     pub(super) bytes: u64,
@@ -64,7 +64,7 @@ pub struct Reservation<F> {
 }
 
 impl<F> Reservation<F> {
-    /// Moves a batch into the pool. Never waits: its slot was reserved with the room.
+    /// Moves a batch into the pool. It never waits: the slot was reserved with the bytes.
     pub fn fill(mut self, job: Job, features: F) {
         if let Some(slot) = self.slot.take() {
             slot.send(Return::Filled { bytes: self.bytes, batch: Batch { job, features } });
@@ -80,16 +80,16 @@ impl<F> Drop for Reservation<F> {
     }
 }
 
-/// A drawn batch. Its room returns when `room` is dropped.
+/// Drawn batch. Dropping `permit` frees its bytes.
 #[derive(Debug)]
 pub struct CheckedOutBatch<F> {
     pub batch: Batch<F>,
-    /// Draw `replay`: its place in the order of all draws. Decides to which step it belongs.
+    /// Position in the draw order, with draw policy `replay`. It determines the step of the batch.
     pub position: Option<u64>,
     pub permit: BytePermit<F>,
 }
 
-/// The bytes that a drafter holds.
+/// Permit for the bytes that a drafter holds.
 #[derive(Debug)]
 pub struct BytePermit<F> {
     pub(super) bytes: u64,
@@ -98,7 +98,7 @@ pub struct BytePermit<F> {
 }
 
 impl<F> BytePermit<F> {
-    /// Moves the batch of this room back into the pool, for another draw.
+    /// Returns the batch of this permit to the pool, for another draw.
     pub fn return_batch(mut self, batch: Batch<F>) {
         if let Some(slot) = self.slot.take() {
             slot.send(Return::Returned(self.entry(batch, true)));
@@ -119,7 +119,7 @@ impl<F> Drop for BytePermit<F> {
     }
 }
 
-/// Speaks to the pool.
+/// Sender of requests to the pool.
 pub struct Handle<F> {
     inbox: mpsc::Sender<Msg<F>>,
 }
@@ -131,36 +131,48 @@ impl<F> Clone for Handle<F> {
 }
 
 impl<F> Handle<F> {
-    /// Waits for room of exactly `bytes`.
+    /// Waits until exactly `bytes` are free, and reserves them.
+    ///
+    /// # Errors
+    ///
+    /// The outer error reports that the pool is gone. The inner one reports a batch that is larger than the pool.
     pub async fn reserve(&self, bytes: u64) -> Result<Result<Reservation<F>, TooLarge>, Gone> {
         let (reply, granted) = oneshot::channel();
         self.inbox.send(Msg::Reserve { bytes, reply }).await.map_err(|_| Gone("pool"))?;
         granted.await.map_err(|_| Gone("pool"))
     }
 
-    /// Asks for a batch. The receiver yields it, or `None` when there will be no more.
+    /// Requests a batch. The receiver yields it, or `None` if no further batch follows.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the pool is gone.
     pub async fn draw(&self) -> Result<oneshot::Receiver<Option<CheckedOutBatch<F>>>, Gone> {
         let (reply, batch) = oneshot::channel();
         self.inbox.send(Msg::Draw { reply }).await.map_err(|_| Gone("pool"))?;
         Ok(batch)
     }
 
-    /// Everything that will come is here: give it all out. `late` reservations may still be held by forwards whose results
-    /// nobody wants. `done` is answered when the pool is empty.
+    /// Reports that all batches have arrived: the pool gives them all out. `late` forwards, whose results are not
+    /// needed, may still hold reservations. `done` is answered when the pool is empty.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the pool is gone.
     pub async fn drain(&self, last: bool, late: usize, done: Option<oneshot::Sender<()>>) -> Result<(), Gone> {
         self.inbox.send(Msg::Drain { last, late, done }).await.map_err(|_| Gone("pool"))
     }
 }
 
-/// What the pool held at most, and typically.
+/// Pool statistics of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Reserved, waiting and checked_out bytes together.
+    /// Peak of reserved, waiting and checked-out bytes together.
     pub peak_bytes: u64,
     pub peak_batches: usize,
-    /// Half of the time from the first batch to the last, no more batches than this were ready.
+    /// Median number of ready batches, weighted by time from the first batch to the last.
     pub ready_p50: usize,
-    /// The same for 95 % of that time.
+    /// The 95th percentile of the same.
     pub ready_p95: usize,
 }
 
@@ -169,7 +181,7 @@ pub(super) enum PlanNotice {
     Skipped(JobId),
 }
 
-/// The planner's line to the pool: what is to come, and in return how far the draws have got.
+/// Sender of the planner's notices: it announces jobs to the pool, and reads how many draws have passed.
 pub struct PlanNotices {
     notices: mpsc::Sender<PlanNotice>,
     passed: watch::Receiver<u64>,
@@ -177,24 +189,25 @@ pub struct PlanNotices {
 }
 
 impl PlanNotices {
-    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    /// Announces the open jobs of an epoch, as a number per bucket. `ended[i]` is true if job `i` already has an
+    /// outcome.
     pub async fn epoch(&self, epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]>) {
-        // A pool that is gone needs nothing any more; whoever ended it is heard of elsewhere.
+        // A pool that is gone needs no notice; its own fault is reported elsewhere.
         let _ = self.notices.send(PlanNotice::Epoch { epoch, open_of_bucket, ended }).await;
     }
 
-    /// This job was given up.
+    /// Announces that this job is skipped.
     pub async fn skipped(&self, job: JobId) {
         let _ = self.notices.send(PlanNotice::Skipped(job)).await;
     }
 
-    /// Whether a job may leave after `handed_out` others did. Draw `replay` lets no more than its window be under way, so
-    /// that the job it waits for always finds a target and room.
+    /// Returns true if a job may leave after `handed_out` others. Draw policy `replay` limits the jobs in flight to its
+    /// window, so that the job it waits for always finds a target and free bytes.
     pub fn may_leave(&self, handed_out: u64) -> bool {
         self.window.is_none_or(|window| handed_out < *self.passed.borrow() + window)
     }
 
-    /// Waits until `may_leave` may have another answer.
+    /// Waits until the result of `may_leave` may have changed.
     pub async fn window_moved(&mut self) {
         if self.passed.changed().await.is_err() {
             std::future::pending().await
@@ -202,13 +215,13 @@ impl PlanNotices {
     }
 }
 
-/// The pool's end of the line.
+/// Receiver of the planner's notices.
 pub struct PlanNoticeInbox {
     pub(super) notices: mpsc::Receiver<PlanNotice>,
     pub(super) passed: watch::Sender<u64>,
 }
 
-/// Starts the line from the planner to the pool.
+/// Creates the channel from the planner to the pool.
 pub fn plan_notices(settings: &Settings) -> (PlanNotices, PlanNoticeInbox) {
     let (notices, inbox) = mpsc::channel(PLAN_NOTICES);
     let (passed, seen) = watch::channel(0);
@@ -216,14 +229,14 @@ pub fn plan_notices(settings: &Settings) -> (PlanNotices, PlanNoticeInbox) {
     (PlanNotices { notices, passed: seen, window }, PlanNoticeInbox { notices: inbox, passed })
 }
 
-/// Starts the pool's channels. `run` with the second value.
+/// Creates the pool's channels; the second value is for [`run`](super::run).
 pub fn channel<F>() -> (Handle<F>, Inbox<F>) {
     let (tx, inbox) = mpsc::channel(INBOX);
     let (slots, returns) = mpsc::channel(RETURNS);
     (Handle { inbox: tx }, Inbox { inbox, slots, returns })
 }
 
-/// What the pool listens to.
+/// Receivers of the pool.
 pub struct Inbox<F> {
     pub(super) inbox: mpsc::Receiver<Msg<F>>,
     pub(super) slots: mpsc::Sender<Return<F>>,

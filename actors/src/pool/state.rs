@@ -1,4 +1,4 @@
-//! Every decision of the pool, without waiting for anything: who gets room, who gets which batch, and when it drains.
+//! Decisions of the pool, without waiting: grants of bytes, answers to draws, and the drain.
 
 use super::replay::ReplayOrder;
 use crate::{
@@ -17,20 +17,20 @@ use std::{collections::VecDeque, sync::Arc};
 
 pub use super::settings::{Deadlock, DrawPolicy, Settings};
 
-/// A batch in the pool or on loan, and what the pool has to know of it.
+/// Batch in the pool or checked out, with the data that the pool needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry<B> {
     pub job: JobId,
     pub bucket: BucketId,
     pub bytes: u64,
-    /// Draw `replay`: its place in the order of all draws, once it was drawn for the first time.
+    /// Position in the draw order, with policy `replay`, once the batch was drawn for the first time.
     pub position: Option<u64>,
-    /// A drafter gave it back.
+    /// A drafter returned the batch.
     pub returned: bool,
     pub batch: B,
 }
 
-/// What the loop must do.
+/// Action for the loop.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action<B> {
     Grant {
@@ -42,7 +42,7 @@ pub enum Action<B> {
         bytes: u64,
         max_bytes: u64,
     },
-    /// Call `State::on_delivered` or `State::on_undelivered` next.
+    /// Gives a batch; the loop calls `State::on_delivered` or `State::on_undelivered` next.
     Give {
         request: RequestId,
         entry: Entry<B>,
@@ -54,7 +54,7 @@ pub enum Action<B> {
     Drained,
 }
 
-/// What the pool answers for.
+/// Bytes and batches that the pool accounts for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Occupancy {
     pub reserved_bytes: u64,
@@ -62,21 +62,21 @@ pub struct Occupancy {
     pub checked_out_bytes: u64,
     pub reserved_batches: usize,
     pub ready_batches: usize,
-    /// Given out, but not yet known to have arrived.
+    /// Batches that were given out but are not confirmed as delivered.
     pub leaving_batches: usize,
     pub checked_out_batches: usize,
-    /// Ready batches that a drafter gave back. Their bytes were counted all along, and they leave with the next draws, so
-    /// they wait on top of `max_batches`.
+    /// Ready batches that a drafter returned. Their bytes were counted throughout, and they leave with the next draws,
+    /// so they wait in addition to `max_batches`.
     pub returned_batches: usize,
 }
 
 impl Occupancy {
-    /// All bytes that count against the limit.
+    /// Returns all bytes that count against the limit.
     pub fn bytes(&self) -> u64 {
         self.reserved_bytes + self.ready_bytes + self.checked_out_bytes
     }
 
-    /// All batches that count against the limit.
+    /// Returns all batches that count against the limit.
     pub fn batches(&self) -> usize {
         self.reserved_batches + self.ready_batches + self.leaving_batches - self.returned_batches
     }
@@ -85,9 +85,9 @@ impl Occupancy {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Filling,
-    /// Nothing more comes for now; a new reservation ends this.
+    /// No batch arrives for now; a new reservation ends this phase.
     Draining,
-    /// Nothing more comes at all.
+    /// No further batch arrives.
     Last,
     Stopped,
 }
@@ -102,13 +102,13 @@ pub struct State<B> {
     reserves: VecDeque<(RequestId, u64)>,
     draws: VecDeque<RequestId>,
     phase: Phase,
-    /// The plan was cut short: in a fixed order the next job may never come.
+    /// The plan was cut short: with a fixed order the next job may never arrive.
     closed: bool,
     announced: bool,
-    /// Jobs of each bucket that the plans hold, and batches of it that were drawn.
+    /// Planned jobs of each bucket, and drawn batches of each bucket.
     shares: Vec<u64>,
     drawn: Vec<u64>,
-    /// Draw `replay`: which job comes next.
+    /// Draw order of policy `replay`.
     order: Option<ReplayOrder>,
     draws_so_far: u64,
     passed: u64,
@@ -135,10 +135,11 @@ impl<B> State<B> {
         }
     }
 
-    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    /// Announces the open jobs of an epoch, as a number per bucket. `ended[i]` is true if job `i` already has an
+    /// outcome.
     ///
-    /// Shares and draws are counted over all epochs, because epochs overlap: while the draws are still at the jobs of one,
-    /// those of the next are handed out, and what lags at that moment must not be forgotten.
+    /// Shares and draws are counted over all epochs, because epochs overlap: the jobs of the next epoch are handed out
+    /// while those of the previous one are drawn, and the lag of a bucket at that moment must be kept.
     pub fn on_epoch(&mut self, epoch: u32, open_of_bucket: &[u64], ended: Arc<[bool]>) -> Vec<Action<B>> {
         self.at_least(open_of_bucket.len());
         for (share, jobs) in self.shares.iter_mut().zip(open_of_bucket) {
@@ -150,7 +151,7 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// This job will not come, or not come back: the order goes on without it.
+    /// Removes a skipped job from the order.
     pub fn on_skipped(&mut self, job: JobId) -> Vec<Action<B>> {
         if self.order.as_mut().is_some_and(|order| order.on_skipped(job)) {
             self.passed += 1;
@@ -158,8 +159,8 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// Other limits, another minimum, another random draw: in force at once, for those that wait, too. What is held above a
-    /// lowered limit drains. Seed, window and a fixed order stay what they were.
+    /// Applies changed limits, minimum and random policy at once, to waiting requests too. Batches above a lowered
+    /// limit drain. Seed, window and a fixed order stay unchanged.
     pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action<B>> {
         let Settings { max_bytes, max_batches, min_ready, draw_policy, .. } = settings;
         let fixed = self.order.is_some() || draw_policy == DrawPolicy::Replay;
@@ -168,7 +169,7 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// A target asks for room.
+    /// A target requests bytes.
     pub fn on_reserve(&mut self, request: RequestId, bytes: u64) -> Vec<Action<B>> {
         if self.phase == Phase::Draining {
             self.phase = Phase::Filling;
@@ -178,7 +179,7 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// Whoever asked for this room has gone away and does not wait for it.
+    /// The targets of these requests are gone.
     pub fn on_withdrawn(&mut self, requests: &[RequestId]) -> Vec<Action<B>> {
         self.reserves.retain(|(waiting, _)| !requests.contains(waiting));
         self.decide()
@@ -192,14 +193,14 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// A reservation was given up.
+    /// A reservation was cancelled.
     pub fn on_cancelled(&mut self, bytes: u64) -> Vec<Action<B>> {
         lifecycle!("cancelled", bytes);
         self.unreserve(bytes);
         self.decide()
     }
 
-    /// A drafter asks for a batch.
+    /// A drafter requests a batch.
     pub fn on_draw(&mut self, request: RequestId) -> Vec<Action<B>> {
         self.draws.push_back(request);
         self.decide()
@@ -212,7 +213,7 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// A drafter could not train a batch: another draw gets it.
+    /// A drafter returns a batch that it could not train: another draw gets it.
     pub fn on_returned(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
         lifecycle!("batch_returned", job = %entry.job, bytes = entry.bytes);
         self.check_in(entry.bytes);
@@ -221,13 +222,13 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// A batch that was given reached its drafter.
+    /// A batch reached its drafter.
     pub fn on_delivered(&mut self) -> Vec<Action<B>> {
         self.occupancy.leaving_batches = self.occupancy.leaving_batches.saturating_sub(1);
         self.decide()
     }
 
-    /// A batch that was given did not reach its drafter: as if it had never been drawn.
+    /// A batch did not reach its drafter: it returns as if it had not been drawn.
     pub fn on_undelivered(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
         lifecycle!("undelivered", job = %entry.job, bytes = entry.bytes);
         self.occupancy.leaving_batches = self.occupancy.leaving_batches.saturating_sub(1);
@@ -237,28 +238,27 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// Everything that will come is here: for now, or for good when `last`. `late` reservations may be out that will not be
-    /// filled.
+    /// All batches have arrived: for now, or permanently if `last`. `late` reservations will not be filled.
     pub fn on_drain(&mut self, last: bool, late: usize) -> Vec<Action<B>> {
         if self.phase == Phase::Stopped {
             return self.decide();
         }
         let waits = self.occupancy.reserved_batches + self.reserves.len();
         lifecycle!("drains", late, last);
-        invariant!("L3", l3(waits, late), "told to drain while {waits} reservations are out, {late} of them late");
+        invariant!("L3", l3(waits, late), "drain while {waits} reservations are out, {late} of them late");
         self.phase = if last { Phase::Last } else { Phase::Draining };
         self.announced = false;
         self.decide()
     }
 
-    /// No job leaves the planner any more. What is held is given out as ever, once a drain says that everything is here; in a fixed
-    /// order only up to the first job that is missing.
+    /// No job leaves the planner any more. Batches are given out once a drain reports that all have arrived; with a
+    /// fixed order only up to the first missing job.
     pub fn on_close(&mut self) -> Vec<Action<B>> {
         self.closed = true;
         self.decide()
     }
 
-    /// Gives nothing out any more and lets what waits go.
+    /// Gives out nothing more and drops the ready batches.
     pub fn on_stop(&mut self) -> Vec<Action<B>> {
         self.phase = Phase::Stopped;
         self.ready.iter_mut().for_each(Vec::clear);
@@ -270,7 +270,7 @@ impl<B> State<B> {
         self.occupancy
     }
 
-    /// Draws and reservations that are not answered yet.
+    /// Returns the unanswered draws and reservations.
     pub fn waiting(&self) -> (usize, usize) {
         (self.draws.len(), self.reserves.len())
     }
@@ -279,13 +279,13 @@ impl<B> State<B> {
         matches!(self.phase, Phase::Draining | Phase::Last)
     }
 
-    /// Jobs of the order that were drawn for the first time or will never be: whoever hands jobs out for draw `replay` keeps
-    /// within the window of it.
+    /// Returns the jobs of the order that were drawn for the first time or never will be. With policy `replay` the
+    /// planner stays within the window of this number.
     pub fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Ready batches of each bucket.
+    /// Returns the ready batches of each bucket.
     pub fn depths(&self) -> impl Iterator<Item = usize> {
         self.ready.iter().map(Vec::len)
     }
@@ -313,7 +313,7 @@ impl<B> State<B> {
         invariant!(
             "L1",
             bytes <= self.occupancy.checked_out_bytes && self.occupancy.checked_out_batches > 0,
-            "{bytes} bytes came back of {} on loan",
+            "{bytes} bytes were returned of {} checked out",
             self.occupancy.checked_out_bytes
         );
         self.occupancy.checked_out_bytes = self.occupancy.checked_out_bytes.saturating_sub(bytes);
@@ -330,7 +330,7 @@ impl<B> State<B> {
         invariant!(
             "L1",
             bytes <= self.occupancy.reserved_bytes && self.occupancy.reserved_batches > 0,
-            "{bytes} bytes came back of {} reserved",
+            "{bytes} bytes were returned of {} reserved",
             self.occupancy.reserved_bytes
         );
         self.occupancy.reserved_bytes = self.occupancy.reserved_bytes.saturating_sub(bytes);
@@ -344,7 +344,7 @@ impl<B> State<B> {
         if self.closed && self.phase == Phase::Last {
             self.drop_unreachable();
         }
-        // What is on loan may come back: until it is done with, nobody is told that there is no more.
+        // Checked-out batches may be returned: until they are done, "no more" is not answered.
         let over =
             self.occupancy.ready_batches + self.occupancy.leaving_batches + self.occupancy.checked_out_batches == 0;
         if self.is_draining() && over && !std::mem::replace(&mut self.announced, true) {
@@ -356,7 +356,7 @@ impl<B> State<B> {
         actions
     }
 
-    /// In a fixed order: lets go what comes after a job that will not come. Its jobs stay open.
+    /// Drops the batches after a job that will not arrive, with a fixed order. Their jobs stay open.
     fn drop_unreachable(&mut self) {
         let Some(wanted) = self.order.as_ref().map(ReplayOrder::wanted) else { return };
         if self.ready.iter().flatten().any(|entry| Some(entry.job) == wanted) {
@@ -422,7 +422,7 @@ impl<B> State<B> {
         }
     }
 
-    /// The bucket to draw from and the place in it; `None` while no draw may be answered.
+    /// Returns the bucket to draw from and the index in it; `None` while no draw may be answered.
     fn choose(&mut self) -> Option<(usize, usize)> {
         if let Some(order) = &self.order {
             return self.next_in_order(order.wanted());
@@ -446,15 +446,16 @@ impl<B> State<B> {
         Some((bucket, self.rng.random_range(0..self.ready[bucket].len())))
     }
 
-    /// How far the bucket's share of what was drawn lags behind its share of the plan: share / plan - drawn_b / (drawn + 1),
-    /// brought to one denominator, so that it is exact.
+    /// Returns the lag of a bucket's drawn share behind its planned share: share / plan - drawn_b / (drawn + 1). A
+    /// common denominator keeps it exact.
     fn lag(&self, bucket: usize) -> i128 {
         let plan: u64 = self.shares.iter().sum();
         let drawn: u64 = self.drawn.iter().sum();
         i128::from(self.shares[bucket]) * i128::from(drawn + 1) - i128::from(self.drawn[bucket]) * i128::from(plan)
     }
 
-    /// What was drawn before and came back goes first, in its old order; then the wanted job, if it is here.
+    /// Returns the next batch of the order: first returned batches by their position, then the wanted job if it is
+    /// present.
     fn next_in_order(&self, wanted: Option<JobId>) -> Option<(usize, usize)> {
         let all =
             self.ready.iter().enumerate().flat_map(|(b, here)| here.iter().enumerate().map(move |(i, e)| (b, i, e)));

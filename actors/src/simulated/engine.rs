@@ -1,4 +1,4 @@
-//! The simulated engine: sleeps on tokio time by a cost model, so that under paused time a long run takes moments.
+//! Simulated engines: they sleep on tokio time by a cost model, so that a long run takes moments under paused time.
 
 use super::noise::{AttemptCounters, NoiseSample, noise};
 use crate::messages::{
@@ -10,30 +10,30 @@ use crate::messages::{
 };
 use std::{sync::Arc, time::Duration};
 
-/// What work costs, and the shape of what it makes.
+/// Cost of work, and the shape of its results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostModel {
     /// Target, per token slot of a padded batch.
     pub seconds_per_token: f64,
     /// Target, per token slot and token of its row's width: attention.
     pub seconds_per_token_squared: f64,
-    /// Bandwidth at which a target moves its features out; it does nothing else meanwhile. 0 = in no time.
+    /// Bandwidth at which a target moves its features out; it does nothing else meanwhile. 0 takes no time.
     pub bytes_per_second: f64,
     /// Drafter, per micro-batch.
     pub seconds_per_micro_batch: f64,
     /// Drafter, per context token.
     pub seconds_per_context_token: f64,
-    /// Adding up the drafters' gradients, per step. No drafter can work meanwhile.
+    /// Summation of the drafters' gradients, per step. No drafter can work meanwhile.
     pub seconds_per_reduce: f64,
     /// Optimizer, per step. No drafter can work meanwhile.
     pub seconds_per_step: f64,
     /// Relative standard deviation of every unit of work.
     pub jitter: f64,
-    /// Share of extractions that fail, after they took their time.
+    /// Fraction of extractions that fail, after their full duration.
     pub job_failures: f64,
-    /// Share of micro-batches that fail, after they took their time.
+    /// Fraction of micro-batches that fail, after their full duration.
     pub micro_batch_failures: f64,
-    /// Root of jitter and failures.
+    /// Seed of noise and failures.
     pub seed: u64,
     pub taps: u32,
     pub hidden_size: u32,
@@ -62,30 +62,30 @@ impl Default for CostModel {
 }
 
 impl CostModel {
-    /// The shape of the features of a batch.
+    /// Returns the shape of the features of a batch.
     pub fn shape(&self, tokens: u64) -> FeatureShape {
         FeatureShape { tokens, taps: self.taps, width: self.hidden_size, dtype: self.dtype }
     }
 
-    /// Bytes of the features of a batch.
+    /// Returns the bytes of the features of a batch.
     pub fn bytes(&self, tokens: u64) -> u64 {
         tokens * u64::from(self.taps) * u64::from(self.hidden_size) * self.dtype.bytes()
     }
 
-    /// Seconds in which a target of speed 1 extracts `slots` token slots in rows of `width`, of which `tokens` are real, and
-    /// moves their features out.
+    /// Returns the seconds in which a target of speed 1 extracts `slots` token slots in rows of `width`, of which
+    /// `tokens` are real, and moves their features out.
     pub fn extract_seconds(&self, slots: u64, width: u64, tokens: u64) -> f64 {
         let compute = slots as f64 * (self.seconds_per_token + width as f64 * self.seconds_per_token_squared);
         let bytes = self.bytes(tokens) as f64;
         compute + if self.bytes_per_second > 0.0 { bytes / self.bytes_per_second } else { 0.0 }
     }
 
-    /// Seconds in which a drafter of speed 1 trains a micro-batch of `tokens` real context tokens.
+    /// Returns the seconds in which a drafter of speed 1 trains a micro-batch of `tokens` real context tokens.
     pub fn micro_batch_seconds(&self, tokens: u64) -> f64 {
         self.seconds_per_micro_batch + tokens as f64 * self.seconds_per_context_token
     }
 
-    /// Seconds of a step in which drafters wait: reduce and optimizer.
+    /// Returns the seconds of a step in which drafters wait: reduce and optimizer.
     pub fn step_seconds(&self) -> f64 {
         self.seconds_per_reduce + self.seconds_per_step
     }
@@ -96,7 +96,7 @@ impl CostModel {
     }
 }
 
-/// Features without values: what they would be.
+/// Features without values.
 #[derive(Clone, Copy, Debug)]
 pub struct SimFeatures {
     pub shape: FeatureShape,
@@ -118,7 +118,7 @@ impl Features for SimFeatures {
     }
 }
 
-/// Pads by the plan alone: lengths, no ids.
+/// Source of batches with lengths but without ids.
 #[derive(Clone, Debug)]
 pub struct SimSource {
     pub lengths: Arc<[u32]>,
@@ -140,8 +140,8 @@ impl BatchSource for SimSource {
     }
 }
 
-/// Sleeps so that the sum is right although tokio's clock ticks in milliseconds: what a tick rounds off is owed to the next
-/// sleep.
+/// Sleeper that keeps the total exact although tokio's clock ticks in milliseconds: it carries the rounding error over
+/// to the next sleep.
 #[derive(Clone, Debug, Default)]
 struct Sleeper {
     owed: f64,
@@ -158,32 +158,32 @@ impl Sleeper {
     }
 }
 
-/// One target for each speed (1 = as the cost model says, 0.5 = half as fast).
+/// Creates one target for each speed; 1 is the cost model's, 0.5 is half of it.
 pub fn targets(costs: CostModel, speeds: &[f64]) -> Vec<SimTarget> {
     let attempts = AttemptCounters::default();
     let target = |&speed: &f64| SimTarget { attempts: attempts.clone(), ..SimTarget::new(costs, 1.0 / speed) };
     speeds.iter().map(target).collect()
 }
 
-/// One drafter for each speed (1 = as the cost model says, 0.5 = half as fast).
+/// Creates one drafter for each speed; 1 is the cost model's, 0.5 is half of it.
 pub fn drafters(costs: CostModel, speeds: &[f64]) -> Vec<SimDrafter> {
     let attempts = AttemptCounters::default();
     let drafter = |&speed: &f64| SimDrafter { attempts: attempts.clone(), ..SimDrafter::new(costs, 1.0 / speed) };
     speeds.iter().map(drafter).collect()
 }
 
-/// A target that takes its time.
+/// Simulated target.
 #[derive(Clone, Debug)]
 pub struct SimTarget {
     pub costs: CostModel,
-    /// Times slower than the cost model says.
+    /// Factor on the cost model's durations.
     pub slowness: f64,
     attempts: AttemptCounters,
     sleeper: Sleeper,
 }
 
 impl SimTarget {
-    /// A target that counts attempts for itself; [`targets`] makes several that belong together.
+    /// Creates a target with its own attempt counters; [`targets`] creates several that share them.
     pub fn new(costs: CostModel, slowness: f64) -> Self {
         Self { costs, slowness, attempts: AttemptCounters::default(), sleeper: Sleeper::default() }
     }
@@ -216,11 +216,11 @@ impl TargetEngine for SimTarget {
     }
 }
 
-/// A drafter that takes its time. Its "gradient" is the sum of the tokens that it saw.
+/// Simulated drafter. Its gradient is the sum of the tokens that it trained.
 #[derive(Clone, Debug)]
 pub struct SimDrafter {
     pub costs: CostModel,
-    /// Times slower than the cost model says.
+    /// Factor on the cost model's durations.
     pub slowness: f64,
     pub gradient: Option<f64>,
     /// Value of the one weight; the loss falls with it.
@@ -230,7 +230,7 @@ pub struct SimDrafter {
 }
 
 impl SimDrafter {
-    /// A drafter that counts attempts for itself; [`drafters`] makes several that belong together.
+    /// Creates a drafter with its own attempt counters; [`drafters`] creates several that share them.
     pub fn new(costs: CostModel, slowness: f64) -> Self {
         Self {
             costs,
@@ -286,7 +286,7 @@ impl DraftEngine for SimDrafter {
     }
 }
 
-/// An optimizer that takes its time. Each step adds a hundredth to the weight.
+/// Simulated optimizer. Each step adds 0.01 to the weight.
 #[derive(Clone, Debug)]
 pub struct SimOptimizer {
     pub costs: CostModel,
@@ -333,7 +333,7 @@ mod tests {
     use super::*;
     use tokio::time::Instant;
 
-    /// How long each target in turn takes for the same batch, and whether it fails.
+    /// Returns the duration of the same batch on each target in turn, and if it fails.
     async fn attempts(targets: &mut [SimTarget], order: &[usize]) -> Vec<(Duration, bool)> {
         let batch = Arc::new(PaddedBatch { rows: 1, width: 1000, lengths: vec![900], ..PaddedBatch::default() });
         let mut seen = Vec::new();

@@ -1,4 +1,5 @@
-//! What chance adds to simulated work: jitter and failures, drawn from the seed by job and try, never by who computes or when.
+//! Noise and failure model of simulated work. Samples depend on the seed, the job and the attempt, never on the engine
+//! or the time.
 
 use crate::{messages::types::JobId, runtime::random::stream_seed};
 use rand::{RngExt, SeedableRng};
@@ -8,20 +9,22 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-/// Standard deviations at which jitter is cut off, so that no work takes no time.
+/// Limit on the noise in standard deviations, so that no work takes no time.
 const MOST_DEVIATIONS: f64 = 3.0;
-/// Counters of attempts. No fewer than jobs can be under way at once (`planner::IN_FLIGHT`), so that two of those never share one.
+/// Number of attempt counters: no fewer than jobs in flight (`planner::IN_FLIGHT`), so that two of those never share
+/// one.
 const SLOTS: usize = 1 << 16;
 
-/// What chance does to one unit of work.
+/// Sample of noise for one unit of work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct NoiseSample {
-    /// Times as long as the cost model says; 1 on average.
+    /// Factor on the cost model's duration; 1 on average.
     pub factor: f64,
     pub fails: bool,
 }
 
-/// The noise of the stream `name` and `words` where work varies by `jitter` (relative standard deviation) and fails with `rate`.
+/// Samples the stream `name` and `words`: work varies by `jitter` (relative standard deviation) and fails with
+/// probability `rate`.
 pub(super) fn noise(seed: u64, name: &str, words: &[u64], jitter: f64, rate: f64) -> NoiseSample {
     if jitter <= 0.0 && rate <= 0.0 {
         return NoiseSample { factor: 1.0, fails: false };
@@ -31,15 +34,14 @@ pub(super) fn noise(seed: u64, name: &str, words: &[u64], jitter: f64, rate: f64
     NoiseSample { factor: 1.0 + jitter * deviations, fails: rng.random::<f64>() < rate }
 }
 
-/// A draw from the standard normal distribution (Box and Muller 1958).
+/// Samples the standard normal distribution (Box and Muller 1958).
 pub fn normal(rng: &mut ChaCha8Rng) -> f64 {
-    // 1 - u lies in (0, 1], where the logarithm is finite.
+    // 1 - u is in (0, 1], so the logarithm is finite.
     let (u, v): (f64, f64) = (rng.random(), rng.random());
     (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()
 }
 
-/// Counts how often each job was tried, by whichever engine, so that every try has a noise of its own. The engines of one stage
-/// share it; nobody waits for it.
+/// Counters of the attempts of each job, by any engine of one stage, so that every attempt has its own noise.
 #[derive(Clone, Debug)]
 pub(super) struct AttemptCounters(Arc<[AtomicU32]>);
 
@@ -50,8 +52,8 @@ impl Default for AttemptCounters {
 }
 
 impl AttemptCounters {
-    /// The number of attempts of this job before this one. Where jobs share a counter, those of the earlier job are over and
-    /// count as well: a shift that does not depend on who computed either.
+    /// Returns the number of earlier attempts of this job. If jobs share a counter, the attempts of the earlier job
+    /// count as well; that shift does not depend on the engine.
     pub fn next(&self, job: JobId) -> u64 {
         u64::from(self.0[job.index as usize % SLOTS].fetch_add(1, Ordering::Relaxed))
     }

@@ -55,7 +55,7 @@ pub struct RoundRobin<T> {
 struct Turns {
     /// Marks the jobs that were started, by epoch and index in the plan.
     jobs: Vec<Vec<AtomicBool>>,
-    /// Jobs that each target started first. A retry is nobody's turn.
+    /// Jobs that each target started first. A retry counts for no target.
     started: Vec<AtomicU64>,
     depth: u64,
     control: ControlHandle,

@@ -1,9 +1,13 @@
-//! A target pulls a job, reserves its exact bytes in the pool, runs the forward, checks the result, and moves it into the pool.
+//! Target actor: pulls a job, reserves its exact bytes in the pool, runs the forward, checks the result, and moves it
+//! into the pool.
 //!
-//! In: leases that it pulls. Out: features, moved. When the pool is full it waits before the forward, so it never holds
-//! features that have no room. It ends when the dispatcher has no more jobs. A result that is not what was expected (rows,
-//! taps, width, dtype, not finite) never enters the pool: the job goes back. A target that panics, is lost or keeps failing
-//! is taken out, restarted with a growing pause, and serves again when it answers; after `max_restarts` in vain it is gone.
+//! In: leases that it pulls. Out: features, moved.
+//!
+//! The target waits for bytes before the forward, so it never holds features without a reservation. It ends when the
+//! dispatcher has no more jobs. An unexpected result (rows, taps, width, dtype, not finite) never enters the pool: the
+//! job returns to the dispatcher. A target that panics, is lost or keeps failing goes out of service and is restarted
+//! with growing pauses. After `max_restarts` failed restarts it is out of service permanently.
+//!
 //! Invariants: D2, L1.
 
 use super::state::{Recovery, Settings, State};
@@ -25,7 +29,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// What a target did.
+/// Statistics of a target.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     pub totals: Totals,
@@ -33,11 +37,15 @@ pub struct Stats {
     pub tokens: u64,
     pub padded_tokens: u64,
     pub restarts: u64,
-    /// Why it is gone for good, where it is.
+    /// Cause of a permanent failure.
     pub gone: Option<String>,
 }
 
-/// Runs until there are no more jobs, or the target is gone for good: `Stats::gone` says so.
+/// Runs until there are no more jobs, or the target has failed permanently, which `Stats::gone` reports.
+///
+/// # Errors
+///
+/// Fails if the dispatcher or the pool is gone, or the run is aborted.
 pub async fn run<E: TargetEngine>(
     index: usize,
     mut settings: watch::Receiver<Settings>,
@@ -84,7 +92,7 @@ struct Target<E: TargetEngine> {
     stats: Stats,
 }
 
-/// Why a target serves no more.
+/// Reason why a target stops serving.
 enum ServeEnd {
     NoMoreJobs,
     Down,
@@ -149,7 +157,7 @@ impl<E: TargetEngine> Target<E> {
                     drop(reservation);
                     self.failures.increment(1);
                     self.state.reconfigure(*self.settings.borrow_and_update());
-                    tracing::warn!(target_index = self.index, job = %lease.job(), why = message, "extraction failed");
+                    tracing::warn!(target_index = self.index, job = %lease.job(), reason = message, "extraction failed");
                     let out = self.state.on_failure(&message, lost);
                     lease.fail(failure, message);
                     if out {
@@ -160,7 +168,7 @@ impl<E: TargetEngine> Target<E> {
         }
     }
 
-    /// Moves features into the pool; false when another target was first.
+    /// Moves features into the pool. Returns false if another target was first.
     async fn deliver(
         &mut self,
         lease: Lease,
@@ -178,27 +186,27 @@ impl<E: TargetEngine> Target<E> {
         Ok(true)
     }
 
-    /// Restarts until the engine answers. False when it is gone for good.
+    /// Restarts the engine until it responds. Returns false after a permanent failure.
     async fn recover(&mut self) -> bool {
         loop {
             self.state.reconfigure(*self.settings.borrow_and_update());
             match self.state.recover() {
                 Recovery::RestartAfter(pause) => {
-                    tracing::warn!(target_index = self.index, ?pause, "the target is taken out and will be restarted");
+                    tracing::warn!(target_index = self.index, ?pause, "target out of service");
                     self.pause().await;
                     let restarted = self.meter.wait(Cause::Down, caught(self.engine.restart())).await;
                     match restarted.unwrap_or_else(|panic| Err(EngineError::Lost(panic))) {
                         Ok(()) => {
                             self.stats.restarts += 1;
                             counter!(m::TARGET_RESTARTS, "index" => self.index.to_string()).increment(1);
-                            tracing::info!(target_index = self.index, "the target answers again");
+                            tracing::info!(target_index = self.index, "target back in service");
                             return true;
                         }
-                        Err(error) => tracing::warn!(target_index = self.index, %error, "the restart failed"),
+                        Err(error) => tracing::warn!(target_index = self.index, %error, "restart failed"),
                     }
                 }
                 Recovery::GiveUp(cause) => {
-                    tracing::error!(target_index = self.index, cause, "the target is gone for good");
+                    tracing::error!(target_index = self.index, cause, "target failed permanently");
                     self.stats.gone = Some(cause);
                     return false;
                 }
@@ -206,7 +214,7 @@ impl<E: TargetEngine> Target<E> {
         }
     }
 
-    /// Waits for the pause before a restart, as long as the settings say at present.
+    /// Waits for the pause before a restart; changed settings apply at once.
     async fn pause(&mut self) {
         let Self { meter, state, settings, .. } = self;
         let begun = Instant::now();

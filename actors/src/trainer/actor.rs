@@ -1,9 +1,15 @@
-//! The trainer owns the optimizer step: it hands out tickets, waits until each is used, reduces, steps, and publishes the weights.
+//! Trainer actor: owns the optimizer step. It issues tickets, waits until each is used, reduces, steps, and publishes
+//! the weights.
 //!
-//! In: requests for tickets, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
-//! planner), one record a step. A step has exactly `accumulation × drafters` micro-batches, or is the last of the run;
-//! whoever is ready takes the next ticket. At a stop or close it takes no part of an unfinished step into the weights: those jobs
-//! stay open. After a close it makes steps as long as drafters have batches. Changed settings shape whole steps: they are in force from the next step border on. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
+//! In: ticket requests, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
+//! planner), one record per step.
+//!
+//! A step has exactly `accumulation × drafters` micro-batches, or is the last of the run. The first waiting drafter
+//! gets the next ticket. After `Shutdown::stop` or `Shutdown::drain` no part of an unfinished step enters the weights:
+//! those jobs stay open. After `drain` steps continue while drafters have batches. Changed settings apply to whole
+//! steps, from the next step boundary on.
+//!
+//! Invariants: T1, T2.
 
 use super::messages::{CheckpointReply, Contribution, Control, Inbox, Msg, Phase, Settings, Stats, Ticket};
 use super::{
@@ -34,13 +40,13 @@ use tokio::{
 
 pub use super::stats::StepRecord;
 
-/// A drafter's gradient of the running step, and where its new weights go.
+/// Contribution of a drafter to the running step, and the reply for its new weights.
 type HandedIn<O> = (Contribution<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
 
 struct Trainer<O: Optimizer> {
-    /// In force for the running step.
+    /// Settings of the running step.
     settings: Settings,
-    /// In force from the next step on.
+    /// Settings of the next step.
     next: Settings,
     /// Micro-batches in the weights.
     trained: u64,
@@ -60,7 +66,12 @@ struct Trainer<O: Optimizer> {
     checkpointer: Checkpointer,
 }
 
-/// Runs until no step can follow. Every step's record goes to `records`.
+/// Runs until no step can follow. Each step's record goes to `records`.
+///
+/// # Errors
+///
+/// Fails if the optimizer fails, if the last checkpoint cannot be written, if the planner or all drafters are gone, or
+/// if the run is aborted.
 pub async fn run<O: Optimizer>(
     mut control: Control,
     optimizer: O,
@@ -117,7 +128,8 @@ impl<O: Optimizer> Trainer<O> {
                     biased;
                     () = shutdown.stop.cancelled(), if !stopping => Event::Stop,
                     () = shutdown.drain.cancelled(), if !closing => Event::Close,
-                    // Why it failed is logged; training goes on, and the next one comes at its time.
+                    // The checkpointer logs a failure; training continues, and the next checkpoint is written when it
+                    // is due.
                     _ = checkpointer.written() => Event::Written,
                     () = changed(&mut control.settings) => Event::Changed,
                     Some(reply) = control.checkpoints.recv() => Event::Checkpoint(reply),
@@ -152,7 +164,7 @@ impl<O: Optimizer> Trainer<O> {
         }
     }
 
-    /// What shapes a step holds from the next one on; at once where nothing of the running one has begun.
+    /// Applies changed settings from the next step on; at once if the running step has not begun.
     fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
         self.next = settings;
         if self.state.at_boundary() {
@@ -182,7 +194,7 @@ impl<O: Optimizer> Trainer<O> {
         }
     }
 
-    /// Returns true at the end.
+    /// Applies actions. Returns true at the end of the run.
     async fn apply(&mut self, actions: Vec<Action>) -> Result<bool, Fault> {
         let mut actions: std::collections::VecDeque<Action> = actions.into();
         while let Some(action) = actions.pop_front() {
@@ -257,7 +269,7 @@ impl<O: Optimizer> Trainer<O> {
             }
             let report = optimizer.step(gradients, request).await?;
             for (drafter, reply) in replies {
-                // A drafter that is gone is noticed by whoever runs it.
+                // The supervisor notices a drafter that is gone.
                 let _ = reply.send(optimizer.weights(drafter).await?);
             }
             Ok::<_, crate::messages::engine::EngineError>(report)
@@ -281,7 +293,7 @@ impl<O: Optimizer> Trainer<O> {
         self.stats.discarded = self.receipts.len() as u64;
         self.receipts.clear();
         if self.checkpointer.is_busy() {
-            // One that fails here is made up for below.
+            // A failure here is retried below.
             let _ = self.checkpointer.written().await;
         }
         if self.stats.step > self.checkpointer.saved() {
@@ -293,7 +305,7 @@ impl<O: Optimizer> Trainer<O> {
         Ok(())
     }
 
-    /// Begins a checkpoint of the weights as they are, or notes that one is due.
+    /// Begins a checkpoint of the current weights, or marks one as due.
     async fn save(&mut self) {
         if self.checkpointer.may_begin() {
             let step = self.stats.step;
@@ -303,7 +315,7 @@ impl<O: Optimizer> Trainer<O> {
     }
 }
 
-/// What the trainer waits for.
+/// Event for the trainer.
 enum Event<M> {
     Stop,
     Close,

@@ -1,4 +1,4 @@
-//! Checkpoints on paused time: training goes on while one is written, one at a time; a failure costs that one alone.
+//! Checkpoints on paused time: training continues while one is written, one at a time; a failure costs that one alone.
 
 use crate::{
     pipeline::assert_all_trained,
@@ -39,7 +39,7 @@ fn what_is_due_while_another_is_written_comes_right_after_it() {
         let done_at = ended.records[pair[0] as usize - 1].seconds + 7.0;
         let by_then = ended.records.iter().filter(|r| r.seconds < done_at).count() as u64;
         let due = (pair[0] / 4 + 1) * 4;
-        // One more where that moment falls into an update.
+        // One more if that moment falls into an update.
         let next = due.max(by_then);
         assert!(pair[1] == next || pair[1] == by_then + 1, "{} after {}, not {next}", pair[1], pair[0]);
     }
@@ -52,7 +52,7 @@ fn a_stop_right_after_a_save_began_still_finishes_it() {
     let stop_at = Some(Duration::from_secs_f64(third) + Duration::from_millis(1));
     let ended = World { stop_at, ..world.clone() }.run();
     assert_eq!(steps(&ended), [3]);
-    // And nothing of what came before it is lost.
+    // Nothing before the checkpoint is lost either.
     let steps = ended.records.len() as u64;
     let second = world.clone().run_with(ended.result.unwrap().ledger.unwrap(), steps);
     assert_all_trained(&world, &second, 1);
@@ -75,7 +75,7 @@ fn a_last_checkpoint_that_cannot_be_written_is_a_fault_with_its_reason() {
     assert_eq!(ended.fault().actor, "trainer");
     let want = format!("the checkpoint of step {last} could not be written: no space left on device");
     assert!(ended.fault().message.contains(&want), "{}", ended.fault());
-    // The one that was due at the last step failed; the end tries once more.
+    // The checkpoint due at the last step failed; the end retries it.
     let again = World { bad_checkpoints: vec![last], checkpoint_every: last, ..World::default() }.run();
     assert_eq!(steps(&again), [last]);
 }

@@ -1,5 +1,5 @@
-//! A mill that is controlled while it runs, on paused time: reload storms, pauses, settings that waiters see at once, checkpoints on
-//! demand. Nothing is lost, nothing hangs, every invariant holds.
+//! Control of a running pipeline, on paused time: reload storms, pauses, settings that waiting requests see at once,
+//! checkpoints on demand. Nothing is lost, nothing hangs, every invariant holds.
 
 use crate::{
     pipeline::assert_all_trained,
@@ -33,7 +33,7 @@ fn control<F: Future<Output = ()> + Send + 'static>(
     Some(Arc::new(move |handle, settings| Box::pin(how(handle, settings))))
 }
 
-/// Other settings at random, such as a reload lets through.
+/// Returns random settings that a reload accepts.
 pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Settings {
     let mut changed = base.clone();
     changed.pool = loop {
@@ -67,7 +67,7 @@ pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Se
     changed
 }
 
-/// A change a second, a checkpoint now and then, and at the end the settings of the beginning.
+/// Changes settings every second, requests a checkpoint now and then, and finally restores the first settings.
 fn storm(seed: u64, seconds: u64, targets: usize) -> Option<ControlScript> {
     control(move |handle, base| async move {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -85,7 +85,7 @@ fn storm(seed: u64, seconds: u64, targets: usize) -> Option<ControlScript> {
     })
 }
 
-/// Every job has exactly one outcome, and a step holds what the settings of some moment say, the last one aside.
+/// Checks that every job has exactly one outcome, and that every step but the last has the size of some settings.
 fn assert_nothing_is_lost(ended: &Outcomes, epochs: usize) {
     let planned: usize = ended.ledger().plans.iter().map(|plan| plan.jobs.len()).sum();
     assert_eq!(ended.ledger().plans.len(), epochs);
@@ -97,8 +97,8 @@ fn assert_nothing_is_lost(ended: &Outcomes, epochs: usize) {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
-    /// Slow drafters keep the pool full, slow targets keep it empty; barriers make it drain again and again; checkpoints take
-    /// longer than steps; targets fail, hang and come back.
+    /// Slow drafters keep the pool full, slow targets keep it empty; barriers make it drain again and again;
+    /// checkpoints take longer than steps; targets fail, hang and return.
     #[test]
     fn a_reload_storm_loses_no_job_and_hangs_nobody(
         seed: u64, seconds in 1_u64..300, slow in prop::sample::select(vec![0.2, 1.0, 5.0]), epoch_barrier: bool, faults: bool,
@@ -121,7 +121,7 @@ proptest! {
         assert_nothing_is_lost(&world.run(), 3);
     }
 
-    /// What a storm did until a stop is whole steps, and another start goes on from there.
+    /// Steps until a stop in a storm are whole, and another start continues from there.
     #[test]
     fn a_stop_in_a_reload_storm_loses_nothing(seed: u64, stop_at in 0_u64..60, close: bool) {
         let at = Some(Duration::from_secs(stop_at));
@@ -145,7 +145,7 @@ proptest! {
     }
 }
 
-/// Asks for a checkpoint and waits for the answer.
+/// Requests a checkpoint and waits for the reply.
 async fn checkpoint(handle: &ControlHandle) -> Result<String, String> {
     let (answer, answered) = oneshot::channel();
     handle.checkpoint(answer).expect("there is room for a wish");
@@ -193,7 +193,7 @@ fn waiting_reservations_see_a_raised_limit_at_once_and_a_lowered_one_drops_nothi
         });
         World { control: controlled, ..world.clone() }.run_for(30 * SECOND).iter().sum()
     };
-    // Two in hand of the drafter, and two in the pool.
+    // Two held by the drafter, and two in the pool.
     assert_eq!(extracted(None), 4);
     assert_eq!(extracted(Some((7, 1 << 20))), 9);
     assert_eq!(extracted(Some((1, 1 << 20))), 4);
@@ -212,7 +212,7 @@ fn a_pause_hands_out_nothing_and_checkpoints_are_written_all_the_same() {
                 sleep(20 * SECOND).await;
                 settings.dispatcher.paused = true;
                 handle.change(&settings);
-                // What is under way is finished, and draws wait for their minimum.
+                // Running work is finished, and draws wait for their minimum.
                 sleep(30 * SECOND).await;
                 let paused = count.load(Relaxed);
                 let said = checkpoint(&handle).await.expect("a checkpoint of what is trained");
@@ -230,7 +230,7 @@ fn a_pause_hands_out_nothing_and_checkpoints_are_written_all_the_same() {
         ..World::default()
     };
     let ended = world.clone().run();
-    assert!(after.load(Relaxed) > 0, "it goes on at once");
+    assert!(after.load(Relaxed) > 0, "it resumes at once");
     assert!(ended.took > 3600 * SECOND);
     assert_eq!(ended.ledger().checkpoints.len(), 2, "the one that was asked for, and the last one");
     assert_all_trained(&World { control: None, ..world }, &ended, 4);
@@ -247,7 +247,7 @@ fn a_checkpoint_that_was_asked_for_is_told_as_it_went() {
             sleep(5 * SECOND).await;
             let failed = checkpoint(&handle).await;
             assert!(failed.is_err_and(|why| why.contains("step 4 ") && why.contains("no space left")));
-            // Two at once are one, and one that comes meanwhile is the next.
+            // Two requests at once are one checkpoint, and one that arrives meanwhile is the next.
             let (first, second) = (checkpoint(&handle), checkpoint(&handle));
             let third = async {
                 sleep(2 * SECOND).await;
@@ -265,7 +265,7 @@ fn a_checkpoint_that_was_asked_for_is_told_as_it_went() {
     assert_eq!(ended.ledger().checkpoints.len(), 3);
 }
 
-/// Automodel and others stop all ranks for one that is taken away; here the others go on, with smaller steps.
+/// Automodel and others stop all ranks if one is removed; here the others continue, with smaller steps.
 #[test]
 fn a_paused_drafter_draws_nothing_and_the_steps_are_those_of_the_others() {
     let world = World {
@@ -290,7 +290,7 @@ fn a_paused_drafter_draws_nothing_and_the_steps_are_those_of_the_others() {
     assert!(sizes(0.0, 10.0).iter().all(|n| *n == 4));
     assert!(sizes(12.0, 30.0).iter().all(|n| *n == 2) && sizes(12.0, 30.0).len() > 10);
     assert!(sizes(33.0, f64::MAX).iter().rev().skip(1).all(|n| *n == 4));
-    // To the end of the plan with one that is paused for good: nobody waits for it.
+    // To the end of the plan with one that stays paused: the end does not wait for it.
     let paused = World {
         control: control(|handle, mut settings| async move {
             sleep(3 * SECOND).await;

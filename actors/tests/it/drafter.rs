@@ -1,4 +1,4 @@
-//! Properties of the drafter's `State`: it asks once for each thing, keeps the draw order, and ends with nothing in hand.
+//! Properties of the drafter's `State`: single requests, the draw order, and an end with empty hands.
 
 use draftmill_actors::{
     drafter::{
@@ -22,7 +22,7 @@ enum Event {
     Trained,
     /// The micro-batch fails; the engine keeps the features or loses them.
     Failed(bool),
-    /// The step takes in so many more batches.
+    /// The step takes in this number of further batches.
     Collect(u64),
     Reconfigure(Settings),
 }

@@ -7,17 +7,17 @@ use draftmill_actors::{
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What a history does next; numbers choose among what is possible at that moment.
+/// Next event of a history; numbers choose among the possible options.
 #[derive(Clone, Debug)]
 enum Event {
     Reserve(u64),
     Fill(usize, u16),
     Cancel(usize),
     Draw,
-    /// A draw whose answer finds nobody.
+    /// A draw whose drafter is gone when it is answered.
     LostDraw,
     Done(usize),
-    /// A drafter gives a batch back.
+    /// A drafter returns a batch.
     GiveBack(usize),
     Reconfigure(Settings),
 }
@@ -35,11 +35,11 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// What the outside knows: it answers for the same numbers by other means.
+/// Model of the surroundings: it computes the same numbers by other means.
 struct Model {
     state: State<u64>,
     settings: Settings,
-    /// What is held above lowered limits must only become less.
+    /// Ceiling for bytes and batches above lowered limits: they must only fall.
     ceiling: (u64, usize),
     next: u64,
     asked: BTreeMap<u64, u64>,
@@ -50,7 +50,7 @@ struct Model {
     draws: BTreeSet<u64>,
     lost: BTreeSet<u64>,
     given: BTreeSet<u64>,
-    /// Ready batches that came back.
+    /// Ready batches that were returned.
     returned: BTreeSet<u64>,
     refused: usize,
     draining: bool,
@@ -216,7 +216,7 @@ proptest! {
         for e in events {
             m.step(e);
         }
-        // The plan ends: what was asked for is granted, filled and drawn, and then nothing is left anywhere.
+        // The plan ends: everything requested is granted, filled and drawn, and then nothing is left anywhere.
         for _ in 0..10_000 {
             if !m.granted.is_empty() {
                 m.step(Event::Fill(0, 1));
@@ -228,7 +228,7 @@ proptest! {
                 break;
             }
         }
-        prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.checked_out.is_empty(), "a request waits for ever");
+        prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.checked_out.is_empty(), "a request waits forever");
         m.draining = true;
         m.next += 1;
         let actions = m.state.on_drain(true, 0);
@@ -238,11 +238,11 @@ proptest! {
                 break;
             }
             m.step(Event::Draw);
-            // Draining, too, some come back.
+            // Batches may be returned during the drain too.
             m.step(if turn < 5 { Event::GiveBack(0) } else { Event::Done(0) });
         }
         prop_assert_eq!(m.drained, 1);
-        prop_assert!(m.draws.is_empty(), "a draw waits for ever");
+        prop_assert!(m.draws.is_empty(), "a draw waits forever");
         let before = m.ended;
         m.step(Event::Draw);
         prop_assert_eq!(m.ended, before + 1, "a draw after the end is answered at once");
@@ -322,8 +322,8 @@ fn uniform_draws_choose_every_batch_equally_often() {
     assert!(chi < 25.7, "{counts:?}");
 }
 
-/// Reverb's `MinSize(8)` over 20 items that are taken once yields 13: the other 7 can never be read. Here the end of the plan is
-/// told, and then the minimum no longer counts; a batch that comes back meanwhile is given again.
+/// Reverb's `MinSize(8)` over 20 items that are taken once yields 13: the other 7 can never be read. Here the end of
+/// the plan is reported, and then the minimum no longer counts; a batch that is returned meanwhile is given out again.
 #[test]
 fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
     for draw_policy in [DrawPolicy::Uniform, DrawPolicy::Proportional] {
@@ -349,7 +349,7 @@ fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
         let actions = m.state.on_drain(true, 0);
         m.apply(actions);
         assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 1, 0));
-        // The last draw waits for what may come back, and gets it.
+        // The last draw waits for a batch that may be returned, and gets it.
         m.step(Event::GiveBack(3));
         assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 0, 0));
         while !m.checked_out.is_empty() {

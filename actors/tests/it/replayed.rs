@@ -1,4 +1,4 @@
-//! Properties of the pool's `State` that replays: the order of the plan, and room for whoever comes next.
+//! Properties of the pool's `State` with policy `replay`: the order of the plan, and space for the next job.
 
 use draftmill_actors::{
     messages::types::JobId,
@@ -10,7 +10,7 @@ use draftmill_actors::{
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What happens to a job on its way through a pool that replays.
+/// Event of a job in a pool that replays.
 #[derive(Clone, Copy, Debug)]
 enum Turn {
     Hand,
@@ -34,13 +34,13 @@ fn turn() -> impl Strategy<Value = Turn> {
     ]
 }
 
-/// A plan that is replayed through the smallest pool that the settings allow.
+/// Plan that is replayed through the smallest pool that the settings allow.
 struct Replayed {
     state: State<u64>,
     jobs: u64,
     handed: u64,
     window: u64,
-    /// Requests and jobs that wait for room, have it, or are on loan.
+    /// Requests and jobs that wait for bytes, have them, or are checked out.
     asked: BTreeMap<u64, u64>,
     extracting: Vec<u64>,
     checked_out: Vec<Entry<u64>>,
@@ -128,8 +128,8 @@ impl Replayed {
 }
 
 proptest! {
-    /// A pool of `window` jobs of the largest size never waits for ever, whatever comes in which order, is retried, given up or
-    /// given back; and what it gives is the order of the plan, without what was given up.
+    /// A pool of `window` jobs of the largest size never waits forever, whatever the order of arrivals, retries, skips
+    /// and returns. Its output is the order of the plan, without the skipped jobs.
     #[test]
     fn replay_never_waits_for_a_job_that_has_no_room(
         window in 1_usize..8, jobs in 0_u64..40, seed: u64, turns in prop::collection::vec(turn(), 0..200),

@@ -1,4 +1,4 @@
-//! Round-robin compared with pulling: with a target of half speed, the others wait for it.
+//! Round-robin compared with pulling: with one target of half speed, the others wait for it.
 
 use draftmill_actors::{
     pipeline::{self, ControlHandle, Parts, Report, Settings},
@@ -10,7 +10,7 @@ use draftmill_actors::{
 use std::{sync::Arc, time::Duration};
 use tokio::{sync::mpsc, time::Instant};
 
-/// Five targets, the second one of half speed, against drafters that keep up. `depth` selects round-robin.
+/// Runs five targets, the second one of half speed, against drafters that keep up. `depth` selects round-robin.
 fn run(depth: Option<usize>, costs: CostModel) -> (Duration, Report<MemoryLedger>) {
     let lengths: Arc<[u32]> = (0..3000).map(|i| 10 + (i * 37) % 300).collect();
     let mut settings = Settings::for_test(lengths.clone());

@@ -1,5 +1,5 @@
-//! Hidden states belong to their job: whatever targets do at the same time, a drafter gets what its job's ids gave, and has it brought
-//! closer before it asks.
+//! Hidden states belong to their job: a drafter gets the features of its job's ids, whatever targets do at the same
+//! time. Their copy to the device has been started before it asks for a ticket.
 
 use draftmill_actors::{
     dispatcher,
@@ -32,7 +32,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Pads with each sample's own number in the place of its tokens.
+/// Pads with each sample's own number as its tokens.
 struct Numbered;
 
 impl BatchSource for Numbered {
@@ -50,8 +50,8 @@ fn tag(ids: &[i32]) -> u64 {
 
 struct Tagged {
     tag: u64,
-    /// So often a drafter had it brought closer.
-    brought: u32,
+    /// Number of copies to the device that a drafter started.
+    copies: u32,
 }
 
 const SHAPE: FeatureShape = FeatureShape { tokens: 1, taps: 1, width: 1, dtype: FeatureDtype::F32 };
@@ -70,7 +70,7 @@ impl Features for Tagged {
     }
 }
 
-/// Takes its own time for every batch, so that results overtake each other. Sometimes it fails.
+/// Target with a different duration for every batch, so that results overtake each other. Sometimes it fails.
 struct Tagger {
     slowness: u64,
     done: u64,
@@ -93,7 +93,7 @@ impl TargetEngine for Tagger {
         tokio::time::sleep(Duration::from_millis(tag % 97 * self.slowness)).await;
         match self.done % 5 {
             0 => Err(EngineError::Failed("every fifth".into())),
-            _ => Ok(Tagged { tag, brought: 0 }),
+            _ => Ok(Tagged { tag, copies: 0 }),
         }
     }
 
@@ -105,11 +105,11 @@ impl TargetEngine for Tagger {
 #[derive(Default)]
 struct Seen {
     trained: AtomicU64,
-    /// Batches that were brought while the drafter was at work with another.
-    brought_beside: AtomicU64,
+    /// Batches whose copy started while the drafter was working on another one.
+    copied_meanwhile: AtomicU64,
 }
 
-/// Compares what it gets with what the job's ids must give.
+/// Drafter that compares its features with those that the job's ids must give.
 struct Judge {
     tags: Arc<BTreeMap<JobId, u64>>,
     seen: Arc<Seen>,
@@ -125,14 +125,14 @@ impl DraftEngine for Judge {
     fn staging(&mut self) -> Staging<Tagged> {
         let (seen, at_work) = (self.seen.clone(), self.at_work.clone());
         Box::new(move |features| {
-            features.brought += 1;
-            seen.brought_beside.fetch_add(at_work.load(Relaxed).into(), Relaxed);
+            features.copies += 1;
+            seen.copied_meanwhile.fetch_add(at_work.load(Relaxed).into(), Relaxed);
         })
     }
 
     async fn micro_batch(&mut self, job: JobId, features: Tagged) -> Result<MicroReport, MicroFailure<Tagged>> {
         assert_eq!(features.tag, self.tags[&job], "job {job} got the hidden states of another");
-        assert_eq!(features.brought, 1, "job {job}");
+        assert_eq!(features.copies, 1, "job {job}");
         self.at_work.store(true, Relaxed);
         tokio::time::sleep(Duration::from_millis(self.millis)).await;
         self.at_work.store(false, Relaxed);
@@ -149,7 +149,7 @@ impl DraftEngine for Judge {
     }
 }
 
-/// Trains some hundred jobs on drafters that take so many milliseconds for each.
+/// Trains some hundred jobs on drafters that take this number of milliseconds for each.
 fn train(millis: u64) -> (u64, Arc<Seen>) {
     let lengths: Arc<[u32]> = (0..500).map(|i| 10 + (i * 37) % 300).collect();
     let plan = PlanSettings { seed: 3, job_tokens: 1000, order: JobOrder::Spread, bounds: optimal_bounds(&lengths, 4) };
@@ -198,11 +198,10 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
     train(3);
 }
 
-/// The next batch is on its way to a drafter while one is in work: where drafters are the slower stage, that is each but the first
-/// few.
+/// The copy of the next batch runs while one is in work: if drafters are the slower stage, for each but the first few.
 #[test]
 fn a_batch_is_brought_while_the_one_before_it_is_in_work() {
     let (trained, seen) = train(500);
-    let beside = seen.brought_beside.load(Relaxed);
-    assert!(beside > trained * 3 / 4, "{beside} of {trained}");
+    let meanwhile = seen.copied_meanwhile.load(Relaxed);
+    assert!(meanwhile > trained * 3 / 4, "{meanwhile} of {trained}");
 }

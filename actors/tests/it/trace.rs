@@ -1,4 +1,5 @@
-//! Trace conformance: the trace of whole runs, replayed against a small model that shares the predicates of the actors.
+//! Trace conformance: the lifecycle trace of whole runs, replayed against a small model that shares the predicates of
+//! the actors.
 
 use crate::world::{Breakage, Outcomes, World, Wrong};
 use draftmill_actors::{
@@ -27,15 +28,15 @@ use tracing::{
 };
 
 thread_local! {
-    /// Where this thread's trace goes: a world runs on one thread.
+    /// Receiver of this thread's trace: a world runs on one thread.
     static TELL: RefCell<Option<Sender<Fields>>> = const { RefCell::new(None) };
 }
 
-/// Hands every event of the trace on.
+/// Subscriber that forwards every event of the trace.
 struct Recorder;
 
-/// What a world's trace said while it ran. One recorder serves all tests: a subscriber for each would race with those of
-/// other threads for what is enabled.
+/// Returns the trace of a world's run. One recorder serves all tests: a subscriber for each would race with those of
+/// other threads for the enabled events.
 fn recorded(world: &World) -> (Outcomes, Vec<Fields>) {
     static RECORDER: Once = Once::new();
     RECORDER.call_once(|| tracing::subscriber::set_global_default(Recorder).unwrap());
@@ -90,13 +91,13 @@ impl Fields {
     }
 }
 
-/// Where a job is (D1). There is no other place.
+/// Owner of a job (D1). There is no other.
 #[derive(Clone, Debug, PartialEq)]
 enum Place {
     HandedOut,
     Queued,
     Padded,
-    /// With these targets; the first result takes it.
+    /// Leased by these targets; the first result claims it.
     Leased(BTreeSet<u64>),
     Claimed,
     Pool,
@@ -113,7 +114,7 @@ struct Model<'a> {
     pulls: BTreeSet<u64>,
     requested: usize,
     reserved: Vec<u64>,
-    /// Bytes of ready batches; true where a drafter gave it back.
+    /// Bytes of ready batches; true if a drafter returned the batch.
     ready: BTreeMap<String, (u64, bool)>,
     checked_out: Vec<u64>,
     draining: bool,
@@ -172,7 +173,7 @@ impl<'a> Model<'a> {
             }
             "claimed" => self.go(&job, |p| matches!(p, Place::Leased(t) if t.contains(&target())), Place::Claimed),
             "returned" => {
-                // The first result took the job along; a failure, or a late result, leaves it to the other lease.
+                // The first result took the job; a failure, or a late result, leaves it to the other lease.
                 if let Some(Place::Leased(targets)) = self.places.get_mut(&job) {
                     assert!(targets.remove(&target()));
                 }
@@ -250,16 +251,16 @@ impl<'a> Model<'a> {
 
     fn unreserve(&mut self, event: &Fields) {
         let at = self.reserved.iter().position(|&bytes| bytes == event.number("bytes"));
-        self.reserved.swap_remove(at.expect("L1: room comes back that nobody had"));
+        self.reserved.swap_remove(at.expect("L1: unknown reservation"));
     }
 
     fn check_in(&mut self, event: &Fields) {
         let at = self.checked_out.iter().position(|&bytes| bytes == event.number("bytes"));
-        self.checked_out.swap_remove(at.expect("L1: bytes come back that were not on loan"));
+        self.checked_out.swap_remove(at.expect("L1: unknown checked-out bytes"));
     }
 }
 
-/// Runs a world that ends by itself and holds its trace to the model. Returns how often each event happened.
+/// Runs a world that ends by itself and checks its trace against the model. Returns the number of each event.
 fn conforms(world: &World) -> BTreeMap<String, usize> {
     let (ended, trace) = recorded(world);
     let jobs: usize = ended.ledger().plans.iter().map(|plan| plan.jobs.len()).sum();
@@ -300,7 +301,7 @@ fn a_run_with_every_kind_of_trouble_conforms() {
     for event in ["requeued", "batch_returned", "cancelled", "trained"] {
         assert!(seen.contains_key(event), "{event} never happened: {seen:?}");
     }
-    assert!(seen["leased"] > seen["claimed"], "somebody failed or hung");
+    assert!(seen["leased"] > seen["claimed"], "a target failed or hung");
 }
 
 #[test]
@@ -310,7 +311,7 @@ fn a_run_whose_jobs_are_given_up_conforms() {
     assert!(conforms(&world)["skipped"] > 0);
 }
 
-/// The model must be able to say no: an event that is left out or comes twice does not pass.
+/// The model must be able to fail: an event that is missing or doubled does not pass.
 #[test]
 fn a_journal_that_was_tampered_with_does_not_conform() {
     let world = World { lengths: World::default().lengths[..60].to_vec(), ..World::default() };
@@ -327,7 +328,7 @@ fn a_journal_that_was_tampered_with_does_not_conform() {
     let mut kinds = BTreeSet::new();
     for (at, event) in trace.iter().enumerate() {
         let what = event.text("event");
-        // A pull more or less is nobody's job; a lease that ends twice leaves no trace.
+        // A pull more or less concerns no job; a lease that ends twice leaves no trace.
         if !kinds.insert(what.clone())
             || ["pulls", "returned", "reservation_requested", "drains"].contains(&what.as_str())
         {

@@ -1,6 +1,6 @@
-//! The test world: a whole pipeline with simulated engines on paused time, and knobs that break one part of it.
+//! Test world: a whole pipeline with simulated engines on paused time, and settings that break one part of it.
 
-use crate::slow_checkpoints::SlowSaver;
+use crate::slow_checkpoints::SlowCheckpoints;
 use draftmill_actors::{
     dispatcher,
     messages::{
@@ -31,12 +31,12 @@ use std::{
 };
 use tokio::{sync::mpsc, time::Instant};
 
-/// What can be set; the defaults are a small healthy node.
+/// Settings of the world; the defaults are a small healthy node.
 #[derive(Clone)]
 pub struct World {
     pub lengths: Vec<u32>,
     pub job_tokens: u32,
-    /// Longest sample of each bucket; empty: four buckets by the optimum.
+    /// Longest sample of each bucket; empty selects four optimal buckets.
     pub bounds: Vec<u32>,
     pub order: JobOrder,
     pub targets: Vec<Breakage>,
@@ -58,46 +58,45 @@ pub struct World {
     pub queue_jobs: usize,
     pub pad_ahead: usize,
     pub prefetch: usize,
-    /// Time that the writing of a checkpoint takes.
+    /// Duration of the write of a checkpoint.
     pub checkpoint_takes: Duration,
     pub replica_check_every: u64,
-    /// Steps whose checkpoint cannot be written, each once.
+    /// Steps whose checkpoint fails, each once.
     pub bad_checkpoints: Vec<u64>,
-    /// Asks for an orderly end at this time.
+    /// Time of an orderly stop.
     pub stop_at: Option<Duration>,
-    /// Asks for an end that trains what is in the pool.
+    /// Time of a shutdown that trains the pool.
     pub close_at: Option<Duration>,
     pub abort_at: Option<Duration>,
-    /// Counts what each target has extracted.
+    /// Counters of the jobs that each target extracted.
     pub counts: Vec<Arc<AtomicU64>>,
-    /// Somebody steers.
+    /// Script that controls the run.
     pub control: Option<ControlScript>,
-    /// Keeps no record but the last.
+    /// Keeps only the last record.
     pub forgetful: bool,
 }
 
-/// Steers a mill that began with these settings, for as long as it runs.
+/// Controls a pipeline that began with these settings, for as long as it runs.
 pub type ControlScript =
     Arc<dyn Fn(ControlHandle, pipeline::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
-/// How an engine of the world misbehaves.
+/// Misbehaviour of an engine.
 #[derive(Clone, Default)]
 pub struct Breakage {
     pub slowness: Option<f64>,
-    /// Every n-th unit of work (1-based) does this.
+    /// Does this in every n-th unit of work (1-based).
     pub every: Option<(u64, Wrong)>,
-    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
+    /// A drafter cannot train the jobs whose index is 3 modulo this, on any attempt.
     pub poison: Option<u32>,
-    /// A target cannot extract the jobs whose real tokens are 3 modulo this, however often it tries.
+    /// A target cannot extract the jobs whose real tokens are 3 modulo this, on any attempt.
     pub indigestible: Option<u64>,
-    /// No job is struck more often than this by one engine. Chance would spare it sooner or later; turns can fall on one job
-    /// for ever.
+    /// Limit on the failures that one engine causes for a job. Without it, turns can fall on one job forever.
     pub mercy: Option<u32>,
-    /// Only up to this unit of work.
+    /// Ends the misbehaviour after this unit of work.
     pub until: Option<u64>,
-    /// A drafter's copies of the weights go wrong, one of every so many.
+    /// Corrupts every n-th copy of a drafter's weights.
     pub garbles: Option<u64>,
-    /// Restarts that fail before one helps.
+    /// Restarts that fail before one succeeds.
     pub bad_restarts: u32,
 }
 
@@ -109,7 +108,7 @@ pub enum Wrong {
     Nan,
     Short,
     Panic,
-    /// A panic of which the test's output has nothing.
+    /// A panic that does not appear in the test's output.
     QuietPanic,
     Hang,
 }
@@ -153,16 +152,16 @@ impl Default for World {
     }
 }
 
-/// What came out.
+/// Outcome of a run.
 pub struct Outcomes<L = MemoryLedger> {
     pub result: Result<Report<L>, Fault>,
     pub records: Vec<StepRecord>,
-    /// Virtual time.
+    /// Virtual duration.
     pub took: Duration,
 }
 
 impl<L> Outcomes<L> {
-    /// The report of a run that must have gone well.
+    /// Returns the report of a run that must have succeeded.
     pub fn report(&self) -> &Report<L> {
         match &self.result {
             Ok(report) => report,
@@ -189,7 +188,7 @@ impl Outcomes {
 }
 
 impl World {
-    /// Runs to the end under paused time; virtual days are the limit after which the run counts as hung.
+    /// Runs to the end under paused time; a limit of virtual days detects a hang.
     pub fn run(self) -> Outcomes {
         self.run_with(MemoryLedger::default(), 0)
     }
@@ -199,7 +198,7 @@ impl World {
         runtime.block_on(self.go(ledger, start_step))
     }
 
-    /// Runs for a while with everything in place, then aborts; returns the jobs that each target had extracted.
+    /// Runs for this time, then aborts. Returns the jobs that each target extracted.
     pub fn run_for(self, time: Duration) -> Vec<u64> {
         let counts: Vec<_> = self.targets.iter().map(|_| Arc::new(AtomicU64::new(0))).collect();
         let world = World { counts: counts.clone(), abort_at: Some(time), ..self };
@@ -258,7 +257,7 @@ impl World {
                 .map(|(i, b)| BreakableTarget::new(self.costs, slow(b), b.clone(), self.counts.get(i).cloned()))
                 .collect(),
             drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
-            optimizer: SlowSaver {
+            optimizer: SlowCheckpoints {
                 inner: SimOptimizer::new(self.costs, 0.0),
                 takes: self.checkpoint_takes,
                 bad: self.bad_checkpoints.clone(),
@@ -292,12 +291,12 @@ impl World {
             all
         });
         let days = Duration::from_secs(10 * 24 * 3600);
-        let result = tokio::time::timeout(days, run).await.expect("the run hangs").expect("the mill panicked");
+        let result = tokio::time::timeout(days, run).await.expect("the run hangs").expect("the pipeline panicked");
         let took = started.elapsed();
         if let Some(handle) = handle {
             handle.abort();
             if let Err(error) = handle.await {
-                assert!(error.is_cancelled(), "whoever steers panicked: {error}");
+                assert!(error.is_cancelled(), "the control script panicked: {error}");
             }
         }
         Outcomes { result, records: collect.await.unwrap(), took }
@@ -335,11 +334,11 @@ impl Trouble {
     }
 }
 
-/// A simulated target that can misbehave.
+/// Simulated target that can misbehave.
 pub struct BreakableTarget {
     inner: SimTarget,
     trouble: Trouble,
-    /// Until a restart.
+    /// True until a restart.
     lost: bool,
     count: Option<Arc<AtomicU64>>,
 }
@@ -396,7 +395,7 @@ impl TargetEngine for BreakableTarget {
     }
 }
 
-/// A simulated drafter that can misbehave.
+/// Simulated drafter that can misbehave.
 pub struct BreakableDrafter {
     inner: SimDrafter,
     trouble: Trouble,

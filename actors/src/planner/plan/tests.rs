@@ -1,4 +1,4 @@
-//! What a plan promises: P1, P2, evenness of `spread`, and the public reports of endless or lopsided epochs.
+//! Properties of plans: P1, P2, evenness of `spread`, and public reports of endless or lopsided epochs.
 
 use super::*;
 use crate::planner::buckets::{optimal_bounds, padding_share};
@@ -18,7 +18,7 @@ fn any_order() -> impl Strategy<Value = JobOrder> {
     prop::sample::select(vec![JobOrder::Shuffle, JobOrder::Spread])
 }
 
-/// Lengths, and settings with a budget that fits the longest of them.
+/// Generates lengths, and settings with a budget that fits the longest of them.
 fn any_input() -> impl Strategy<Value = (Vec<u32>, PlanSettings)> {
     (prop::collection::vec(1u32..2000, 1..300), 1usize..12, 0u32..6000, any_order(), any::<u64>()).prop_map(
         |(lengths, buckets, spare, order, seed)| {
@@ -119,7 +119,7 @@ proptest! {
     }
 }
 
-/// NeMo labs-molt#85: 30 prompts in batches of 16 never ended, and the first batch was trained for ever.
+/// NeMo labs-molt#85: 30 prompts in batches of 16 never ended, and the first batch was trained forever.
 #[test]
 fn molt_85_every_id_once() {
     for (count, rows) in [(30u32, 16u32), (30, 1), (30, 30), (31, 16), (1, 16), (32, 16)] {
@@ -134,8 +134,8 @@ fn molt_85_every_id_once() {
     }
 }
 
-/// speculators#867: one rank got 2.4 times the samples, because a tie-break always gave the same slot the big one.
-/// Drafters take tickets in turn and draw at random from a small pool; nobody may get more than its share.
+/// speculators#867: one rank got 2.4 times the samples, because a tie-break always gave the same slot the largest one.
+/// Drafters take tickets in turn and draw at random from a small pool; no drafter may get more than its share.
 #[test]
 fn speculators_867_no_drafter_gets_more_than_its_share() {
     let lengths: Vec<u32> = (0..40_000u32).map(|i| 32 + i * i % 2017).collect();
@@ -160,7 +160,7 @@ fn speculators_867_no_drafter_gets_more_than_its_share() {
     }
 }
 
-/// Contribution-full jobs must not close every epoch: over many seeds, each bucket's short job stands anywhere.
+/// Part-full jobs must not close every epoch: over many seeds, each bucket's short job is at any position.
 #[test]
 fn spread_does_not_end_on_the_part_full_job() {
     let lengths = vec![10u32; 95];
@@ -173,7 +173,7 @@ fn spread_does_not_end_on_the_part_full_job() {
     assert!((5..=45).contains(&closing), "1 epoch in 10 should end on it, not {closing} of 200");
 }
 
-/// Equal places: with one phase for all, buckets of 4, 2 and 4 jobs meet at 0 and at 1/2.
+/// Equal positions: with one phase for all, buckets of 4, 2 and 4 jobs meet at 0 and at 1/2.
 #[test]
 fn spread_puts_the_shorter_bucket_first_where_places_are_equal() {
     struct Same;
@@ -253,14 +253,14 @@ fn p1_predicate_sees_each_kind_of_breach() {
     assert_eq!(good.p1_violation(&lengths, 20), None);
     assert!(good.p1_violation(&lengths, 17).unwrap().contains("more than 17"));
     assert!(breach(|p| drop(p.jobs.pop())).contains("in no job"));
-    assert!(breach(|p| p.jobs.swap(0, 1)).contains("stands at place"));
+    assert!(breach(|p| p.jobs.swap(0, 1)).contains("is at index"));
     assert!(breach(|p| p.jobs[0].bucket ^= 1).contains("another bucket"));
     assert!(breach(|p| p.jobs[0].tokens += 1).contains("miscounts"));
     assert!(breach(|p| p.jobs[0].samples[0] = 99).contains("does not exist"));
     assert!(breach(|p| p.jobs[0].samples[0] = p.jobs[0].samples[1]).contains("planned twice"));
 }
 
-/// Run by hand: `cargo test --release -p draftmill-actors -- --ignored --nocapture million`.
+/// Manual run: `cargo test --release -p draftmill-actors -- --ignored --nocapture million`.
 #[test]
 #[ignore = "a measurement"]
 fn a_million_samples() {
