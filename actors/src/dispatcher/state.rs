@@ -156,8 +156,8 @@ impl State {
 
     /// A forward begins: its time counts from now on.
     pub fn on_started(&mut self, lease: LeaseId, now: Instant) {
-        if let Some(held) = self.leases.get_mut(&lease) {
-            held.started = Some(now);
+        if let Some(record) = self.leases.get_mut(&lease) {
+            record.started = Some(now);
         }
         self.expect();
     }
@@ -167,7 +167,7 @@ impl State {
     pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
         let old = std::mem::replace(&mut self.settings, settings);
         if old.straggler_factor != self.settings.straggler_factor {
-            self.leases.values_mut().for_each(|held| held.due = None);
+            self.leases.values_mut().for_each(|record| record.due = None);
             self.expect();
         }
         match (old.offer_stragglers, self.settings.offer_stragglers) {
@@ -181,33 +181,35 @@ impl State {
     /// Offers every job that only stragglers hold.
     fn offer_all(&mut self) {
         let Self { leases, extractions, offers, .. } = self;
-        let wanted = extractions.iter().filter(|(_, work)| work.job.is_some()).map(|(job, _)| *job);
-        offers.extend(wanted.filter(|job| leases.values().filter(|held| held.job == *job).all(|held| held.straggles)));
+        let wanted = extractions.iter().filter(|(_, extraction)| extraction.job.is_some()).map(|(job, _)| *job);
+        offers.extend(
+            wanted.filter(|job| leases.values().filter(|record| record.job == *job).all(|record| record.straggles)),
+        );
     }
 
     /// Sets the straggler deadlines that were unknown and can be estimated by now.
     fn expect(&mut self) {
         let Self { leases, extractions, forward_times, settings, .. } = self;
-        for held in leases.values_mut().filter(|held| held.due.is_none() && !held.straggles) {
+        for record in leases.values_mut().filter(|record| record.due.is_none() && !record.straggles) {
             let (Some(started), Some(job)) =
-                (held.started, extractions.get(&held.job).and_then(|work| work.job.as_ref()))
+                (record.started, extractions.get(&record.job).and_then(|extraction| extraction.job.as_ref()))
             else {
                 continue;
             };
             let deadline =
                 forward_times.straggler_deadline(job.spec.bucket, job.spec.padded_tokens(), settings.straggler_factor);
-            held.due = deadline.and_then(|deadline| started.checked_add(deadline));
+            record.due = deadline.and_then(|deadline| started.checked_add(deadline));
         }
     }
 
     /// Claims the job of a complete result. The first result of a job gets it; a later one gets `None`.
     pub fn on_claim(&mut self, lease: LeaseId, now: Instant) -> Option<Job> {
-        let held = self.leases.get_mut(&lease)?;
-        let job = self.extractions.get_mut(&held.job)?.job.take()?;
-        lifecycle!("claimed", job = %held.job, target_index = held.target);
-        held.claimed = true;
-        held.due = None;
-        if let Some(started) = held.started {
+        let record = self.leases.get_mut(&lease)?;
+        let job = self.extractions.get_mut(&record.job)?.job.take()?;
+        lifecycle!("claimed", job = %record.job, target_index = record.target);
+        record.claimed = true;
+        record.due = None;
+        if let Some(started) = record.started {
             self.forward_times.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
             // A forward that hangs may have begun before any estimate existed.
             self.expect();
@@ -217,22 +219,22 @@ impl State {
 
     pub fn on_return(&mut self, back: Return) -> Vec<Action> {
         let lease = back.lease();
-        let held = self.leases.remove(&lease);
-        invariant!("D1", held.is_some(), "unknown lease {lease} was returned");
-        let Some(held) = held else { return self.decide() };
-        lifecycle!("returned", job = %held.job, target_index = held.target);
+        let record = self.leases.remove(&lease);
+        invariant!("D1", record.is_some(), "unknown lease {lease} was returned");
+        let Some(record) = record else { return self.decide() };
+        lifecycle!("returned", job = %record.job, target_index = record.target);
         match back {
-            Return::Done { .. } => drop(self.extractions.remove(&held.job)),
-            Return::Unused { .. } => self.revoke(&held),
+            Return::Done { .. } => drop(self.extractions.remove(&record.job)),
+            Return::Unused { .. } => self.revoke(&record),
             Return::Late { .. } if self.stopped => {}
             Return::Late { .. } => {
                 counter!(m::LATE_RESULTS).increment(1);
-                tracing::info!(job = %held.job, target_index = held.target, "late result dropped");
-                self.release(&held);
+                tracing::info!(job = %record.job, target_index = record.target, "late result dropped");
+                self.release(&record);
             }
             Return::Failed { failure, message, .. } => {
-                self.release(&held);
-                self.failed(&held, failure, message);
+                self.release(&record);
+                self.failed(&record, failure, message);
             }
         }
         self.decide()
@@ -240,19 +242,20 @@ impl State {
 
     /// Returns the time of the next straggler deadline, for `on_time`.
     pub fn next_due(&self) -> Option<Instant> {
-        self.leases.values().filter_map(|held| held.due).min()
+        self.leases.values().filter_map(|record| record.due).min()
     }
 
     /// Reports each new straggler once, and offers its job if `offer_stragglers` is set.
     pub fn on_time(&mut self, now: Instant) -> Vec<Action> {
-        for held in self.leases.values_mut().filter(|held| held.due.is_some_and(|due| due <= now)) {
-            (held.due, held.straggles) = (None, true);
-            let seconds = held.started.map_or(0.0, |started| now.duration_since(started).as_secs_f64());
+        for record in self.leases.values_mut().filter(|record| record.due.is_some_and(|due| due <= now)) {
+            (record.due, record.straggles) = (None, true);
+            let seconds = record.started.map_or(0.0, |started| now.duration_since(started).as_secs_f64());
             counter!(m::STRAGGLERS).increment(1);
-            tracing::warn!(job = %held.job, target_index = held.target, seconds, "straggler detected");
-            if self.settings.offer_stragglers && self.extractions.get(&held.job).is_some_and(|work| work.job.is_some())
+            tracing::warn!(job = %record.job, target_index = record.target, seconds, "straggler detected");
+            if self.settings.offer_stragglers
+                && self.extractions.get(&record.job).is_some_and(|extraction| extraction.job.is_some())
             {
-                self.offers.push_back(held.job);
+                self.offers.push_back(record.job);
             }
         }
         self.decide()
@@ -273,7 +276,7 @@ impl State {
         self.queue.clear();
         // The pool accepts nothing more, and a hanging forward must not delay the end.
         self.extractions.clear();
-        self.leases.values_mut().for_each(|held| held.due = None);
+        self.leases.values_mut().for_each(|record| record.due = None);
         self.decide()
     }
 
@@ -288,45 +291,45 @@ impl State {
     }
 
     /// Undoes a lease.
-    fn revoke(&mut self, held: &LeaseRecord) {
-        self.release(held);
-        match self.extractions.get(&held.job).map(|work| work.leases) {
-            Some(0) => self.requeue(held.job),
-            Some(_) => self.offers.push_front(held.job),
+    fn revoke(&mut self, record: &LeaseRecord) {
+        self.release(record);
+        match self.extractions.get(&record.job).map(|extraction| extraction.leases) {
+            Some(0) => self.requeue(record.job),
+            Some(_) => self.offers.push_front(record.job),
             None => {}
         }
     }
 
-    fn release(&mut self, held: &LeaseRecord) {
-        if let Some(work) = self.extractions.get_mut(&held.job) {
-            work.leases -= 1;
-            if held.claimed {
+    fn release(&mut self, record: &LeaseRecord) {
+        if let Some(extraction) = self.extractions.get_mut(&record.job) {
+            extraction.leases -= 1;
+            if record.claimed {
                 // The target ended while it held the job: the receipt has informed the planner.
-                self.extractions.remove(&held.job);
+                self.extractions.remove(&record.job);
             }
         }
     }
 
-    fn failed(&mut self, held: &LeaseRecord, failure: Failure, message: String) {
+    fn failed(&mut self, record: &LeaseRecord, failure: Failure, message: String) {
         counter!(m::JOBS_RETURNED, "cause" => failure.as_str()).increment(1);
-        let Some(work) = self.extractions.get_mut(&held.job) else { return };
-        work.failed.push(held.target);
-        if let Some(job) = &mut work.job {
+        let Some(extraction) = self.extractions.get_mut(&record.job) else { return };
+        extraction.failed.push(record.target);
+        if let Some(job) = &mut extraction.job {
             job.attempts += 1;
-            tracing::warn!(job = %held.job, attempts = job.attempts, reason = message, "job failed");
+            tracing::warn!(job = %record.job, attempts = job.attempts, reason = message, "job failed");
         }
         // Another lease that is no straggler continues. A straggler may hang, so the job does not depend on it alone.
-        if self.leases.values().any(|other| other.job == held.job && !other.straggles) {
+        if self.leases.values().any(|other| other.job == record.job && !other.straggles) {
             return;
         }
-        match self.extractions.get(&held.job) {
+        match self.extractions.get(&record.job) {
             Some(Extraction { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
-                if let Some(job) = self.extractions.remove(&held.job).and_then(|work| work.job) {
+                if let Some(job) = self.extractions.remove(&record.job).and_then(|extraction| extraction.job) {
                     skip(job, failure.as_str(), message);
                 }
             }
-            Some(Extraction { leases: 0, .. }) => self.requeue(held.job),
-            Some(_) if self.settings.offer_stragglers => self.offers.push_back(held.job),
+            Some(Extraction { leases: 0, .. }) => self.requeue(record.job),
+            Some(_) if self.settings.offer_stragglers => self.offers.push_back(record.job),
             _ => {}
         }
     }
@@ -398,8 +401,8 @@ impl State {
     }
 
     fn give(&mut self, pull: usize, job: JobId, actions: &mut Vec<Action>) {
-        let (Some(pull), Some(work)) = (self.pulls.remove(pull), self.extractions.get_mut(&job)) else { return };
-        work.leases += 1;
+        let (Some(pull), Some(extraction)) = (self.pulls.remove(pull), self.extractions.get_mut(&job)) else { return };
+        extraction.leases += 1;
         self.next_lease += 1;
         let lease = self.next_lease;
         lifecycle!("leased", job = %job, target_index = pull.target);
@@ -407,17 +410,17 @@ impl State {
             lease,
             LeaseRecord { job, target: pull.target, started: None, due: None, straggles: false, claimed: false },
         );
-        actions.push(Action::Lease { pull: pull.id, lease, job, batch: work.batch.clone() });
+        actions.push(Action::Lease { pull: pull.id, lease, job, batch: extraction.batch.clone() });
     }
 
     /// Returns a waiting pull, by index, and the straggler's job that it gets. The target must not hold the job
     /// already, and must not have failed at it unless `again`.
     fn next_offer(&mut self, again: bool) -> Option<(usize, JobId)> {
         let Self { offers, extractions, leases, pulls, settings, .. } = self;
-        offers.retain(|job| extractions.get(job).is_some_and(|work| work.job.is_some()));
+        offers.retain(|job| extractions.get(job).is_some_and(|extraction| extraction.job.is_some()));
         offers.iter().find_map(|&job| {
-            let has_it = |target| leases.values().any(|held| held.job == job && held.target == target);
-            let failed = |target| extractions.get(&job).is_some_and(|work| work.failed.contains(&target));
+            let has_it = |target| leases.values().any(|record| record.job == job && record.target == target);
+            let failed = |target| extractions.get(&job).is_some_and(|extraction| extraction.failed.contains(&target));
             let may = |pull: &Pull| serves(pull, settings) && !has_it(pull.target) && (again || !failed(pull.target));
             Some((pulls.iter().position(may)?, job))
         })

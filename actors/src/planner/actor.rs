@@ -14,7 +14,7 @@ use super::messages::{Inbox, Msg, Settings};
 use super::{
     ledger::{Ledger, Note},
     plan::{PlanError, plan_epoch},
-    state::{Next, State},
+    state::{Counts, Next, State},
 };
 use crate::{
     dispatcher::Feed,
@@ -42,8 +42,6 @@ use tokio::{
     },
     task::{JoinError, JoinHandle, spawn_blocking},
 };
-
-pub use super::state::Counts;
 
 /// Limit on the outcomes that wait for the disk, exceeded by one step at most. It limits the size of a transaction.
 const RECORD_AT_ONCE: usize = 4096;

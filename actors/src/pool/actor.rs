@@ -11,12 +11,11 @@
 //! Invariants: L1, L2, L3.
 
 use super::messages::{
-    Batch, BytePermit, CheckedOutBatch, Inbox, Msg, PlanNotice, PlanNoticeInbox, RETURNS, RequestId, Reservation,
-    Return, Stats, TooLarge,
+    Batch, BytePermit, CheckedOutBatch, Inbox, Msg, PlanNotice, PlanNoticeInbox, RETURNS, Reservation, Return, TooLarge,
 };
 use super::{
-    state::{Action, Entry, Settings, State},
-    stats::{Depths, Series, cause},
+    state::{Action, Entry, RequestId, Settings, State},
+    stats::{Depths, Series, Stats, cause},
 };
 use crate::runtime::{
     fault::{Fault, Shutdown},

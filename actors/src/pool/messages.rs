@@ -21,9 +21,6 @@ pub(super) const RETURNS: usize = 1 << 16;
 /// Limit on waiting notices: one message per epoch, and one per skipped job.
 const PLAN_NOTICES: usize = 64;
 
-/// Identifier of a waiting reservation or draw.
-pub type RequestId = u64;
-
 /// Batch in the pool: its job and the features that the target produced.
 #[derive(Debug)]
 pub struct Batch<F> {
@@ -162,18 +159,6 @@ impl<F> Handle<F> {
     pub async fn drain(&self, last: bool, late: usize, done: Option<oneshot::Sender<()>>) -> Result<(), Gone> {
         self.inbox.send(Msg::Drain { last, late, done }).await.map_err(|_| Gone("pool"))
     }
-}
-
-/// Pool statistics of a run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Peak of reserved, waiting and checked-out bytes together.
-    pub peak_bytes: u64,
-    pub peak_batches: usize,
-    /// Median number of ready batches, weighted by time from the first batch to the last.
-    pub ready_p50: usize,
-    /// The 95th percentile of the same.
-    pub ready_p95: usize,
 }
 
 pub(super) enum PlanNotice {

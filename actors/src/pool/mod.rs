@@ -9,7 +9,9 @@ mod stats;
 
 pub use actor::run;
 pub use messages::{
-    Batch, BytePermit, CheckedOutBatch, Handle, Inbox, PlanNoticeInbox, PlanNotices, RequestId, Reservation, Stats,
-    TooLarge, channel, plan_notices,
+    Batch, BytePermit, CheckedOutBatch, Handle, Inbox, PlanNoticeInbox, PlanNotices, Reservation, TooLarge, channel,
+    plan_notices,
 };
 pub use settings::{Deadlock, DrawPolicy, Settings};
+pub use state::RequestId;
+pub use stats::Stats;

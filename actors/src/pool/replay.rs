@@ -140,11 +140,11 @@ mod tests {
     fn the_order_is_shuffled_and_each_epoch_has_its_own() {
         let all = whole(1, 16, &[200, 200]);
         let (first, second) = all.split_at(200);
-        let places = |jobs: &[JobId]| jobs.iter().map(|j| j.index).collect::<Vec<_>>();
-        assert_ne!(places(first), places(second));
-        assert!(places(first).windows(2).filter(|p| p[0] > p[1]).count() > 50, "{first:?}");
+        let indices = |jobs: &[JobId]| jobs.iter().map(|j| j.index).collect::<Vec<_>>();
+        assert_ne!(indices(first), indices(second));
+        assert!(indices(first).windows(2).filter(|p| p[0] > p[1]).count() > 50, "{first:?}");
         assert_ne!(whole(2, 16, &[200, 200]), all);
-        assert_eq!(places(&whole(1, 1, &[5])), [0, 1, 2, 3, 4], "a window of one is the plan");
+        assert_eq!(indices(&whole(1, 1, &[5])), [0, 1, 2, 3, 4], "a window of one is the plan");
     }
 
     proptest! {

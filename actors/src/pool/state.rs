@@ -4,7 +4,6 @@ use super::replay::ReplayOrder;
 use crate::{
     invariant,
     messages::types::{BucketId, JobId},
-    pool::RequestId,
     runtime::{
         invariants::{l1, l2, l3},
         random::stream_seed,
@@ -16,6 +15,9 @@ use rand_chacha::ChaCha8Rng;
 use std::{collections::VecDeque, sync::Arc};
 
 pub use super::settings::{Deadlock, DrawPolicy, Settings};
+
+/// Identifier of a waiting reservation or draw.
+pub type RequestId = u64;
 
 /// Batch in the pool or checked out, with the data that the pool needs.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,6 +5,18 @@ use metrics::{Counter, Gauge, counter, gauge};
 use std::time::Duration;
 use tokio::time::Instant;
 
+/// Pool statistics of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Peak of reserved, waiting and checked-out bytes together.
+    pub peak_bytes: u64,
+    pub peak_batches: usize,
+    /// Median number of ready batches, weighted by time from the first batch to the last.
+    pub ready_p50: usize,
+    /// The 95th percentile of the same.
+    pub ready_p95: usize,
+}
+
 /// Metrics of the pool, looked up once.
 pub(crate) struct Series {
     pub(crate) batches: Gauge,

@@ -173,7 +173,7 @@ table! {
     CONFIG_HASH = Gauge "draftmill_config_hash" ["1"] {};
     /// Time at which the active configuration was applied, in seconds since 1970.
     CONFIG_APPLIED = Gauge "draftmill_config_applied_timestamp_seconds" ["seconds"] {};
-    /// Evaluations during training (section [eval]) by result. An evaluation is skipped if it is due while another one
+    /// Evaluations during training (configuration section eval) by result. An evaluation is skipped if it is due while another one
     /// runs or rests.
     EVALS = Counter "draftmill_evals_total" ["evaluations"] { result: ["done", "skipped", "failed"] };
     /// Duration of evaluations during training, the decoding of prompts included.

@@ -16,7 +16,7 @@ use super::{
     checkpointer::Checkpointer,
     replica_check::{self, ReplicaCheck},
     state::{Action, State},
-    stats::Series,
+    stats::{Series, StepRecord},
 };
 use crate::{
     messages::{
@@ -37,8 +37,6 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     time::Instant,
 };
-
-pub use super::stats::StepRecord;
 
 /// Contribution of a drafter to the running step, and the reply for its new weights.
 type HandedIn<O> = (Contribution<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
@@ -233,8 +231,8 @@ impl<O: Optimizer> Trainer<O> {
     async fn step(&mut self) -> Result<Vec<Action>, Fault> {
         let Self { state, settings, .. } = self;
         let (step, sum) = (state.step(), *state.sum());
-        let place = 1.0 + self.trained as f64 / state.per_step() as f64;
-        let learning_rate = (settings.learning_rate)(place);
+        let position = 1.0 + self.trained as f64 / state.per_step() as f64;
+        let learning_rate = (settings.learning_rate)(position);
         let mut record = StepRecord {
             step,
             loss: sum.loss(),

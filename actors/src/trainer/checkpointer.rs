@@ -1,10 +1,10 @@
 //! Checkpointer: writes a checkpoint and makes it exist in the ledger while training continues; at most one at a time.
 
+use super::messages::CheckpointReply;
 use crate::{
     messages::engine::{EngineError, Writing},
     planner,
     runtime::metrics as m,
-    trainer::CheckpointReply,
 };
 use metrics::{counter, gauge, histogram};
 use std::time::Duration;

@@ -3,7 +3,8 @@
 //! Each step publishes the whole weights to every drafter, so a difference cannot grow. The check detects a faulty
 //! copy, or memory that changed, which has no other symptom.
 
-use crate::{messages::engine::EngineError, runtime::metrics as m, trainer::Settings};
+use super::messages::Settings;
+use crate::{messages::engine::EngineError, runtime::metrics as m};
 use metrics::{Counter, counter};
 
 /// Returns true if the replicas that train `step` are compared.

@@ -1,10 +1,10 @@
 //! Decisions of the trainer, without waiting: tickets, complete steps, and the end of the run.
 
+use super::messages::Ticket;
 use crate::{
     invariant,
     messages::{engine::MicroReport, types::BucketId},
     runtime::{invariants::t1, trace::lifecycle},
-    trainer::Ticket,
 };
 use std::{
     collections::{BTreeSet, VecDeque},

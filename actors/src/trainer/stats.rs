@@ -1,6 +1,7 @@
 //! Statistics of the trainer: one record per step, and its metrics.
 
-use crate::{runtime::metrics as m, trainer::Settings};
+use super::messages::Settings;
+use crate::runtime::metrics as m;
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use serde::Serialize;
 

@@ -66,7 +66,7 @@ proptest! {
             let loose = plan.jobs.iter().filter(|j| usize::from(j.bucket) == bucket).filter(|j| {
                 (j.samples.len() as u64 + 1) * bound <= u64::from(settings.job_tokens)
             });
-            prop_assert!(loose.count() <= 1, "only the last job of a bucket may have room for any sample of it");
+            prop_assert!(loose.count() <= 1, "only the last job of a bucket may fit any sample of it");
         }
     }
 
