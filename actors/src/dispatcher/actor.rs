@@ -1,10 +1,16 @@
-//! The dispatcher is the central queue: it pads a few jobs ahead on CPU threads and hands the next one to whichever target asks.
+//! Dispatcher actor: the central queue. It pads a few jobs ahead on CPU threads and gives the next one to the target
+//! that pulls.
 //!
-//! In: jobs in plan order, pulls, and leases that end. Out: leases; at the end of an epoch or plan, the order to the pool to
-//! drain. It takes no new job while its queue is full. A failed job returns to the head of the queue, goes rather to another
-//! target, and is given up after `max_attempts`. A straggler's job may be offered to a second target: the job itself stays
-//! here until the first result claims it. At a stop it drops what it holds (the jobs stay open) and answers every pull
-//! with "no more"; at a close it does the same, but waits for the forwards in hand before the pool drains. Invariants: D1, D2, L3. The decisions are in `State`; `dispatcher_state.rs` has them.
+//! In: jobs in plan order, pulls, and ended leases. Out: leases; at the end of an epoch or plan, a drain request to the
+//! pool.
+//!
+//! The dispatcher takes no new job while its queue is full. A failed job returns to the head of the queue, prefers
+//! another target, and is skipped after `max_attempts`. A straggler's job may be offered to a second target; the job
+//! itself stays here until the first result claims it. On `Shutdown::stop` the dispatcher drops its jobs, which stay
+//! open, and answers every pull with "no more". On `Shutdown::drain` it does the same, but waits for running forwards
+//! before the pool drains.
+//!
+//! Invariants: D1, D2, L3.
 
 use super::messages::{Feed, Inbox, LEASES, Lease, Msg, PullId, Return, Settings};
 use super::state::{Action, State};
@@ -13,7 +19,7 @@ use crate::{
     pool,
     runtime::{
         causes::Cause,
-        fault::{Fault, Stops},
+        fault::{Fault, Shutdown},
         meter::Meter,
         metrics as m,
         util::{changed, until},
@@ -33,8 +39,6 @@ use tokio::{
     time::Instant,
 };
 
-// === the loop ===
-
 struct Dispatcher<B, F> {
     state: State,
     source: Arc<B>,
@@ -45,14 +49,18 @@ struct Dispatcher<B, F> {
     barrier: Option<oneshot::Sender<()>>,
 }
 
-/// Runs until the plan has ended or was stopped, and every target is gone. Changed `settings` are in force at once.
+/// Runs until the plan has ended or was stopped, and every target is gone. Changed `settings` apply at once.
+///
+/// # Errors
+///
+/// Fails if padding panics, if the pool is gone, if there are more leases than slots, or if the run is aborted.
 pub async fn run<B: BatchSource, F: Send + 'static>(
     mut settings: watch::Receiver<Settings>,
     source: Arc<B>,
     mut inbox: Inbox,
     mut feed: mpsc::Receiver<Feed>,
     pool: pool::Handle<F>,
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> Result<(), Fault> {
     let mut d = Dispatcher {
         state: State::new(settings.borrow_and_update().clone()),
@@ -71,16 +79,16 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
         gauge!(m::QUEUE_JOBS).set(queued as f64);
         gauge!(m::QUEUE_PADDED_JOBS).set(padded as f64);
         let actions = tokio::select! {
-            // Returns come first: a job that comes back goes before a new one.
+            // Returns come first: a returned job precedes a new one.
             biased;
             never = meter.rest(cause(d.state.pulls(), queued, padded)) => match never {},
-            () = stops.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
-            () = stops.stop.cancelled(), if !stopping => {
+            () = shutdown.abort.cancelled() => return Err(Fault::aborted("dispatcher")),
+            () = shutdown.stop.cancelled(), if !stopping => {
                 (stopping, feeding) = (true, false);
                 feed = no_feed();
                 d.state.on_stop()
             }
-            () = stops.close.cancelled(), if !closing => {
+            () = shutdown.drain.cancelled(), if !closing => {
                 (closing, feeding) = (true, false);
                 feed = no_feed();
                 d.state.on_close()
@@ -102,7 +110,7 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
                     Vec::new()
                 }
                 Some(Msg::Claim { lease, reply }) => {
-                    // A target that is gone by now drops its lease as well: the job is then unfinished.
+                    // A target that is gone drops its lease as well: the job then stays open.
                     let _ = reply.send(d.state.on_claim(lease, Instant::now()));
                     Vec::new()
                 }
@@ -126,19 +134,21 @@ pub async fn run<B: BatchSource, F: Send + 'static>(
     Ok(())
 }
 
-/// In the place of a feed whose jobs are wanted no longer: they go with it, so that the planner hears of them at once.
+/// Returns an empty feed to replace one whose jobs are not needed: they are dropped with it, which informs the planner
+/// at once.
 fn no_feed() -> mpsc::Receiver<Feed> {
     mpsc::channel(1).1
 }
 
-/// What everything waits for, with so many pulls that wait, jobs that are queued, and jobs of these that are padded.
+/// Returns the cause of the dispatcher's wait, from the waiting pulls, the queued jobs, and the padded ones among
+/// these.
 fn cause(pulls: usize, queued: usize, padded: usize) -> Cause {
     match (pulls, queued, padded) {
         (0, _, 0) => Cause::Idle,
         (_, 0, _) => Cause::Job,
         (0, ..) => Cause::Target,
         (_, _, 0) => Cause::Padding,
-        // Both wait: for a target that is not paused, or whose turn it is.
+        // Pulls and padded jobs: the pulling targets are paused.
         _ => Cause::Target,
     }
 }
@@ -158,7 +168,7 @@ impl<B: BatchSource, F: Send + 'static> Dispatcher<B, F> {
                 }
                 Action::Lease { pull, lease: id, job, batch } => {
                     let slot = self.leases.clone().try_reserve_owned().map_err(|_| {
-                        Fault::new("dispatcher", format!("more than {LEASES} leases are out; run fewer targets"))
+                        Fault::new("dispatcher", format!("more than {LEASES} leases are active; run fewer targets"))
                     })?;
                     let lease = Lease { id, job, batch, slot: Some(slot) };
                     let undelivered = match self.replies.remove(&pull) {

@@ -14,75 +14,63 @@ use tokio::sync::{
     oneshot,
 };
 
-/// Messages wait here: at most one of each target.
+/// Limit on waiting messages: one of each target.
 const INBOX: usize = 64;
 
-/// One slot for each lease; there are as many as targets.
+/// Slots for leases: one of each target.
 pub(super) const LEASES: usize = 1024;
 
-/// What shapes the dispatcher's work.
+/// Settings of the dispatcher.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Jobs that may wait in the queue.
+    /// Limit on jobs in the queue.
     pub queue_jobs: usize,
-    /// Jobs that are padded before a target asks.
+    /// Jobs that are padded before a target pulls.
     pub pad_ahead: usize,
-    /// Tries of a job before it is skipped.
+    /// Attempts of a job before it is skipped.
     pub max_attempts: u32,
-    /// A forward that takes this many times longer than its like is a straggler and is reported; 0 never.
+    /// Factor over the forward-time estimate beyond which a forward is reported as a straggler; 0 disables the report.
     pub straggler_factor: f64,
-    /// Offer a straggler's job to another target; the first result counts.
+    /// Offers a straggler's job to another target; the first result counts.
     pub offer_stragglers: bool,
-    pub policy: Policy,
-    /// Hand out nothing for now; what is under way goes on.
+    /// Hands out nothing for now; running forwards continue.
     pub paused: bool,
     /// Targets that get nothing for now.
     pub paused_targets: Vec<usize>,
 }
 
-/// Who gets the next job.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Policy {
-    /// Whichever target asks.
-    #[default]
-    Pull,
-    /// Target `i` of `targets` gets every `targets`-th job, through a queue of `depth` of its own. Only for comparison: the
-    /// next job waits for its own target while others idle.
-    RoundRobin { targets: usize, depth: usize },
-}
-
-/// What the planner streams.
+/// Item of the planner's stream.
 pub enum Feed {
     Job(Job),
-    /// Drain the pool once everything before this is in it; answered when it is empty.
+    /// Drains the pool once everything before this is in it; answered when it is empty.
     Barrier(oneshot::Sender<()>),
 }
 
-/// Names a waiting pull.
+/// Identifier of a waiting pull.
 pub type PullId = u64;
 
-/// Names a lease.
+/// Identifier of a lease.
 pub type LeaseId = u64;
 
-/// What targets ask.
+/// Message of a target.
 pub(super) enum Msg {
     Pull { target: usize, reply: oneshot::Sender<Option<Lease>> },
     Started { lease: LeaseId },
     Claim { lease: LeaseId, reply: oneshot::Sender<Option<Job>> },
 }
 
-/// Why a job comes back.
+/// Reason why a job returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
     Failed,
     NonFinite,
     WrongShape,
-    /// The target went away while it held the job.
+    /// The target ended while it held the job.
     Gone,
 }
 
 impl Failure {
-    /// The label value.
+    /// Returns the label value.
     pub fn as_str(self) -> &'static str {
         match self {
             Failure::Failed => "failed",
@@ -93,12 +81,12 @@ impl Failure {
     }
 }
 
-/// How a lease ended.
+/// End of a lease.
 #[derive(Debug)]
 pub enum Return {
     /// The job is in the pool.
     Done { lease: LeaseId },
-    /// The target serves no more and has not begun.
+    /// The target ends and has not begun the job.
     Unused { lease: LeaseId },
     /// Another target's result was first; this one was dropped.
     Late { lease: LeaseId },
@@ -117,7 +105,7 @@ impl Return {
     }
 }
 
-/// The right of one target to extract a job. Dropping it gives the right back.
+/// Right of one target to extract a job. Dropping it returns the right.
 #[derive(Debug)]
 pub struct Lease {
     pub(super) id: LeaseId,
@@ -135,23 +123,24 @@ impl Lease {
         &self.batch
     }
 
-    /// Moves the claimed job into the pool, then ends the lease: the pool has it before the dispatcher hears of it (L3).
+    /// Moves the claimed job into the pool, then ends the lease: the pool has the batch before the dispatcher learns of
+    /// it (L3).
     pub fn deliver<F>(mut self, job: Job, reservation: pool::Reservation<F>, features: F) {
         reservation.fill(job, features);
         self.end(Return::Done { lease: self.id });
     }
 
-    /// The target ends before it began: as if the lease had never been given.
+    /// Ends the lease as if it had not been given: the target ends before it began.
     pub fn unused(mut self) {
         self.end(Return::Unused { lease: self.id });
     }
 
-    /// Another target was first.
+    /// Ends the lease of a late result: another target was first.
     pub fn late(mut self) {
         self.end(Return::Late { lease: self.id });
     }
 
-    /// There is no result, and why.
+    /// Ends the lease without a result, for this reason.
     pub fn fail(mut self, failure: Failure, message: String) {
         self.end(Return::Failed { lease: self.id, failure, message });
     }
@@ -165,31 +154,43 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let message = "the target went away while it held the job".into();
+        let message = "the target ended while it held the job".into();
         self.end(Return::Failed { lease: self.id, failure: Failure::Gone, message });
     }
 }
 
-/// Speaks to the dispatcher.
+/// Sender of messages to the dispatcher.
 #[derive(Clone)]
 pub struct Handle {
     inbox: mpsc::Sender<Msg>,
 }
 
 impl Handle {
-    /// Waits for the next job. `None` when there will be no more.
+    /// Waits for the next job. Returns `None` if no further job follows.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the dispatcher is gone.
     pub async fn pull(&self, target: usize) -> Result<Option<Lease>, Gone> {
         let (reply, lease) = oneshot::channel();
         self.send(Msg::Pull { target, reply }).await?;
         lease.await.map_err(|_| Gone("dispatcher"))
     }
 
-    /// Says that the forward of a lease begins.
+    /// Reports that the forward of a lease begins.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the dispatcher is gone.
     pub async fn started(&self, lease: &Lease) -> Result<(), Gone> {
         self.send(Msg::Started { lease: lease.id }).await
     }
 
-    /// Asks for the job of a lease whose result is there. `None` when another target's result was first.
+    /// Claims the job of a lease whose result is complete. Returns `None` if another target's result was first.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the dispatcher is gone.
     pub async fn claim(&self, lease: &Lease) -> Result<Option<Job>, Gone> {
         let (reply, job) = oneshot::channel();
         self.send(Msg::Claim { lease: lease.id, reply }).await?;
@@ -201,14 +202,14 @@ impl Handle {
     }
 }
 
-/// Starts the dispatcher's channels. `run` with the second value.
+/// Creates the dispatcher's channels; the second value is for [`run`](super::run).
 pub fn channel() -> (Handle, Inbox) {
     let (tx, inbox) = mpsc::channel(INBOX);
     let (leases, returns) = mpsc::channel(LEASES);
     (Handle { inbox: tx }, Inbox { inbox, leases, returns })
 }
 
-/// What the dispatcher listens to.
+/// Receivers of the dispatcher.
 pub struct Inbox {
     pub(super) inbox: mpsc::Receiver<Msg>,
     pub(super) leases: mpsc::Sender<Return>,

@@ -1,8 +1,11 @@
-//! Every decision of the dispatcher, without waiting for anything: what is padded, who gets which job, what is tried again.
+//! Decisions of the dispatcher, without waiting: which jobs are padded, which target gets which job, and which job is retried.
 
-use super::forward_times::Pace;
+use super::{
+    forward_times::ForwardTimeEstimate,
+    messages::{Failure, LeaseId, PullId, Return, Settings},
+    queue::{Entry, JobQueue, Position},
+};
 use crate::{
-    dispatcher::{Failure, LeaseId, Policy, PullId, Return, Settings},
     invariant,
     messages::{
         job::Job,
@@ -17,7 +20,7 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// What the loop must do.
+/// Action for the loop.
 #[derive(Debug)]
 pub enum Action {
     Pad(JobSpec),
@@ -30,35 +33,11 @@ pub enum Action {
     NoMore {
         pull: PullId,
     },
-    /// Everything up to here is in the pool: drain it. `late` forwards still run whose results nobody wants.
+    /// All jobs so far are in the pool: drain it. `late` forwards, whose results are not needed, still run.
     Drain {
         last: bool,
         late: usize,
     },
-}
-
-#[derive(Debug)]
-enum Padding {
-    Wanted,
-    Running,
-    Ready(Arc<PaddedBatch>),
-}
-
-/// A job that waits.
-#[derive(Debug)]
-struct Entry {
-    job: Job,
-    padding: Padding,
-    /// The one target that may have it; any, where there is none.
-    only: Option<usize>,
-    /// Targets that failed at it.
-    failed: Vec<usize>,
-}
-
-impl Entry {
-    fn is_ready(&self) -> bool {
-        matches!(self.padding, Padding::Ready(_))
-    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -67,25 +46,26 @@ struct Pull {
     target: usize,
 }
 
-/// A job that is being extracted, by one target or, after an offer, by two.
+/// Job that is being extracted by one target, or by two after an offer.
 #[derive(Debug)]
-struct Work {
-    /// Until the first result claims it.
+struct Extraction {
+    /// Job, until the first result claims it.
     job: Option<Job>,
     batch: Arc<PaddedBatch>,
     failed: Vec<usize>,
     leases: usize,
 }
 
+/// Lease as the dispatcher remembers it.
 #[derive(Debug)]
-struct Held {
+struct LeaseRecord {
     job: JobId,
     target: usize,
     started: Option<Instant>,
-    /// When it becomes a straggler.
+    /// Straggler deadline, while it is in the future.
     due: Option<Instant>,
     straggles: bool,
-    /// Its result is the first one.
+    /// This lease had the first result.
     claimed: bool,
 }
 
@@ -93,16 +73,14 @@ struct Held {
 #[derive(Debug)]
 pub struct State {
     settings: Settings,
-    queue: VecDeque<Entry>,
+    queue: JobQueue,
     pulls: VecDeque<Pull>,
-    work: BTreeMap<JobId, Work>,
-    leases: BTreeMap<LeaseId, Held>,
+    extractions: BTreeMap<JobId, Extraction>,
+    leases: BTreeMap<LeaseId, LeaseRecord>,
     /// Jobs of stragglers that another target may take.
     offers: VecDeque<JobId>,
     next_lease: LeaseId,
-    /// Jobs that came from the planner so far.
-    arrived: u64,
-    pace: Pace,
+    forward_times: ForwardTimeEstimate,
     barrier: bool,
     ended: bool,
     closed: bool,
@@ -114,14 +92,13 @@ impl State {
     pub fn new(settings: Settings) -> Self {
         Self {
             settings,
-            queue: VecDeque::new(),
+            queue: JobQueue::default(),
             pulls: VecDeque::new(),
-            work: BTreeMap::new(),
+            extractions: BTreeMap::new(),
             leases: BTreeMap::new(),
             offers: VecDeque::new(),
             next_lease: 0,
-            arrived: 0,
-            pace: Pace::default(),
+            forward_times: ForwardTimeEstimate::default(),
             barrier: false,
             ended: false,
             closed: false,
@@ -130,35 +107,26 @@ impl State {
         }
     }
 
-    /// Whether another job may come in.
+    /// Returns true if another job may enter.
     pub fn has_room(&self) -> bool {
-        let room = match self.settings.policy {
-            Policy::Pull => self.queue.len() < self.settings.queue_jobs,
-            Policy::RoundRobin { depth, .. } => {
-                let turn = self.turn();
-                self.queue.iter().filter(|e| e.only == turn).count() < depth
-            }
-        };
-        room && !self.barrier && !self.closed
+        self.queue.len() < self.settings.queue_jobs && !self.barrier && !self.closed
     }
 
     pub fn on_job(&mut self, job: Job) -> Vec<Action> {
         self.drained = false;
-        let only = self.turn();
         lifecycle!("queued", job = %job.id());
-        self.arrived += 1;
-        self.queue.push_back(Entry { job, padding: Padding::Wanted, only, failed: Vec::new() });
+        self.queue.push_back(job);
         self.decide()
     }
 
     pub fn on_barrier(&mut self) -> Vec<Action> {
         self.barrier = true;
-        // Two barriers may follow each other without a job between them: each wants its answer.
+        // Two barriers may follow each other without a job between them: each one is answered.
         self.drained = false;
         self.decide()
     }
 
-    /// The plan has ended: no job will come any more.
+    /// The plan has ended: no further job arrives.
     pub fn on_end(&mut self) -> Vec<Action> {
         (self.ended, self.drained) = (true, false);
         self.decide()
@@ -171,38 +139,35 @@ impl State {
     }
 
     pub fn on_padded(&mut self, job: JobId, result: Result<PaddedBatch, String>) -> Vec<Action> {
-        if let Some(at) = self.queue.iter().position(|e| e.job.id() == job) {
-            match result {
-                Ok(batch) => {
+        match result {
+            Ok(batch) => {
+                if self.queue.finish_padding(job, batch) {
                     lifecycle!("padded", job = %job);
-                    self.queue[at].padding = Padding::Ready(Arc::new(batch));
                 }
-                Err(message) => {
-                    if let Some(mut entry) = self.queue.remove(at) {
-                        entry.padding = Padding::Wanted;
-                        self.retry(entry, message);
-                    }
+            }
+            Err(message) => {
+                if let Some(entry) = self.queue.fail_padding(job) {
+                    self.retry(entry, message);
                 }
             }
         }
         self.decide()
     }
 
-    /// A forward begins: from now on its time counts.
+    /// A forward begins: its time counts from now on.
     pub fn on_started(&mut self, lease: LeaseId, now: Instant) {
-        if let Some(held) = self.leases.get_mut(&lease) {
-            held.started = Some(now);
+        if let Some(record) = self.leases.get_mut(&lease) {
+            record.started = Some(now);
         }
         self.expect();
     }
 
-    /// Other settings, in force at once; who gets the next job (the policy) stays. A shorter queue empties as jobs leave it, and
-    /// a job that has had its tries by now is given up at its next failure.
+    /// Applies changed settings at once. A shorter queue empties as jobs leave it. A job that has used up its attempts by now is
+    /// skipped at its next failure.
     pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
         let old = std::mem::replace(&mut self.settings, settings);
-        self.settings.policy = old.policy;
         if old.straggler_factor != self.settings.straggler_factor {
-            self.leases.values_mut().for_each(|held| held.due = None);
+            self.leases.values_mut().for_each(|record| record.due = None);
             self.expect();
         }
         match (old.offer_stragglers, self.settings.offer_stragglers) {
@@ -213,36 +178,40 @@ impl State {
         self.decide()
     }
 
-    /// Offers every job that nobody but stragglers has.
+    /// Offers every job that only stragglers hold.
     fn offer_all(&mut self) {
-        let Self { leases, work, offers, .. } = self;
-        let wanted = work.iter().filter(|(_, work)| work.job.is_some()).map(|(job, _)| *job);
-        offers.extend(wanted.filter(|job| leases.values().filter(|held| held.job == *job).all(|held| held.straggles)));
+        let Self { leases, extractions, offers, .. } = self;
+        let wanted = extractions.iter().filter(|(_, extraction)| extraction.job.is_some()).map(|(job, _)| *job);
+        offers.extend(
+            wanted.filter(|job| leases.values().filter(|record| record.job == *job).all(|record| record.straggles)),
+        );
     }
 
-    /// Sets when forwards become stragglers, of which it was not known before and enough is known by now.
+    /// Sets the straggler deadlines that were unknown and can be estimated by now.
     fn expect(&mut self) {
-        let Self { leases, work, pace, settings, .. } = self;
-        for held in leases.values_mut().filter(|held| held.due.is_none() && !held.straggles) {
-            let (Some(started), Some(job)) = (held.started, work.get(&held.job).and_then(|work| work.job.as_ref()))
+        let Self { leases, extractions, forward_times, settings, .. } = self;
+        for record in leases.values_mut().filter(|record| record.due.is_none() && !record.straggles) {
+            let (Some(started), Some(job)) =
+                (record.started, extractions.get(&record.job).and_then(|extraction| extraction.job.as_ref()))
             else {
                 continue;
             };
-            let patience = pace.patience(job.spec.bucket, job.spec.padded_tokens(), settings.straggler_factor);
-            held.due = patience.and_then(|patience| started.checked_add(patience));
+            let deadline =
+                forward_times.straggler_deadline(job.spec.bucket, job.spec.padded_tokens(), settings.straggler_factor);
+            record.due = deadline.and_then(|deadline| started.checked_add(deadline));
         }
     }
 
-    /// A result is there. The first one of a job gets it; for a later one there is nothing left.
+    /// Claims the job of a complete result. The first result of a job gets it; a later one gets `None`.
     pub fn on_claim(&mut self, lease: LeaseId, now: Instant) -> Option<Job> {
-        let held = self.leases.get_mut(&lease)?;
-        let job = self.work.get_mut(&held.job)?.job.take()?;
-        lifecycle!("claimed", job = %held.job, target_index = held.target);
-        held.claimed = true;
-        held.due = None;
-        if let Some(started) = held.started {
-            self.pace.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
-            // A forward that hangs may have begun before anything was known.
+        let record = self.leases.get_mut(&lease)?;
+        let job = self.extractions.get_mut(&record.job)?.job.take()?;
+        lifecycle!("claimed", job = %record.job, target_index = record.target);
+        record.claimed = true;
+        record.due = None;
+        if let Some(started) = record.started {
+            self.forward_times.learn(job.spec.bucket, job.spec.padded_tokens(), now.duration_since(started));
+            // A forward that hangs may have begun before any estimate existed.
             self.expect();
         }
         Some(job)
@@ -250,48 +219,50 @@ impl State {
 
     pub fn on_return(&mut self, back: Return) -> Vec<Action> {
         let lease = back.lease();
-        let held = self.leases.remove(&lease);
-        invariant!("D1", held.is_some(), "lease {lease} came back, but nobody had it");
-        let Some(held) = held else { return self.decide() };
-        lifecycle!("returned", job = %held.job, target_index = held.target);
+        let record = self.leases.remove(&lease);
+        invariant!("D1", record.is_some(), "unknown lease {lease} was returned");
+        let Some(record) = record else { return self.decide() };
+        lifecycle!("returned", job = %record.job, target_index = record.target);
         match back {
-            Return::Done { .. } => drop(self.work.remove(&held.job)),
-            Return::Unused { .. } => self.unlease(&held),
+            Return::Done { .. } => drop(self.extractions.remove(&record.job)),
+            Return::Unused { .. } => self.revoke(&record),
             Return::Late { .. } if self.stopped => {}
             Return::Late { .. } => {
                 counter!(m::LATE_RESULTS).increment(1);
-                tracing::info!(job = %held.job, target_index = held.target, "a straggler's result came late and was dropped");
-                self.let_go(&held);
+                tracing::info!(job = %record.job, target_index = record.target, "late result dropped");
+                self.release(&record);
             }
             Return::Failed { failure, message, .. } => {
-                self.let_go(&held);
-                self.failed(&held, failure, message);
+                self.release(&record);
+                self.failed(&record, failure, message);
             }
         }
         self.decide()
     }
 
-    /// When `on_time` is wanted next.
+    /// Returns the time of the next straggler deadline, for `on_time`.
     pub fn next_due(&self) -> Option<Instant> {
-        self.leases.values().filter_map(|held| held.due).min()
+        self.leases.values().filter_map(|record| record.due).min()
     }
 
-    /// Looks for stragglers: each is reported once, and its job offered where that is wanted.
+    /// Reports each new straggler once, and offers its job if `offer_stragglers` is set.
     pub fn on_time(&mut self, now: Instant) -> Vec<Action> {
-        for held in self.leases.values_mut().filter(|held| held.due.is_some_and(|due| due <= now)) {
-            (held.due, held.straggles) = (None, true);
-            let seconds = held.started.map_or(0.0, |started| now.duration_since(started).as_secs_f64());
+        for record in self.leases.values_mut().filter(|record| record.due.is_some_and(|due| due <= now)) {
+            (record.due, record.straggles) = (None, true);
+            let seconds = record.started.map_or(0.0, |started| now.duration_since(started).as_secs_f64());
             counter!(m::STRAGGLERS).increment(1);
-            tracing::warn!(job = %held.job, target_index = held.target, seconds, "a forward takes far longer than its like");
-            if self.settings.offer_stragglers && self.work.get(&held.job).is_some_and(|work| work.job.is_some()) {
-                self.offers.push_back(held.job);
+            tracing::warn!(job = %record.job, target_index = record.target, seconds, "straggler detected");
+            if self.settings.offer_stragglers
+                && self.extractions.get(&record.job).is_some_and(|extraction| extraction.job.is_some())
+            {
+                self.offers.push_back(record.job);
             }
         }
         self.decide()
     }
 
-    /// Hands out nothing more. What waits is dropped, its jobs stay open; what is being extracted is waited for, and
-    /// then the pool drains for good, even where a barrier has drained it for now.
+    /// Stops handing out jobs. Queued jobs are dropped and stay open. Running forwards are waited for; then the pool
+    /// drains permanently, even if a barrier has drained it already.
     pub fn on_close(&mut self) -> Vec<Action> {
         (self.closed, self.drained) = (true, false);
         self.queue.clear();
@@ -299,95 +270,89 @@ impl State {
         self.decide()
     }
 
-    /// Hands out nothing more. What waits or is being extracted is dropped; its jobs stay open.
+    /// Stops handing out jobs. Queued jobs and those in extraction are dropped and stay open.
     pub fn on_stop(&mut self) -> Vec<Action> {
         (self.closed, self.stopped) = (true, true);
         self.queue.clear();
-        // The pool takes nothing any more, and nobody waits for a forward that may hang.
-        self.work.clear();
-        self.leases.values_mut().for_each(|held| held.due = None);
+        // The pool accepts nothing more, and a hanging forward must not delay the end.
+        self.extractions.clear();
+        self.leases.values_mut().for_each(|record| record.due = None);
         self.decide()
     }
 
-    /// Jobs that wait, and how many of them are padded.
+    /// Returns the queued jobs, and the padded ones among them.
     pub fn depth(&self) -> (usize, usize) {
-        (self.queue.len(), self.queue.iter().filter(|e| e.is_ready()).count())
+        (self.queue.len(), self.queue.padded())
     }
 
-    /// Pulls that wait.
+    /// Returns the number of waiting pulls.
     pub fn pulls(&self) -> usize {
         self.pulls.len()
     }
 
-    /// Whose turn the next job is.
-    fn turn(&self) -> Option<usize> {
-        let Policy::RoundRobin { targets, .. } = self.settings.policy else { return None };
-        Some((self.arrived % targets as u64) as usize)
-    }
-
-    /// As if the lease had never been given.
-    fn unlease(&mut self, held: &Held) {
-        self.let_go(held);
-        match self.work.get(&held.job).map(|work| work.leases) {
-            Some(0) => self.requeue(held.job),
-            Some(_) => self.offers.push_front(held.job),
+    /// Undoes a lease.
+    fn revoke(&mut self, record: &LeaseRecord) {
+        self.release(record);
+        match self.extractions.get(&record.job).map(|extraction| extraction.leases) {
+            Some(0) => self.requeue(record.job),
+            Some(_) => self.offers.push_front(record.job),
             None => {}
         }
     }
 
-    fn let_go(&mut self, held: &Held) {
-        if let Some(work) = self.work.get_mut(&held.job) {
-            work.leases -= 1;
-            if held.claimed {
-                // The target went away with the job in its hands: its receipt has told the planner.
-                self.work.remove(&held.job);
+    fn release(&mut self, record: &LeaseRecord) {
+        if let Some(extraction) = self.extractions.get_mut(&record.job) {
+            extraction.leases -= 1;
+            if record.claimed {
+                // The target ended while it held the job: the receipt has informed the planner.
+                self.extractions.remove(&record.job);
             }
         }
     }
 
-    fn failed(&mut self, held: &Held, failure: Failure, message: String) {
+    fn failed(&mut self, record: &LeaseRecord, failure: Failure, message: String) {
         counter!(m::JOBS_RETURNED, "cause" => failure.as_str()).increment(1);
-        let Some(work) = self.work.get_mut(&held.job) else { return };
-        work.failed.push(held.target);
-        if let Some(job) = &mut work.job {
+        let Some(extraction) = self.extractions.get_mut(&record.job) else { return };
+        extraction.failed.push(record.target);
+        if let Some(job) = &mut extraction.job {
             job.attempts += 1;
-            tracing::warn!(job = %held.job, attempts = job.attempts, why = message, "job failed");
+            tracing::warn!(job = %record.job, attempts = job.attempts, reason = message, "job failed");
         }
-        // A second lease that is no straggler goes on with it; a straggler may hang, so nothing is left to it alone.
-        if self.leases.values().any(|other| other.job == held.job && !other.straggles) {
+        // Another lease that is no straggler continues. A straggler may hang, so the job does not depend on it alone.
+        if self.leases.values().any(|other| other.job == record.job && !other.straggles) {
             return;
         }
-        match self.work.get(&held.job) {
-            Some(Work { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
-                if let Some(job) = self.work.remove(&held.job).and_then(|work| work.job) {
-                    give_up(job, failure.as_str(), message);
+        match self.extractions.get(&record.job) {
+            Some(Extraction { job: Some(job), .. }) if job.attempts >= self.settings.max_attempts => {
+                if let Some(job) = self.extractions.remove(&record.job).and_then(|extraction| extraction.job) {
+                    skip(job, failure.as_str(), message);
                 }
             }
-            Some(Work { leases: 0, .. }) => self.requeue(held.job),
-            Some(_) if self.settings.offer_stragglers => self.offers.push_back(held.job),
+            Some(Extraction { leases: 0, .. }) => self.requeue(record.job),
+            Some(_) if self.settings.offer_stragglers => self.offers.push_back(record.job),
             _ => {}
         }
     }
 
-    /// Puts a job that nobody extracts any more at the head of the queue.
+    /// Returns a job that no target extracts to the head of the queue.
     fn requeue(&mut self, job: JobId) {
-        let Some(Work { job: Some(job), batch, failed, .. }) = self.work.remove(&job) else { return };
+        let Some(Extraction { job: Some(job), batch, failed, .. }) = self.extractions.remove(&job) else { return };
         if !self.closed {
             lifecycle!("requeued", job = %job.id());
-            self.queue.push_front(Entry { job, padding: Padding::Ready(batch), only: None, failed });
+            self.queue.push_front(Entry { job, failed }, Some(batch));
         }
     }
 
-    /// A job whose padding failed.
+    /// Retries a job whose padding failed, or skips it.
     fn retry(&mut self, mut entry: Entry, message: String) {
         counter!(m::JOBS_RETURNED, "cause" => Failure::Failed.as_str()).increment(1);
         entry.job.attempts += 1;
         let attempts = entry.job.attempts;
-        tracing::warn!(job = %entry.job.id(), attempts, why = message, "job could not be padded");
+        tracing::warn!(job = %entry.job.id(), attempts, reason = message, "padding failed");
         if attempts >= self.settings.max_attempts {
-            give_up(entry.job, "padding", message);
+            skip(entry.job, "padding", message);
         } else {
-            self.queue.push_front(entry);
+            self.queue.push_front(entry, None);
         }
     }
 
@@ -399,12 +364,11 @@ impl State {
         }
         invariant!(
             "D2",
-            self.settings.policy != Policy::Pull
-                || d2(self.pulls.iter().filter(|p| serves(p, &self.settings)).count(), self.depth().1),
+            d2(self.pulls.iter().filter(|p| serves(p, &self.settings)).count(), self.queue.padded()),
             "{} targets wait while padded jobs are ready",
             self.pulls.len()
         );
-        let idle = self.queue.is_empty() && self.work.is_empty();
+        let idle = self.queue.is_empty() && self.extractions.is_empty();
         let finished = self.ended || self.closed;
         if idle && !self.drained && (finished || std::mem::take(&mut self.barrier)) {
             self.drained = true;
@@ -418,14 +382,14 @@ impl State {
 
     fn lease(&mut self, actions: &mut Vec<Action>) {
         self.lease_offers(false, actions);
-        while let Some((pull, at)) = self.next_pair() {
-            let Some(Entry { job, padding: Padding::Ready(batch), failed, .. }) = self.queue.remove(at) else { break };
+        while let Some((pull, position)) = self.next_pair() {
+            let Some((Entry { job, failed }, batch)) = self.queue.take_padded(position) else { break };
             let id = job.id();
-            let new = Work { job: Some(job), batch, failed, leases: 0 };
-            invariant!("D1", self.work.insert(id, new).is_none(), "job {id} is leased twice");
+            let new = Extraction { job: Some(job), batch, failed, leases: 0 };
+            invariant!("D1", self.extractions.insert(id, new).is_none(), "job {id} is leased twice");
             self.give(pull, id, actions);
         }
-        // Who failed at it gets it once more only where nothing else is left to do.
+        // A target gets a job that it failed at only if nothing else is left to do.
         self.lease_offers(true, actions);
     }
 
@@ -437,64 +401,55 @@ impl State {
     }
 
     fn give(&mut self, pull: usize, job: JobId, actions: &mut Vec<Action>) {
-        let (Some(pull), Some(work)) = (self.pulls.remove(pull), self.work.get_mut(&job)) else { return };
-        work.leases += 1;
+        let (Some(pull), Some(extraction)) = (self.pulls.remove(pull), self.extractions.get_mut(&job)) else { return };
+        extraction.leases += 1;
         self.next_lease += 1;
         let lease = self.next_lease;
         lifecycle!("leased", job = %job, target_index = pull.target);
         self.leases.insert(
             lease,
-            Held { job, target: pull.target, started: None, due: None, straggles: false, claimed: false },
+            LeaseRecord { job, target: pull.target, started: None, due: None, straggles: false, claimed: false },
         );
-        actions.push(Action::Lease { pull: pull.id, lease, job, batch: work.batch.clone() });
+        actions.push(Action::Lease { pull: pull.id, lease, job, batch: extraction.batch.clone() });
     }
 
-    /// The place of a waiting pull, and the straggler's job that it gets: from a target that does not have it already, and has
-    /// not failed at it unless `again`.
+    /// Returns a waiting pull, by index, and the straggler's job that it gets. The target must not hold the job
+    /// already, and must not have failed at it unless `again`.
     fn next_offer(&mut self, again: bool) -> Option<(usize, JobId)> {
-        let Self { offers, work, leases, pulls, settings, .. } = self;
-        offers.retain(|job| work.get(job).is_some_and(|work| work.job.is_some()));
+        let Self { offers, extractions, leases, pulls, settings, .. } = self;
+        offers.retain(|job| extractions.get(job).is_some_and(|extraction| extraction.job.is_some()));
         offers.iter().find_map(|&job| {
-            let has_it = |target| leases.values().any(|held| held.job == job && held.target == target);
-            let failed = |target| work.get(&job).is_some_and(|work| work.failed.contains(&target));
+            let has_it = |target| leases.values().any(|record| record.job == job && record.target == target);
+            let failed = |target| extractions.get(&job).is_some_and(|extraction| extraction.failed.contains(&target));
             let may = |pull: &Pull| serves(pull, settings) && !has_it(pull.target) && (again || !failed(pull.target));
             Some((pulls.iter().position(may)?, job))
         })
     }
 
-    /// The places of a waiting pull and of the padded job that it gets: rather one that its target has not failed at.
-    fn next_pair(&self) -> Option<(usize, usize)> {
-        if self.pulls.is_empty() || !self.queue.iter().any(Entry::is_ready) {
-            return None;
-        }
-        let pair = |fits: &dyn Fn(&Entry, &Pull) -> bool| {
-            let mut waiting = self.pulls.iter().enumerate().filter(|(_, pull)| serves(pull, &self.settings));
-            waiting.find_map(|(i, pull)| {
-                let may = |e: &Entry| e.is_ready() && e.only.is_none_or(|only| only == pull.target) && fits(e, pull);
-                Some((i, self.queue.iter().position(may)?))
-            })
-        };
-        pair(&|entry, pull| !entry.failed.contains(&pull.target)).or_else(|| pair(&|_, _| true))
+    /// Returns a waiting pull and the padded job that it gets, both by position: preferably a job that its target has not failed
+    /// at.
+    fn next_pair(&self) -> Option<(usize, Position)> {
+        let waiting = || self.pulls.iter().enumerate().filter(|(_, pull)| serves(pull, &self.settings));
+        let preferred = waiting().find_map(|(at, pull)| {
+            let position = self.queue.first_padded(|entry| !entry.failed.contains(&pull.target))?;
+            Some((at, position))
+        });
+        preferred.or_else(|| Some((waiting().next()?.0, self.queue.first_padded(|_| true)?)))
     }
 
     fn pad(&mut self, actions: &mut Vec<Action>) {
-        let under_way = self.queue.iter().filter(|e| !matches!(e.padding, Padding::Wanted)).count();
-        let wanted = (self.settings.pad_ahead + self.pulls.len()).saturating_sub(under_way);
-        let waiting = self.queue.iter_mut().filter(|e| matches!(e.padding, Padding::Wanted)).take(wanted);
-        for entry in waiting {
-            entry.padding = Padding::Running;
-            actions.push(Action::Pad(entry.job.spec.clone()));
-        }
+        let ahead = self.settings.pad_ahead + self.pulls.len();
+        actions.extend(self.queue.start_padding(ahead).into_iter().map(Action::Pad));
     }
 }
 
-/// Whether the target that waits gets jobs at present.
+/// Returns true if the target of a pull may get jobs at present.
 fn serves(pull: &Pull, settings: &Settings) -> bool {
     !settings.paused && !settings.paused_targets.contains(&pull.target)
 }
 
-fn give_up(job: Job, cause: &'static str, reason: String) {
+fn skip(job: Job, cause: &'static str, reason: String) {
     counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
-    lifecycle!("given_up", job = %job.id());
+    lifecycle!("skip_decided", job = %job.id());
     job.receipt.skip(reason, job.attempts);
 }

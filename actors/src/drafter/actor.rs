@@ -1,53 +1,39 @@
-//! A drafter draws a batch, takes a ticket, runs forward and backward, and reports; when a step is complete it trades its
-//! gradient for the new weights.
+//! Drafter actor: draws a batch, takes a ticket, runs forward and backward, and reports. When a step is complete it
+//! exchanges its gradient for the new weights.
 //!
-//! In: loans from the pool, tickets, the trainer's phase. Out: reports and gradients. It draws `prefetch` batches ahead, so
-//! that the next one is there when a ticket is, and has the engine bring it closer at once, also while another one is in work.
-//! A batch that it could not train goes back to the pool, and its ticket to the trainer; after `max_attempts`, or where the
-//! features are lost, the job is skipped. It ends when the trainer says so, after handing in what it has. While it is paused it
-//! draws nothing, trains what it has in hand, and takes part in every step.
+//! In: batches from the pool, tickets, the trainer's phase. Out: reports and gradients.
+//!
+//! The drafter draws `prefetch` batches ahead and starts their copy to the device at once, also while another batch is
+//! in work. A batch that it could not train returns to the pool, and its ticket to the trainer. After `max_attempts`,
+//! or if the features are lost, the job is skipped. The drafter ends when the trainer ends the run. A paused drafter
+//! draws nothing, trains the batches that it holds, and takes part in every step.
+//!
 //! Invariants: T1, T2.
 
+use super::state::{Recovery, Request, Settings, State, Training};
 use crate::{
     messages::{
-        engine::{DraftEngine, EngineError, MicroFailure, Staging},
+        engine::{DraftEngine, MicroFailure, Staging},
         job::Job,
-        types::JobId,
     },
-    pool::{self, Batch, Loan, Room},
+    pool::{self, Batch, BytePermit, CheckedOutBatch},
     runtime::{
         causes::Cause,
-        fault::{Fault, Gone, Stops},
+        fault::{Fault, Gone, Shutdown},
         meter::{Meter, Totals},
         metrics as m,
         trace::lifecycle,
-        util::{answer, changed},
+        util::{changed, reply},
     },
-    trainer::{self, Part, Phase, Ticket, replica_check::known},
+    trainer::{self, Contribution, Phase, Ticket, replica_check::available},
 };
 use metrics::{Counter, counter};
-use std::{
-    collections::{BTreeSet, VecDeque},
-    pin::pin,
-};
+use std::pin::pin;
 use tokio::sync::{oneshot, watch};
 
-/// What shapes the drafters' work.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Batches that it holds beside the one in work, at least 1.
-    pub prefetch: usize,
-    /// Failures of a job, in targets and drafters together, after which it is skipped.
-    pub max_attempts: u32,
-    /// Different batches that failed in a row after which the drafter stops the run: its device is broken, not its batches.
-    pub max_failures_in_a_row: u32,
-    /// Drafters that draw nothing for now.
-    pub paused: Vec<usize>,
-}
-
-/// What a drafter did.
+/// Statistics of a drafter.
 #[derive(Clone, Debug, Default)]
-pub struct Work {
+pub struct Stats {
     pub totals: Totals,
     pub micro_batches: u64,
     pub tokens: u64,
@@ -61,33 +47,21 @@ struct Drafter<E: DraftEngine> {
     engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
-    hand: Hand<E::Features>,
+    prefetch: PrefetchBuffer<E::Features>,
     ticket: Option<oneshot::Receiver<Option<Ticket>>>,
-    /// The trainer needs nothing more from this drafter, and knows that nothing comes.
-    finished: bool,
-    /// Where batches have an order: those below this place may be trained now.
-    below: u64,
-    /// A batch went back to the pool. This drafter draws once more than usual: the others may have their hands full of
-    /// batches that come after it in the order, and then nobody else would.
-    owes_draw: bool,
-    /// Jobs that failed since the last success. The same job again says nothing new of this drafter.
-    failed: BTreeSet<JobId>,
     meter: Meter,
     series: Series,
-    work: Work,
+    stats: Stats,
 }
 
-/// What the pool gave, and what it was asked for.
-struct Hand<F> {
-    /// In their order, where they have one.
-    loans: VecDeque<Loan<F>>,
-    draw: Option<oneshot::Receiver<Option<Loan<F>>>>,
-    /// The pool has nothing more to give.
-    exhausted: bool,
+/// Prefetch buffer: the state with the checked-out batches, the pending draw, and the copy to the device.
+struct PrefetchBuffer<F> {
+    state: State<CheckedOutBatch<F>>,
+    draw: Option<oneshot::Receiver<Option<CheckedOutBatch<F>>>>,
     staging: Staging<F>,
 }
 
-/// The drafter's own series, looked up once.
+/// Metrics of the drafter, looked up once.
 struct Series {
     micro_batches: Counter,
     tokens: Counter,
@@ -105,15 +79,21 @@ impl Series {
     }
 }
 
-/// Runs until the trainer says that there is no further step.
+/// Runs until the trainer has no further step.
+///
+/// # Errors
+///
+/// Fails if a loss is not finite, if the drafter's device is broken, if the pool or the trainer is gone, or if the run
+/// is aborted.
 pub async fn run<E: DraftEngine>(
     index: usize,
-    settings: watch::Receiver<Settings>,
+    mut settings: watch::Receiver<Settings>,
     mut engine: E,
     pool: pool::Handle<E::Features>,
     trainer: trainer::Handle<E::Gradient, E::Weights>,
-    stops: Stops,
-) -> Result<Work, Fault> {
+    shutdown: Shutdown,
+) -> Result<Stats, Fault> {
+    let state = State::new(index, settings.borrow_and_update().clone());
     let staging = engine.staging();
     let mut drafter = Drafter {
         index,
@@ -121,26 +101,22 @@ pub async fn run<E: DraftEngine>(
         engine,
         pool,
         trainer,
-        hand: Hand { loans: VecDeque::new(), draw: None, exhausted: false, staging },
+        prefetch: PrefetchBuffer { state, draw: None, staging },
         ticket: None,
-        finished: false,
-        below: 0,
-        owes_draw: false,
-        failed: BTreeSet::new(),
         meter: Meter::new("drafter", index),
         series: Series::new(index),
-        work: Work::default(),
+        stats: Stats::default(),
         settings,
     };
-    let ended = stops.abort.run_until_cancelled(drafter.serve()).await;
+    let ended = shutdown.abort.run_until_cancelled(drafter.serve()).await;
     ended.unwrap_or_else(|| Err(Fault::aborted(drafter.name.clone())))?;
-    Ok(Work { totals: drafter.meter.totals(), ..drafter.work })
+    Ok(Stats { totals: drafter.meter.totals(), ..drafter.stats })
 }
 
 enum Event<F> {
     Phase(Result<(), watch::error::RecvError>),
     Ticket(Result<Option<Ticket>, oneshot::error::RecvError>),
-    Loan(Result<Option<Loan<F>>, oneshot::error::RecvError>),
+    CheckedOutBatch(Result<Option<CheckedOutBatch<F>>, oneshot::error::RecvError>),
     Changed,
 }
 
@@ -158,17 +134,20 @@ impl<E: DraftEngine> Drafter<E> {
                     continue;
                 }
                 Phase::Reduce { .. } => {}
-                Phase::Collect { below, .. } => self.below = below,
+                Phase::Collect { below, .. } => self.prefetch.state.on_collect(below),
             }
-            self.ask().await?;
-            let cause = if self.hand.loans.is_empty() && !self.hand.exhausted { Cause::Batch } else { Cause::Step };
+            self.refresh();
+            for request in self.prefetch.state.requests() {
+                self.send(request).await?;
+            }
+            let cause = if self.prefetch.state.needs_batch() { Cause::Batch } else { Cause::Step };
             let next = async {
-                // A finished step comes first: the others wait for this drafter's gradient.
+                // A finished step comes first: the other drafters wait for this gradient.
                 tokio::select! {
                     biased;
                     changed = phase.changed() => Event::Phase(changed),
-                    ticket = answer(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
-                    loan = self.hand.drawn() => Event::Loan(loan),
+                    ticket = reply(&mut self.ticket), if self.ticket.is_some() => Event::Ticket(ticket),
+                    batch = self.prefetch.drawn() => Event::CheckedOutBatch(batch),
                     () = changed(&mut self.settings) => Event::Changed,
                 }
             };
@@ -177,125 +156,101 @@ impl<E: DraftEngine> Drafter<E> {
                 Event::Ticket(ticket) => {
                     self.ticket = None;
                     match ticket.map_err(|_| self.gone(Gone("trainer")))? {
-                        Some(ticket) => self.train(ticket).await?,
-                        None => self.finished = true,
+                        Some(ticket) => self.on_ticket(ticket).await?,
+                        None => self.prefetch.state.on_refused(),
                     }
                 }
-                Event::Loan(loan) => self.hand.answered(loan.map_err(|_| self.gone(Gone("pool")))?),
-                Event::Changed => {
-                    if self.is_paused() {
-                        self.hand.withdraw();
-                    }
-                }
+                Event::CheckedOutBatch(batch) => self.prefetch.on_drawn(batch.map_err(|_| self.gone(Gone("pool")))?),
+                Event::Changed => self.reconfigure(),
             }
         }
     }
 
-    /// Asks for whatever is wanted next.
-    async fn ask(&mut self) -> Result<(), Fault> {
-        self.ask_for_batch().await?;
-        if self.finished || self.ticket.is_some() {
-            return Ok(());
+    /// Applies settings that changed since the last call.
+    fn refresh(&mut self) {
+        if self.settings.has_changed().unwrap_or(false) {
+            self.reconfigure();
         }
-        let index = self.index;
-        if self.hand.loans.front().is_some_and(|next| next.order.is_none_or(|order| order < self.below)) {
-            self.ticket = Some(self.trainer.ticket(index).await.map_err(|g| self.gone(g))?);
-        } else if self.hand.exhausted && self.hand.loans.is_empty() {
-            self.trainer.finished(index).await.map_err(|g| self.gone(g))?;
-            self.finished = true;
-        }
-        Ok(())
     }
 
-    async fn ask_for_batch(&mut self) -> Result<(), Fault> {
-        if !self.hand.exhausted
-            && !self.finished
-            && !self.is_paused()
-            && self.hand.draw.is_none()
-            && (self.hand.loans.len() < self.settings.borrow().prefetch.max(1) || self.owes_draw)
-        {
-            self.owes_draw = false;
-            self.hand.draw = Some(self.pool.draw().await.map_err(|g| self.gone(g))?);
+    fn reconfigure(&mut self) {
+        if self.prefetch.state.reconfigure(self.settings.borrow_and_update().clone()) {
+            self.prefetch.withdraw();
         }
-        Ok(())
     }
 
-    fn is_paused(&self) -> bool {
-        self.settings.borrow().paused.contains(&self.index)
-    }
-
-    async fn train(&mut self, ticket: Ticket) -> Result<(), Fault> {
-        let Some(Loan { batch, order, room }) = self.hand.loans.pop_front() else {
-            return self.trainer.give_back(ticket, false).await.map_err(|g| self.gone(g));
+    async fn send(&mut self, request: Request) -> Result<(), Fault> {
+        let sent = match request {
+            Request::Batch => self.pool.draw().await.map(|draw| self.prefetch.draw = Some(draw)),
+            Request::Ticket => self.trainer.ticket(self.index).await.map(|ticket| self.ticket = Some(ticket)),
+            Request::Finished => self.trainer.finished(self.index).await,
         };
-        // The next batch is on its way while this one is in work.
-        self.ask_for_batch().await?;
-        let job = batch.job;
+        sent.map_err(|g| self.gone(g))
+    }
+
+    async fn on_ticket(&mut self, ticket: Ticket) -> Result<(), Fault> {
+        self.refresh();
+        let Some(Training { batch, draw }) = self.prefetch.state.on_ticket() else {
+            return self.trainer.return_ticket(ticket, false).await.map_err(|g| self.gone(g));
+        };
+        if draw {
+            // The copy of the next batch runs while this one is in work.
+            self.send(Request::Batch).await?;
+        }
+        self.train(ticket, batch).await
+    }
+
+    async fn train(&mut self, ticket: Ticket, batch: CheckedOutBatch<E::Features>) -> Result<(), Fault> {
+        let CheckedOutBatch { batch: Batch { job, features }, position, permit } = batch;
         self.engine.set_anchors(ticket.anchors);
-        let work = self.engine.micro_batch(job.id(), batch.features);
-        let result = self.meter.busy(self.hand.filled_during(work)).await;
+        let work = self.engine.micro_batch(job.id(), features);
+        let result = self.meter.busy(self.prefetch.filled_during(work)).await;
         match result {
-            Ok(report) if !report.loss_numerator.is_finite() => {
-                counter!(m::NON_FINITE_LOSSES).increment(1);
-                let (id, loss) = (job.id(), report.loss_numerator);
-                let advice = "lower optimizer.learning_rate or train in f32; where a run goes on and ends so again, delete its newest folder in checkpoints";
-                Err(Fault::new(&self.name, format!("the loss of job {id} is {loss}; {advice}")))
-            }
             Ok(report) => {
-                drop(room);
-                self.failed.clear();
-                self.work.micro_batches += 1;
-                self.work.tokens += report.tokens;
-                self.work.anchors += report.anchors;
+                if let Err(message) = self.prefetch.state.on_report(job.id(), &report) {
+                    counter!(m::NON_FINITE_LOSSES).increment(1);
+                    return Err(Fault::new(&self.name, message));
+                }
+                drop(permit);
+                self.stats.micro_batches += 1;
+                self.stats.tokens += report.tokens;
+                self.stats.anchors += report.anchors;
                 self.series.micro_batches.increment(1);
                 self.series.tokens.increment(report.tokens);
                 self.series.anchors.increment(report.anchors);
-                self.trainer.report(ticket, order, job, report).await.map_err(|g| self.gone(g))
+                self.trainer.report(ticket, position, job, report).await.map_err(|g| self.gone(g))
             }
             Err(failure) => {
-                let skipped = self.on_failure(job, failure, room)?;
-                self.trainer.give_back(ticket, skipped).await.map_err(|g| self.gone(g))
+                let skipped = self.on_failure(job, failure, permit)?;
+                self.trainer.return_ticket(ticket, skipped).await.map_err(|g| self.gone(g))
             }
         }
     }
 
-    /// Gives the batch back to the pool, or its job up: then true. `Err` where this drafter must not go on.
+    /// Returns the batch to the pool, or skips its job. Returns true if the job was skipped.
     fn on_failure(
         &mut self,
         mut job: Job,
         failure: MicroFailure<E::Features>,
-        room: Room<E::Features>,
+        permit: BytePermit<E::Features>,
     ) -> Result<bool, Fault> {
+        self.refresh();
         let MicroFailure { error, features } = failure;
         let id = job.id();
         job.attempts += 1;
-        let Settings { max_attempts, max_failures_in_a_row, .. } = *self.settings.borrow();
         tracing::warn!(drafter = self.index, job = %id, attempts = job.attempts, %error, "micro-batch failed");
         counter!(m::JOBS_RETURNED, "cause" => "drafter_failed").increment(1);
-        self.failed.insert(id);
-        let failed = self.failed.len();
-        if matches!(error, EngineError::Lost(_)) || failed >= max_failures_in_a_row as usize {
-            // The drafter's fault, not the job's: it stays open.
-            return Err(Fault::new(
-                &self.name,
-                format!("{failed} batches failed in a row, the last one because: {error}"),
-            ));
-        }
-        match features {
-            Some(features) if job.attempts < max_attempts => {
-                room.give_back(Batch { job, features });
-                self.owes_draw = true;
+        match self.prefetch.state.on_failure(id, job.attempts, &error, features) {
+            Recovery::Fault(message) => Err(Fault::new(&self.name, message)),
+            Recovery::ReturnBatch(features) => {
+                permit.return_batch(Batch { job, features });
                 Ok(false)
             }
-            features => {
-                let (cause, lost) = match features {
-                    Some(_) => ("drafter_failed", ""),
-                    None => ("features_lost", ", and its hidden states are lost"),
-                };
+            Recovery::SkipJob { cause, reason } => {
                 counter!(m::JOBS_SKIPPED, "cause" => cause).increment(1);
                 let attempts = job.attempts;
-                lifecycle!("given_up", job = %id);
-                job.receipt.skip(format!("the drafter could not train it{lost}: {error}"), attempts);
+                lifecycle!("skip_decided", job = %id);
+                job.receipt.skip(reason, attempts);
                 Ok(true)
             }
         }
@@ -304,16 +259,16 @@ impl<E: DraftEngine> Drafter<E> {
     async fn reduce(&mut self, step: u64, compare: bool) -> Result<(), Fault> {
         let gradient = self.meter.busy(self.engine.take_gradient()).await;
         let gradient =
-            gradient.map_err(|e| Fault::new(&self.name, format!("its gradient of step {step} is lost: {e}")))?;
-        // Of the weights that this gradient was made with.
+            gradient.map_err(|e| Fault::new(&self.name, format!("the gradient of step {step} is lost: {e}")))?;
+        // Checksum of the weights that produced this gradient.
         let checksum = match compare {
-            true => known(&self.name, self.meter.busy(self.engine.checksum()).await),
+            true => available(&self.name, self.meter.busy(self.engine.checksum()).await),
             false => None,
         };
-        let traded = self.trainer.exchange(self.index, step, Part { gradient, checksum });
+        let traded = self.trainer.exchange(self.index, step, Contribution { gradient, checksum });
         let weights = self.meter.wait(Cause::Step, traded).await.map_err(|g| self.gone(g))?;
         let loaded = self.meter.busy(self.engine.load_weights(weights)).await;
-        loaded.map_err(|e| Fault::new(&self.name, format!("it could not load the weights of step {step}: {e}")))
+        loaded.map_err(|e| Fault::new(&self.name, format!("loading the weights of step {step} failed: {e}")))
     }
 
     fn gone(&self, gone: Gone) -> Fault {
@@ -321,48 +276,47 @@ impl<E: DraftEngine> Drafter<E> {
     }
 }
 
-impl<F> Hand<F> {
-    /// Does the work, and takes what the pool answers meanwhile.
+impl<F> PrefetchBuffer<F> {
+    /// Runs work, and takes in the pool's replies meanwhile.
     async fn filled_during<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         loop {
-            let loan = tokio::select! {
+            let batch = tokio::select! {
                 biased;
                 done = &mut work => return done,
-                loan = self.drawn() => loan,
+                batch = self.drawn() => batch,
             };
-            // That the pool is gone is told by the next draw.
-            if let Ok(loan) = loan {
-                self.answered(loan);
+            // The next draw reports that the pool is gone.
+            if let Ok(batch) = batch {
+                self.on_drawn(batch);
             }
         }
     }
 
-    /// The pool's answer to the draw; never ready without one.
-    async fn drawn(&mut self) -> Result<Option<Loan<F>>, oneshot::error::RecvError> {
-        let loan = answer(&mut self.draw).await;
+    /// Waits for the pool's reply to the pending draw; pends forever without one.
+    async fn drawn(&mut self) -> Result<Option<CheckedOutBatch<F>>, oneshot::error::RecvError> {
+        let batch = reply(&mut self.draw).await;
         self.draw = None;
-        loan
+        batch
     }
 
-    fn answered(&mut self, loan: Option<Loan<F>>) {
-        match loan {
-            Some(mut loan) => {
-                (self.staging)(&mut loan.batch.features);
-                let at = self.loans.partition_point(|other| other.order <= loan.order);
-                self.loans.insert(at, loan);
+    fn on_drawn(&mut self, batch: Option<CheckedOutBatch<F>>) {
+        match batch {
+            Some(mut batch) => {
+                (self.staging)(&mut batch.batch.features);
+                self.state.on_batch(batch.position, batch);
             }
-            None => self.exhausted = true,
+            None => self.state.on_exhausted(),
         }
     }
 
-    /// Takes back its draw. Where the pool has answered already, the batch is in hand like any other.
+    /// Withdraws the pending draw. If the pool has already replied, the batch is kept.
     fn withdraw(&mut self) {
-        if let Some(mut draw) = self.draw.take() {
-            draw.close();
-            if let Ok(loan) = draw.try_recv() {
-                self.answered(loan);
-            }
+        let Some(mut draw) = self.draw.take() else { return };
+        draw.close();
+        match draw.try_recv() {
+            Ok(batch) => self.on_drawn(batch),
+            Err(_) => self.state.on_withdrawn(),
         }
     }
 }

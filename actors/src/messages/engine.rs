@@ -1,8 +1,14 @@
-//! The seam to the GPU: what actors ask of a target, of a drafter and of the optimizer, without ever seeing a tensor.
+//! Engine interface: the operations that the actors need from a target, a drafter and the optimizer. No tensor appears
+//! in it.
 //!
-//! An engine is owned by the one actor that drives it, so its methods take `&mut self`: one device never runs two units
-//! of work at once. Every method is one unit of work; an implementation on real hardware moves its state into one
-//! `spawn_blocking` call and back.
+//! One actor owns each engine and drives it, so methods take `&mut self`: one device never runs two units of work at
+//! once. Every method is one unit of work. An implementation on real hardware moves its state into one `spawn_blocking`
+//! call and back.
+//!
+//! # Cancellation
+//!
+//! Dropping a returned future abandons the unit of work. The engine may then be in any state. The actors drop such a
+//! future only when the run is aborted, and drop the engine with it.
 
 use super::types::{JobId, PaddedBatch};
 use std::{
@@ -12,21 +18,21 @@ use std::{
 };
 use thiserror::Error;
 
-/// Why an engine could not do a unit of work. The text is a sentence for a person.
+/// Error of one unit of work. The text is a sentence for a person.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum EngineError {
-    /// The device had no room; a smaller unit may succeed.
+    /// The device is out of memory; a smaller unit may succeed.
     #[error("out of memory: {0}")]
     OutOfMemory(String),
     /// This unit of work failed; another one may succeed.
     #[error("{0}")]
     Failed(String),
-    /// The engine cannot be used any more (lost device, panic while it held its state).
+    /// The engine is unusable: the device is lost, or a panic occurred while it held the engine's state.
     #[error("engine lost: {0}")]
     Lost(String),
 }
 
-/// Number type of the values in a feature tensor.
+/// Dtype of the values in a feature tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FeatureDtype {
     F32,
@@ -35,7 +41,7 @@ pub enum FeatureDtype {
 }
 
 impl FeatureDtype {
-    /// Bytes of one value.
+    /// Returns the bytes of one value.
     pub fn bytes(self) -> u64 {
         match self {
             FeatureDtype::F32 => 4,
@@ -56,41 +62,63 @@ pub struct FeatureShape {
     pub dtype: FeatureDtype,
 }
 
-/// What a target engine hands over: hidden states with the ids and the loss mask that belong to them.
+/// Output of a target engine: hidden states with the token ids and the loss mask that belong to them.
 pub trait Features: Send + 'static {
-    /// Bytes that the features occupy while they wait, ids and masks included. Exact: the pool's promise counts on it.
+    /// Returns the bytes that the waiting features occupy, ids and masks included. The pool's byte limit depends on the
+    /// exact number.
     fn bytes(&self) -> u64;
-    /// The shape as it is, for the target actor to compare with what was expected.
+    /// Returns the actual shape; the target actor compares it with the expected one.
     fn shape(&self) -> FeatureShape;
-    /// False when any value is NaN or infinite. Computed by the engine on its blocking worker.
+    /// Returns false if any value is NaN or infinite. The engine computes this on its blocking worker.
     fn all_finite(&self) -> bool;
 }
 
-/// A frozen target model on one device: padded batch in, features out.
+/// Frozen target model on one device: padded batch in, features out.
 pub trait TargetEngine: Send + 'static {
     type Features: Features;
 
-    /// The shape that `extract` must give for this batch.
+    /// Returns the shape that [`extract`](Self::extract) must produce for this batch: `[tokens, taps * width]`, where
+    /// `tokens` counts real tokens only.
     fn expected_shape(&self, batch: &PaddedBatch) -> FeatureShape;
 
-    /// The bytes that `extract`'s features will report for this batch. Reserved in the pool before the forward runs.
+    /// Returns the bytes that the features of this batch will report. The target reserves them in the pool before the
+    /// forward.
     fn feature_bytes(&self, batch: &PaddedBatch) -> u64;
 
     /// Runs the forward up to the last tapped layer.
+    ///
+    /// The input is `[rows, width]`, row-major and right-padded. The output is `[tokens, taps * width]`: the real
+    /// tokens of all rows in row order, taps side by side in layer order.
+    ///
+    /// # Errors
+    ///
+    /// `OutOfMemory` and `Failed` concern this batch only. After `Lost` the actor restarts the engine.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future abandons the forward; the actor does so only when the run is aborted.
     fn extract(
         &mut self,
         batch: std::sync::Arc<PaddedBatch>,
     ) -> impl Future<Output = Result<Self::Features, EngineError>> + Send;
 
-    /// Brings an engine back that panicked, was lost or kept failing: loads what it needs anew and probes it with a small
-    /// forward. `Ok` means that it answers again. May be called again after an error.
+    /// Restarts an engine that panicked, was lost or kept failing: reloads its state and probes it with a small
+    /// forward.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the engine still does not respond. The actor may call this again later.
+    ///
+    /// # Cancellation
+    ///
+    /// The future may be dropped at shutdown; the engine is not used afterwards.
     fn restart(&mut self) -> impl Future<Output = Result<(), EngineError>> + Send;
 }
 
-/// A micro-batch that could not be trained, with its features where the engine still has them.
+/// Micro-batch that failed, with its features if the engine still has them.
 pub struct MicroFailure<F> {
     pub error: EngineError,
-    /// `None` where they were lost together with the unit of work.
+    /// Features to return to the pool; `None` if they were lost with the unit of work.
     pub features: Option<F>,
 }
 
@@ -100,18 +128,18 @@ impl<F> fmt::Debug for MicroFailure<F> {
     }
 }
 
-/// Sums over the supervised positions of one micro-batch (`reference/dflash.md` section 3.5).
+/// Sums over the supervised positions of one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MicroReport {
     /// Sum of weight times cross-entropy, in nats.
     pub loss_numerator: f64,
-    /// Sum of the weights (the decay included).
+    /// Sum of the weights, decay included.
     pub loss_denominator: f64,
     /// Supervised positions whose most likely token is the label.
     pub correct: f64,
     /// Supervised positions.
     pub supervised: f64,
-    /// Blocks that were trained.
+    /// Trained blocks.
     pub anchors: u64,
     /// Real context tokens of the micro-batch.
     pub tokens: u64,
@@ -127,68 +155,91 @@ impl MicroReport {
         self.tokens += other.tokens;
     }
 
-    /// Mean loss in nats; 0 where nothing was supervised.
+    /// Returns the mean loss in nats; 0 without supervised positions.
     pub fn loss(&self) -> f64 {
         if self.loss_denominator > 0.0 { self.loss_numerator / self.loss_denominator } else { 0.0 }
     }
 
-    /// Share of supervised positions that were right, in 0..=1; 0 where nothing was supervised.
+    /// Returns the fraction of correct supervised positions, in 0..=1; 0 without supervised positions.
     pub fn accuracy(&self) -> f64 {
         if self.supervised > 0.0 { self.correct / self.supervised } else { 0.0 }
     }
 }
 
-/// Begins to bring features to where an engine computes, and returns at once.
+/// Function that starts an asynchronous copy of features to the engine's device and returns at once.
 pub type Staging<F> = Box<dyn FnMut(&mut F) + Send>;
 
-/// A drafter's replica on one device: adds up gradients of loss *numerators*, micro-batch by micro-batch.
+/// Drafter replica on one device. It accumulates gradients of the loss *numerator*, micro-batch by micro-batch.
 pub trait DraftEngine: Send + 'static {
     type Features: Features;
     type Gradient: Send + 'static;
     type Weights: Send + 'static;
 
-    /// From the next micro-batch on, so many blocks are trained in each sample. An engine without blocks ignores it.
+    /// Sets the blocks per sample, from the next micro-batch on. An engine without blocks ignores this.
     fn set_anchors(&mut self, anchors: usize) {
         let _ = anchors;
     }
 
-    /// What is done with each batch as soon as the drafter has it in hand, often while another one is in work: the
-    /// features are on their way by the time that `micro_batch` needs them. An engine that reads them where they are brings nothing.
+    /// Returns the function that the drafter calls on each drawn batch, often while another batch is in work. It starts
+    /// the copy to the device, so that the features are there when `micro_batch` needs them. The default does nothing.
     fn staging(&mut self) -> Staging<Self::Features> {
         Box::new(|_| ())
     }
 
-    /// Samples anchors from a stream seeded by (run seed, job), runs forward and backward, and adds the gradient of the
-    /// loss numerator to what this engine holds. A batch without a valid anchor adds nothing and is no error.
-    /// After an error nothing of this batch remains in the sum, and its features come back with it.
+    /// Trains one micro-batch: samples anchors from a stream seeded by (run seed, job), runs forward and backward, and
+    /// adds the gradient of the loss numerator to the accumulated one.
+    ///
+    /// The features are `[tokens, taps * width]`. A batch without a valid anchor adds nothing and is not an error.
+    ///
+    /// # Errors
+    ///
+    /// After an error the accumulated gradient does not contain this batch. The failure returns the features unless
+    /// they are lost. After `Lost` the run ends.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future abandons the micro-batch and the accumulated gradient; the actor does so only when the run
+    /// is aborted.
     fn micro_batch(
         &mut self,
         job: JobId,
         features: Self::Features,
     ) -> impl Future<Output = Result<MicroReport, MicroFailure<Self::Features>>> + Send;
 
-    /// Moves the accumulated gradient out and starts again from zero. `None` when no micro-batch added anything.
+    /// Moves the accumulated gradient out and resets it to zero. Returns `None` if no micro-batch added anything.
+    ///
+    /// # Errors
+    ///
+    /// The gradient is lost on an error, and the run ends.
     fn take_gradient(&mut self) -> impl Future<Output = Result<Option<Self::Gradient>, EngineError>> + Send;
 
     /// Replaces the weights that the next micro-batch uses.
+    ///
+    /// # Errors
+    ///
+    /// The weights are undefined after an error, and the run ends.
     fn load_weights(&mut self, weights: Self::Weights) -> impl Future<Output = Result<(), EngineError>> + Send;
 
-    /// A checksum of the weights as they are now, which equals [`Optimizer::checksum`] where they are those that it gave.
-    /// `None` of an engine that cannot tell.
+    /// Returns a checksum of the current weights. It equals [`Optimizer::checksum`] if the weights are those that the
+    /// optimizer published. Returns `None` if the engine computes no checksums.
+    ///
+    /// # Errors
+    ///
+    /// An error costs this comparison only; training continues.
     fn checksum(&mut self) -> impl Future<Output = Result<Option<u64>, EngineError>> + Send {
         ready(Ok(None))
     }
 }
 
-/// What the trainer asks of the optimizer for one update.
+/// Arguments of one optimizer update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepRequest {
-    /// The first step is 1.
+    /// Number of the step; the first is 1.
     pub step: u64,
-    /// Sum of the loss denominators of every micro-batch of the step: gradients are divided by it once.
+    /// Sum of the loss denominators of every micro-batch of the step. Gradients are divided by it once.
     pub denominator: f64,
     pub learning_rate: f64,
-    /// Largest global L2 norm of the gradient; larger ones are scaled down to it.
+    /// Limit on the global L2 norm of the gradient; a larger gradient is scaled down to it.
     pub max_grad_norm: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
@@ -200,31 +251,53 @@ pub struct StepReport {
     pub grad_norm: f64,
 }
 
-/// The optimizer: fp32 masters and moments, one update per step, weights out to every drafter.
+/// Optimizer: holds fp32 master weights and moments, updates them once per step, and publishes weights to every
+/// drafter.
 pub trait Optimizer: Send + 'static {
     type Gradient: Send + 'static;
     type Weights: Send + 'static;
 
-    /// Sums the drafters' gradients in the order given, divides by the denominator, clips, and updates.
-    /// With no gradient at all the weights stay as they are and the norm is 0.
+    /// Sums the drafters' gradients in the given order, divides by the denominator, clips, and updates. Without any
+    /// gradient the weights stay unchanged and the norm is 0.
+    ///
+    /// # Errors
+    ///
+    /// The weights are undefined after an error, and the run ends.
     fn step(
         &mut self,
         gradients: Vec<Self::Gradient>,
         request: StepRequest,
     ) -> impl Future<Output = Result<StepReport, EngineError>> + Send;
 
-    /// A copy of the weights for the drafter with this index.
+    /// Returns a copy of the weights for the drafter with this index.
+    ///
+    /// # Errors
+    ///
+    /// An error ends the run.
     fn weights(&mut self, drafter: usize) -> impl Future<Output = Result<Self::Weights, EngineError>> + Send;
 
-    /// The checksum of a faithful copy of the weights as they are now: see [`DraftEngine::checksum`].
+    /// Returns the checksum of an exact copy of the current weights: see [`DraftEngine::checksum`].
+    ///
+    /// # Errors
+    ///
+    /// An error costs this comparison only; training continues.
     fn checksum(&mut self) -> impl Future<Output = Result<Option<u64>, EngineError>> + Send {
         ready(Ok(None))
     }
 
-    /// Copies what a checkpoint of `step` needs, and returns the writing of it, during which steps may go on. The writing
-    /// gives the checkpoint's name, under which it then lies complete and synced on disk.
+    /// Copies the state that a checkpoint of `step` needs, and returns the future that writes it. Further steps may run
+    /// while it is written. The future resolves to the checkpoint's name once the checkpoint is complete and synced on
+    /// disk.
+    ///
+    /// # Errors
+    ///
+    /// An error of the copy or of the write costs this checkpoint only; earlier ones stay.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the returned future abandons the checkpoint. An incomplete one must not appear under its final name.
     fn save(&mut self, step: u64) -> impl Future<Output = Result<Writing, EngineError>> + Send;
 }
 
-/// A checkpoint that is being written.
+/// Write of a checkpoint in progress.
 pub type Writing = Pin<Box<dyn Future<Output = Result<String, EngineError>> + Send>>;

@@ -1,13 +1,13 @@
-//! A job on its way: moved from owner to owner, never copied, so that it is at one place by construction (D1).
+//! Job in flight: moved from owner to owner and never copied, so it has exactly one owner (D1).
 
 use super::types::{JobId, JobSpec};
 use tokio::sync::mpsc::OwnedPermit;
 
-/// A job between the planner and its outcome. Whoever holds it decides what becomes of it.
+/// Job between the planner and its outcome. Its owner decides how it ends.
 #[derive(Debug)]
 pub struct Job {
     pub spec: JobSpec,
-    /// How often it has failed so far, in targets and drafters together.
+    /// Failures so far, in targets and drafters together.
     pub attempts: u32,
     pub receipt: Receipt,
 }
@@ -18,18 +18,18 @@ impl Job {
     }
 }
 
-/// What a receipt tells the planner when no outcome was recorded through it in another way.
+/// Message of a receipt to the planner, if the outcome is not recorded in another way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Settled {
-    /// Given up, and why.
+    /// The job is skipped, for this reason.
     Skipped { job: JobId, reason: String, attempts: u32 },
-    /// Dropped on the way, as happens to what is in flight when a run is stopped. The job stays open.
+    /// The job was dropped in flight, for example because the run was stopped. It stays open.
     Unfinished { job: JobId },
 }
 
-/// The planner's claim on an answer: settled exactly once, at the latest when it is dropped.
+/// Claim of the planner on an outcome. It is settled exactly once, at the latest when it is dropped.
 ///
-/// It carries a reserved slot of the planner's channel, so settling never waits and never fails.
+/// A receipt holds a reserved slot of the planner's channel, so settling never waits and never fails.
 #[derive(Debug)]
 pub struct Receipt {
     job: JobId,
@@ -41,7 +41,7 @@ impl Receipt {
         Self { job, slot: Some(slot) }
     }
 
-    /// A receipt that nobody waits for, for tests of a `State`.
+    /// Returns a receipt that is connected to no planner, for tests of a `State`.
     pub fn detached(job: JobId) -> Self {
         Self { job, slot: None }
     }
@@ -50,14 +50,14 @@ impl Receipt {
         self.job
     }
 
-    /// Gives the job up.
+    /// Skips the job.
     pub fn skip(mut self, reason: String, attempts: u32) {
         if let Some(slot) = self.slot.take() {
             slot.send(Settled::Skipped { job: self.job, reason, attempts });
         }
     }
 
-    /// Ends the claim without a message: the planner has the outcome by other means.
+    /// Ends the claim without a message, because the planner has the outcome already.
     pub(crate) fn settle(mut self) -> JobId {
         self.slot = None;
         self.job

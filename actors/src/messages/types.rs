@@ -1,4 +1,4 @@
-//! The words that actors share: samples, buckets, jobs, outcomes and the padded batch that a target receives.
+//! Types that actors share: samples, buckets, jobs, outcomes, and the padded batch that a target receives.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -9,7 +9,7 @@ pub type SampleId = u32;
 /// Index of a length bucket, shortest first.
 pub type BucketId = u16;
 
-/// Names a job for good: its epoch and its place in that epoch's plan.
+/// Permanent identifier of a job: its epoch and its index in that epoch's plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct JobId {
     pub epoch: u32,
@@ -22,7 +22,7 @@ impl fmt::Display for JobId {
     }
 }
 
-/// What a plan says of a job: samples of one bucket that are extracted together.
+/// Planned job: samples of one bucket that are extracted together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobSpec {
     pub id: JobId,
@@ -30,52 +30,53 @@ pub struct JobSpec {
     pub samples: Vec<SampleId>,
     /// Real tokens of all samples.
     pub tokens: u32,
-    /// Tokens of the longest sample: the width that every row is padded to.
+    /// Tokens of the longest sample: every row is padded to this width.
     pub width: u32,
 }
 
 impl JobSpec {
-    /// Token slots of the padded batch, padding included: what the token budget bounds.
+    /// Returns the token slots of the padded batch, padding included. The token budget limits this number.
     pub fn padded_tokens(&self) -> u64 {
         self.samples.len() as u64 * u64::from(self.width)
     }
 }
 
-/// The rows of a job, right-padded with 0 to one width.
+/// Rows of a job, right-padded with 0 to one width.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PaddedBatch {
-    /// Whose rows these are. The simulated engine draws its chance by it, so that it is the same whoever computes.
+    /// Job that the rows belong to. The simulated engine derives its noise from it, so that the noise does not depend
+    /// on the target.
     pub job: JobId,
     pub rows: usize,
     pub width: usize,
     /// Real tokens of each row.
     pub lengths: Vec<u32>,
-    /// Token ids, `[rows, width]`, row-major. Empty where an engine needs only the lengths (simulation).
+    /// Token ids, `[rows, width]`, row-major. Empty in a simulation, which needs only the lengths.
     pub ids: Vec<i32>,
-    /// 1 where a token is supervised, `[rows, width]`, row-major; 0 on padding. Empty together with `ids`.
+    /// Loss mask, `[rows, width]`, row-major: 1 for a supervised token, 0 on padding. Empty together with `ids`.
     pub loss_mask: Vec<u8>,
 }
 
 impl PaddedBatch {
-    /// Real tokens of all rows.
+    /// Returns the real tokens of all rows.
     pub fn tokens(&self) -> u64 {
         self.lengths.iter().map(|&n| u64::from(n)).sum()
     }
 }
 
-/// What became of a job, once and for all.
+/// Final outcome of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// Its gradient is part of the update of this optimizer step (the first step is 1).
+    /// Its gradient is part of the update of this optimizer step; the first step is 1.
     Trained { step: u64 },
-    /// Given up, and why.
+    /// The job was skipped, for this reason.
     Skipped { reason: String, attempts: u32 },
 }
 
-/// Turns the rows of a job into a padded batch. Runs on CPU threads; must not block on anything but the disk.
+/// Source of padded batches. It runs on CPU threads and must block on nothing but the disk.
 pub trait BatchSource: Send + Sync + 'static {
-    /// Whether padding is real work and belongs on a blocking thread. `false` where it is next to nothing: then it happens in
-    /// place, which is cheaper, and a simulation stays a function of its seed.
+    /// Selects a blocking thread for padding. Set it to `false` if padding is trivial: padding then runs in place,
+    /// which is cheaper and keeps a simulation a function of its seed.
     const BLOCKING: bool = true;
 
     fn pad(&self, job: &JobSpec) -> Result<PaddedBatch, String>;

@@ -1,24 +1,25 @@
-//! The lines by which a running mill is steered: other settings for every actor, a checkpoint now, a note for the ledger.
+//! Control channels of a running pipeline: changed settings for every actor, requested checkpoints, and notes for the
+//! ledger.
 //!
-//! One end stays with the service, the other goes to the actors. Nobody waits for an actor here: settings are a `watch`, so of
-//! several changes the newest counts, and each actor takes it when its work allows.
+//! The service holds one end, the actors the other. No call waits for an actor. Settings are a `watch`, so the newest
+//! of several changes counts, and each actor applies it when its work allows.
 
 use crate::{
     dispatcher, drafter, pipeline,
     planner::{self, ledger::Note},
     pool, target,
-    trainer::{self, Answer, Wishes},
+    trainer::{self, CheckpointReply, Control},
 };
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
-/// Notes on their way to the ledger: a few a second at most, while the disk may hang for seconds.
+/// Limit on waiting notes: a few per second at most, while the disk may hang for seconds.
 const NOTES: usize = 64;
-/// Checkpoints that were asked for and not begun.
-const SAVES: usize = 8;
+/// Limit on requested checkpoints that have not begun.
+const CHECKPOINTS: usize = 8;
 
-/// Steers a running mill.
-pub struct Steering {
+/// Control handle of a running pipeline.
+pub struct ControlHandle {
     planner: watch::Sender<planner::Settings>,
     dispatcher: watch::Sender<dispatcher::Settings>,
     targets: watch::Sender<target::Settings>,
@@ -26,57 +27,57 @@ pub struct Steering {
     drafters: watch::Sender<drafter::Settings>,
     trainer: watch::Sender<trainer::Settings>,
     grace: watch::Sender<Duration>,
-    saves: mpsc::Sender<Answer>,
+    checkpoints: mpsc::Sender<CheckpointReply>,
     notes: mpsc::Sender<Note>,
 }
 
-/// The actors' ends.
-pub struct Steered {
+/// Receivers of the actors.
+pub struct ControlInbox {
     pub(crate) planner: watch::Receiver<planner::Settings>,
     pub(crate) dispatcher: watch::Receiver<dispatcher::Settings>,
     pub(crate) targets: watch::Receiver<target::Settings>,
     pub(crate) pool: watch::Receiver<pool::Settings>,
     pub(crate) drafters: watch::Receiver<drafter::Settings>,
-    pub(crate) trainer: Wishes,
+    pub(crate) trainer: Control,
     pub(crate) grace: watch::Receiver<Duration>,
     pub(crate) notes: mpsc::Receiver<Note>,
 }
 
-impl Steered {
-    /// What the dispatcher is told, for whoever looks on.
+impl ControlInbox {
+    /// Returns a receiver of the dispatcher's settings, for observers.
     pub fn dispatcher_settings(&self) -> watch::Receiver<dispatcher::Settings> {
         self.dispatcher.clone()
     }
 }
 
-impl Steering {
-    /// The lines of a mill that begins with these settings.
-    pub fn new(settings: &pipeline::Settings) -> (Steering, Steered) {
+impl ControlHandle {
+    /// Creates the channels of a pipeline with these initial settings.
+    pub fn new(settings: &pipeline::Settings) -> (ControlHandle, ControlInbox) {
         let (planner, to_planner) = watch::channel(settings.planner.clone());
         let (dispatcher, to_dispatcher) = watch::channel(settings.dispatcher.clone());
         let (targets, to_targets) = watch::channel(settings.of_targets());
         let (pool, to_pool) = watch::channel(settings.pool);
         let (drafters, to_drafters) = watch::channel(settings.of_drafters());
         let (trainer, to_trainer) = watch::channel(settings.trainer.clone());
-        let (grace, to_mill) = watch::channel(settings.grace);
-        let (saves, asked) = mpsc::channel(SAVES);
+        let (grace, to_supervisor) = watch::channel(settings.grace);
+        let (checkpoints, requested) = mpsc::channel(CHECKPOINTS);
         let (notes, noted) = mpsc::channel(NOTES);
-        let steering = Steering { planner, dispatcher, targets, pool, drafters, trainer, grace, saves, notes };
-        let steered = Steered {
+        let handle = ControlHandle { planner, dispatcher, targets, pool, drafters, trainer, grace, checkpoints, notes };
+        let inbox = ControlInbox {
             planner: to_planner,
             dispatcher: to_dispatcher,
             targets: to_targets,
             pool: to_pool,
             drafters: to_drafters,
-            trainer: Wishes { settings: to_trainer, saves: asked },
-            grace: to_mill,
+            trainer: Control { settings: to_trainer, checkpoints: requested },
+            grace: to_supervisor,
             notes: noted,
         };
-        (steering, steered)
+        (handle, inbox)
     }
 
-    /// Puts other settings in force: what shapes a step from the next step border on, the rest at once. What must not change
-    /// while a run goes on (the plan, the seed, a fixed order of draws) is not looked at.
+    /// Applies changed settings: those of a step from the next step boundary on, the others at once. Settings that are
+    /// fixed during a run (the plan, the seed, a fixed draw order) are ignored.
     pub fn change(&self, settings: &pipeline::Settings) {
         self.planner.send_replace(settings.planner.clone());
         self.dispatcher.send_replace(settings.dispatcher.clone());
@@ -87,15 +88,22 @@ impl Steering {
         self.grace.send_replace(settings.grace);
     }
 
-    /// Asks for a checkpoint of the last step that is complete. The answer is given back where nobody can take it.
-    pub fn checkpoint(&self, answer: Answer) -> Result<(), Answer> {
-        self.saves.try_send(answer).map_err(|refused| match refused {
-            mpsc::error::TrySendError::Full(answer) | mpsc::error::TrySendError::Closed(answer) => answer,
+    /// Requests a checkpoint of the last complete step.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reply channel if the trainer is gone or too many requests are waiting.
+    pub fn checkpoint(&self, reply: CheckpointReply) -> Result<(), CheckpointReply> {
+        self.checkpoints.try_send(reply).map_err(|refused| match refused {
+            mpsc::error::TrySendError::Full(reply) | mpsc::error::TrySendError::Closed(reply) => reply,
         })
     }
 
-    /// Notes something in the ledger, after the outcomes that are recorded by then. The note is given back where the planner is
-    /// gone, or far behind.
+    /// Writes a note to the ledger, after the outcomes that are recorded by then.
+    ///
+    /// # Errors
+    ///
+    /// Returns the note if the planner is gone or too many notes are waiting.
     pub fn note(&self, note: Note) -> Result<(), Note> {
         self.notes.try_send(note).map_err(|refused| match refused {
             mpsc::error::TrySendError::Full(note) | mpsc::error::TrySendError::Closed(note) => note,

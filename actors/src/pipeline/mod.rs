@@ -4,6 +4,6 @@ mod control;
 mod settings;
 mod supervisor;
 
-pub use control::{Steered, Steering};
+pub use control::{ControlHandle, ControlInbox};
 pub use settings::Settings;
-pub use supervisor::{Parts, Report, run, run_steered};
+pub use supervisor::{Parts, Report, run, run_with_control};

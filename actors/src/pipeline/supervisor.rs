@@ -1,6 +1,6 @@
-//! The wiring: starts every actor, sink to source, and waits for them. The one place where the whole pipeline is visible.
+//! Supervisor: wires and starts every actor, sink to source, and waits for them. The whole pipeline is visible here.
 
-use super::control::{Steered, Steering};
+use super::control::{ControlHandle, ControlInbox};
 use super::settings::Settings;
 use crate::{
     dispatcher, drafter,
@@ -11,7 +11,7 @@ use crate::{
     planner::{self, ledger::Ledger},
     pool,
     runtime::{
-        fault::{Fault, Kill, Stops, panic_text},
+        fault::{FailAtPoll, Fault, Shutdown, panic_text},
         metrics as m,
         util::until,
     },
@@ -26,47 +26,51 @@ use tokio::{
     time::Instant,
 };
 
-/// Jobs on their way from planner to dispatcher. The dispatcher's queue is what should hold them.
+/// Jobs between planner and dispatcher. The dispatcher's queue is the intended buffer.
 const FEED: usize = 2;
-/// Time between the lines that name who is still running, once the end has begun.
+/// Interval of the log lines that name the running actors, once the end has begun.
 const REMIND: Duration = Duration::from_secs(5);
 
-/// The engines and stores that actors work with. Index in the list is index of the actor.
+/// Engines and stores of the actors. The index in a list is the index of the actor.
 pub struct Parts<T, D, O, S, L> {
     pub targets: Vec<T>,
     pub drafters: Vec<D>,
     pub optimizer: O,
     pub source: Arc<S>,
     pub ledger: L,
-    /// Gets one record a step.
+    /// Receiver of one record per step.
     pub records: mpsc::Sender<StepRecord>,
 }
 
-/// What a whole run did.
+/// Report of a whole run.
 #[derive(Debug, Default)]
 pub struct Report<L> {
     pub jobs: planner::Counts,
-    pub targets: Vec<target::Work>,
-    pub drafters: Vec<drafter::Work>,
-    pub trainer: trainer::Work,
-    pub pool: pool::Peaks,
+    pub targets: Vec<target::Stats>,
+    pub drafters: Vec<drafter::Stats>,
+    pub trainer: trainer::Stats,
+    pub pool: pool::Stats,
     pub ledger: Option<L>,
 }
 
 enum Ended<L> {
     Planner(planner::Counts, L),
     Dispatcher,
-    Target(usize, target::Work),
-    Pool(pool::Peaks),
-    Drafter(usize, drafter::Work),
-    Trainer(trainer::Work),
+    Target(usize, target::Stats),
+    Pool(pool::Stats),
+    Drafter(usize, drafter::Stats),
+    Trainer(trainer::Stats),
 }
 
-/// Runs everything until the plan is trained, `stops.stop` brought an orderly end, or a fault ended it.
+/// Runs the pipeline until the plan is trained or `shutdown` ends it.
+///
+/// # Errors
+///
+/// Returns the fault that ended the run, or the abort.
 pub async fn run<T, D, O, S, L>(
     settings: Settings,
     parts: Parts<T, D, O, S, L>,
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> Result<Report<L>, Fault>
 where
     T: TargetEngine,
@@ -75,16 +79,20 @@ where
     S: BatchSource,
     L: Ledger,
 {
-    let (_nobody, steered) = Steering::new(&settings);
-    run_steered(settings, parts, steered, stops).await
+    let (_nobody, control) = ControlHandle::new(&settings);
+    run_with_control(settings, parts, control, shutdown).await
 }
 
-/// [`run`], while somebody steers.
-pub async fn run_steered<T, D, O, S, L>(
+/// Runs the pipeline as [`run`] does, under external control.
+///
+/// # Errors
+///
+/// Returns the fault that ended the run, or the abort.
+pub async fn run_with_control<T, D, O, S, L>(
     settings: Settings,
     parts: Parts<T, D, O, S, L>,
-    steered: Steered,
-    stops: Stops,
+    control: ControlInbox,
+    shutdown: Shutdown,
 ) -> Result<Report<L>, Fault>
 where
     T: TargetEngine,
@@ -93,42 +101,46 @@ where
     S: BatchSource,
     L: Ledger,
 {
-    let told = steered.dispatcher.clone();
-    let mut mill = Mill { tasks: JoinSet::new(), names: HashMap::new(), kill: settings.kill };
+    let dispatcher_settings = control.dispatcher.clone();
+    let mut supervisor =
+        Supervisor { tasks: JoinSet::new(), names: HashMap::new(), fail_at_poll: settings.fail_at_poll };
     let (n_targets, n_drafters) = (parts.targets.len(), parts.drafters.len());
 
     let (planner, planner_inbox) = planner::channel();
     let (trainer, trainer_inbox) = trainer::channel(&settings.trainer);
     let (pool, pool_inbox) = pool::channel();
     let (dispatcher, dispatcher_inbox) = dispatcher::channel();
-    let (course, course_seen) = pool::course(&settings.pool);
+    let (plan_notices, plan_notice_inbox) = pool::plan_notices(&settings.pool);
     let (feed, fed) = mpsc::channel(FEED);
 
-    let work = trainer::run(steered.trainer, parts.optimizer, trainer_inbox, planner, parts.records, stops.clone());
-    mill.start("trainer".into(), async { work.await.map(Ended::Trainer) });
+    let work = trainer::run(control.trainer, parts.optimizer, trainer_inbox, planner, parts.records, shutdown.clone());
+    supervisor.start("trainer".into(), async { work.await.map(Ended::Trainer) });
     for (index, engine) in parts.drafters.into_iter().enumerate() {
-        let work = drafter::run(index, steered.drafters.clone(), engine, pool.clone(), trainer.clone(), stops.clone());
-        mill.start(format!("drafter {index}"), async move { work.await.map(|w| Ended::Drafter(index, w)) });
+        let work =
+            drafter::run(index, control.drafters.clone(), engine, pool.clone(), trainer.clone(), shutdown.clone());
+        supervisor.start(format!("drafter {index}"), async move { work.await.map(|w| Ended::Drafter(index, w)) });
     }
     drop(trainer);
-    let work = pool::run(steered.pool, pool_inbox, course_seen, stops.clone());
-    mill.start("pool".into(), async { work.await.map(Ended::Pool) });
+    let work = pool::run(control.pool, pool_inbox, plan_notice_inbox, shutdown.clone());
+    supervisor.start("pool".into(), async { work.await.map(Ended::Pool) });
     for (index, engine) in parts.targets.into_iter().enumerate() {
-        let work = target::run(index, steered.targets.clone(), engine, dispatcher.clone(), pool.clone(), stops.clone());
-        mill.start(format!("target {index}"), async move { work.await.map(|w| Ended::Target(index, w)) });
+        let work =
+            target::run(index, control.targets.clone(), engine, dispatcher.clone(), pool.clone(), shutdown.clone());
+        supervisor.start(format!("target {index}"), async move { work.await.map(|w| Ended::Target(index, w)) });
     }
     drop(dispatcher);
-    let work = dispatcher::run(steered.dispatcher, parts.source, dispatcher_inbox, fed, pool, stops.clone());
-    mill.start("dispatcher".into(), async { work.await.map(|()| Ended::Dispatcher) });
-    let work = planner::run(steered.planner, parts.ledger, planner_inbox, feed, course, steered.notes, stops.clone());
-    mill.start("planner".into(), async { work.await.map(|(counts, ledger)| Ended::Planner(counts, ledger)) });
+    let work = dispatcher::run(control.dispatcher, parts.source, dispatcher_inbox, fed, pool, shutdown.clone());
+    supervisor.start("dispatcher".into(), async { work.await.map(|()| Ended::Dispatcher) });
+    let work =
+        planner::run(control.planner, parts.ledger, planner_inbox, feed, plan_notices, control.notes, shutdown.clone());
+    supervisor.start("planner".into(), async { work.await.map(|(counts, ledger)| Ended::Planner(counts, ledger)) });
 
     let mut report = Report {
-        targets: vec![target::Work::default(); n_targets],
-        drafters: vec![drafter::Work::default(); n_drafters],
+        targets: vec![target::Stats::default(); n_targets],
+        drafters: vec![drafter::Stats::default(); n_drafters],
         jobs: planner::Counts::default(),
-        trainer: trainer::Work::default(),
-        pool: pool::Peaks::default(),
+        trainer: trainer::Stats::default(),
+        pool: pool::Stats::default(),
         ledger: None,
     };
     let mut first_gone = None;
@@ -141,19 +153,16 @@ where
                     first_gone.get_or_insert_with(|| Fault::new(format!("target {i}"), cause));
                 }
                 report.targets[i] = work;
-                let paused = &told.borrow().paused_targets;
+                let paused = &dispatcher_settings.borrow().paused_targets;
                 let gone = |i: usize| report.targets[i].gone.is_some();
                 if gone(i) && !paused.is_empty() && (0..n_targets).all(|i| gone(i) || paused.contains(&i)) {
-                    tracing::error!(
-                        ?paused,
-                        "the targets that are left are all paused: the run waits until one is added back"
-                    );
+                    tracing::error!(?paused, "all remaining targets are paused");
                 }
                 if report.targets.iter().all(|target| target.gone.is_some()) {
                     return Next::Fail(first_gone.take());
                 }
             }
-            Ended::Pool(peaks) => report.pool = peaks,
+            Ended::Pool(stats) => report.pool = stats,
             Ended::Drafter(i, work) => report.drafters[i] = work,
             Ended::Trainer(work) => {
                 report.trainer = work;
@@ -162,70 +171,70 @@ where
         }
         Next::Wait
     };
-    mill.join(&stops, steered.grace, ended).await?;
+    supervisor.join(&shutdown, control.grace, ended).await?;
     Ok(report)
 }
 
-/// What follows from the end of an actor.
+/// Consequence of an actor's end.
 enum Next {
     Wait,
-    /// Nothing that the others still prepare can be trained any more.
+    /// The trainer is done: nothing that the others still prepare can be trained.
     WindDown,
     Fail(Option<Fault>),
 }
 
-struct Mill<L> {
+struct Supervisor<L> {
     tasks: JoinSet<Result<Ended<L>, Fault>>,
     names: HashMap<Id, String>,
-    kill: Option<Kill>,
+    fail_at_poll: Option<FailAtPoll>,
 }
 
-impl<L: Send + 'static> Mill<L> {
+impl<L: Send + 'static> Supervisor<L> {
     fn start(&mut self, name: String, work: impl Future<Output = Result<Ended<L>, Fault>> + Send + 'static) {
-        let id = match self.kill.take_if(|kill| kill.actor == name) {
-            Some(kill) => self.tasks.spawn(Kill::doom(kill.nth, work)).id(),
+        let id = match self.fail_at_poll.take_if(|kill| kill.actor == name) {
+            Some(kill) => self.tasks.spawn(FailAtPoll::wrap(kill.nth, work)).id(),
             None => self.tasks.spawn(work).id(),
         };
         self.names.insert(id, name);
     }
 
-    /// Waits for every actor. On a fault it aborts the others and returns the fault that caused the rest (S1). Once the
-    /// trainer is done, nobody is waited for longer than `grace`: a forward that hangs must not keep a finished run.
+    /// Waits for every actor. After a fault it aborts the others and returns the fault that caused the rest (S1). Once
+    /// the trainer is done, it waits no longer than `grace`: a hanging forward must not delay a finished run.
     async fn join(
         &mut self,
-        stops: &Stops,
+        shutdown: &Shutdown,
         grace: watch::Receiver<Duration>,
         mut ended: impl FnMut(Ended<L>) -> Next,
     ) -> Result<(), Fault> {
         let mut first: Option<Fault> = None;
         let aborted = async {
-            stops.abort.cancelled().await;
+            shutdown.abort.cancelled().await;
             let grace = *grace.borrow();
             tokio::time::sleep(grace).await;
         };
         tokio::pin!(aborted);
-        let (mut patience, mut closed, mut remind): (Option<Instant>, _, Option<Instant>) = (None, None, None);
+        let (mut deadline, mut closed, mut remind): (Option<Instant>, _, Option<Instant>) = (None, None, None);
         loop {
             let joined = tokio::select! {
                 biased;
                 joined = self.tasks.join_next_with_id() => joined,
                 () = &mut aborted => {
-                    tracing::error!(still_running = ?self.still_running(), "actors did not end within the grace period");
+                    tracing::error!(still_running = ?self.still_running(), "grace period exceeded");
                     break;
                 }
-                () = stops.close.cancelled(), if closed.is_none() => {
+                () = shutdown.drain.cancelled(), if closed.is_none() => {
                     closed = Some(Instant::now());
                     remind = Some(Instant::now() + REMIND);
                     continue;
                 }
                 () = until(remind) => {
                     let seconds = closed.map_or(0, |closed| closed.elapsed().as_secs());
-                    tracing::info!(seconds, "ending; still running: {}", self.still_running().join(", "));
+                    tracing::info!(seconds, still_running = self.still_running().join(", "), "shutdown in progress");
                     remind = Some(Instant::now() + REMIND);
                     continue;
                 }
-                () = until(patience) => {
-                    tracing::warn!(still_running = ?self.still_running(), "left behind: the run is done without them");
+                () = until(deadline) => {
+                    tracing::warn!(still_running = ?self.still_running(), "run finished without these actors");
                     return Ok(());
                 }
             };
@@ -236,8 +245,8 @@ impl<L: Send + 'static> Mill<L> {
                     match result.map(&mut ended) {
                         Ok(Next::Wait | Next::Fail(None)) => continue,
                         Ok(Next::WindDown) => {
-                            stops.stop.cancel();
-                            patience = Some(Instant::now() + *grace.borrow());
+                            shutdown.stop.cancel();
+                            deadline = Some(Instant::now() + *grace.borrow());
                             continue;
                         }
                         Ok(Next::Fail(Some(fault))) | Err(fault) => fault,
@@ -255,17 +264,17 @@ impl<L: Send + 'static> Mill<L> {
             if fault.root {
                 let kind = fault.actor.split(' ').next().unwrap_or_default().to_owned();
                 counter!(m::FAULTS, "actor" => kind).increment(1);
-                tracing::error!(%fault, "an actor failed");
+                tracing::error!(%fault, "actor failed");
             }
-            // A fault that another one caused never hides its cause.
+            // A consequential fault never hides its cause.
             if first.as_ref().is_none_or(|f| !f.root && fault.root) {
                 first = Some(fault);
             }
-            stops.abort.cancel();
+            shutdown.abort.cancel();
         }
         match first {
             Some(fault) => Err(fault),
-            None if stops.abort.is_cancelled() => Err(Fault::aborted("run")),
+            None if shutdown.abort.is_cancelled() => Err(Fault::aborted("run")),
             None => Ok(()),
         }
     }

@@ -1,15 +1,20 @@
-//! The planner owns the plan and the ledger: it writes each epoch's plan, streams its jobs, and records what became of each.
+//! Planner actor: writes each epoch's plan, streams its jobs, and records the outcome of each. It owns the plan and the
+//! ledger.
 //!
-//! In: outcomes (from the trainer as one message a step, from everyone else through receipts). Out: jobs, in plan order.
-//! When the dispatcher's queue is full it waits; outcomes are still recorded. While the disk is busy jobs still leave, and the
-//! outcomes that come meanwhile make up the next transaction. At a stop or close it hands out no further job and ends when every
-//! receipt has come home. Invariants: P1, P2, D1.
+//! In: outcomes, from the trainer as one message per step and from the other actors through receipts. Out: jobs, in
+//! plan order.
+//!
+//! The planner waits while the dispatcher's queue is full, but continues to record outcomes. While the disk is busy,
+//! jobs still leave, and arriving outcomes form the next transaction. On `Shutdown::drain` it hands out no further job
+//! and ends when every receipt is settled.
+//!
+//! Invariants: P1, P2, D1.
 
 use super::messages::{Inbox, Msg, Settings};
 use super::{
     ledger::{Ledger, Note},
     plan::{PlanError, plan_epoch},
-    state::{Next, State},
+    state::{Counts, Next, State},
 };
 use crate::{
     dispatcher::Feed,
@@ -18,14 +23,14 @@ use crate::{
         job::{Job, Receipt, Settled},
         types::{JobId, JobSpec, Outcome},
     },
-    pool::Course,
+    pool::PlanNotices,
     runtime::{
         causes::Cause,
-        fault::{Fault, Gone, Stops},
+        fault::{Fault, Gone, Shutdown},
         meter::Meter,
         metrics as m,
         trace::lifecycle,
-        util::{answer, changed, off_thread},
+        util::{changed, off_thread, reply},
     },
 };
 use metrics::{Counter, counter, gauge};
@@ -38,47 +43,48 @@ use tokio::{
     task::{JoinError, JoinHandle, spawn_blocking},
 };
 
-pub use super::state::Counts;
-
-/// Outcomes that wait for the disk before the planner listens no longer, give or take one step: what bounds a transaction.
+/// Limit on the outcomes that wait for the disk, exceeded by one step at most. It limits the size of a transaction.
 const RECORD_AT_ONCE: usize = 4096;
 
-// === the loop ===
-
-/// What waits for room in the dispatcher's queue.
+/// Item that waits for a free position in the dispatcher's queue.
 enum Outgoing {
     Job(JobSpec),
     Barrier,
 }
 
-/// A ledger that comes back from a blocking thread, with what it recorded.
+/// Ledger that returns from a blocking thread, with the outcomes that it recorded.
 type Recorded<L> = (L, Result<Vec<(JobId, Outcome)>, String>);
 
 struct Planner<L> {
     settings: Settings,
     state: State,
-    /// Away while a blocking thread uses it.
+    /// `None` while a blocking thread uses the ledger.
     ledger: Option<L>,
-    course: Course,
+    plan_notices: PlanNotices,
     recording: Option<JoinHandle<Recorded<L>>>,
-    /// What the next transaction will record.
+    /// Outcomes of the next transaction.
     outcomes: Vec<(JobId, Outcome)>,
     trained: Counter,
     skipped: Counter,
 }
 
-/// Runs until every job has ended, or a stop brought every receipt home. Returns the counts and the ledger.
+/// Runs until every job has an outcome, or until every receipt is settled after a shutdown. Returns the counts and the
+/// ledger.
 ///
-/// `course` tells the pool what is to come, and says how far ahead of the draws jobs may leave. Of changed `settings` it minds how
-/// much may be skipped. `notes` go to the ledger.
+/// `plan_notices` announces the jobs to the pool and limits how far ahead of the draws jobs may leave. Of changed
+/// `settings` only `max_skip_fraction` takes effect. `notes` are written to the ledger.
+///
+/// # Errors
+///
+/// Fails if the ledger fails, if no plan can be made, if too many jobs are skipped, or if another actor is gone.
 pub async fn run<L: Ledger>(
     mut changing: watch::Receiver<Settings>,
     ledger: L,
     mut inbox: Inbox,
     feed: mpsc::Sender<Feed>,
-    course: Course,
+    plan_notices: PlanNotices,
     mut notes: mpsc::Receiver<Note>,
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> Result<(Counts, L), Fault> {
     let settings = changing.borrow_and_update().clone();
     let state = State::new(settings.epochs, settings.epoch_barrier, settings.max_skip_fraction);
@@ -86,7 +92,7 @@ pub async fn run<L: Ledger>(
         settings,
         state,
         ledger: Some(ledger),
-        course,
+        plan_notices,
         recording: None,
         outcomes: Vec::new(),
         trained: counter!(m::JOBS, "outcome" => "trained"),
@@ -97,11 +103,12 @@ pub async fn run<L: Ledger>(
     let mut next: Option<Outgoing> = None;
     let mut slot: Option<OwnedPermit<Settled>> = None;
     let mut barrier: Option<oneshot::Receiver<()>> = None;
-    let (mut asked, mut settled) = (Vec::new(), Vec::new());
-    let (mut asking, mut returning) = (true, true);
+    let (mut requests, mut settled) = (Vec::new(), Vec::new());
+    let (mut requesting, mut returning) = (true, true);
 
-    // Until every receipt is home, the trainer, which may still ask for a checkpoint, is gone, and all of it is on disk.
-    while asking || returning || planner.recording.is_some() {
+    // Ends when every receipt is settled, the trainer (which may request a checkpoint) is gone, and everything is on
+    // disk.
+    while requesting || returning || planner.recording.is_some() {
         if next.is_none() && barrier.is_none() && feed.is_some() {
             match planner.state.take_next() {
                 Next::Plan(epoch) => {
@@ -110,14 +117,15 @@ pub async fn run<L: Ledger>(
                 }
                 Next::Job(job) => next = Some(Outgoing::Job(job)),
                 Next::Barrier => next = Some(Outgoing::Barrier),
-                // Dropping the feed tells the dispatcher that the plan has ended; dropping the last sender of
-                // receipts lets `returns` end when every receipt has come home.
+                // Dropping the feed reports the end of the plan to the dispatcher. Dropping the last sender of receipts
+                // ends `returns` once every receipt is settled.
                 Next::Ended => (feed, inbox.receipts) = (None, None),
             }
         }
-        // What waits to leave, and for a job the slot of its receipt. Waiting for the dispatcher never keeps the planner
-        // from recording: the trainer may be what the dispatcher's queue waits for.
-        let early = matches!(next, Some(Outgoing::Job(_))) && !planner.course.may_leave(planner.state.counts().planned);
+        // A leaving job needs the slot of its receipt. Waiting for the dispatcher never blocks recording: the
+        // dispatcher's queue may wait for the trainer.
+        let early =
+            matches!(next, Some(Outgoing::Job(_))) && !planner.plan_notices.may_leave(planner.state.counts().planned);
         if let (None, false, Some(receipts), Some(Outgoing::Job(_))) = (&slot, early, &inbox.receipts, &next) {
             slot = receipts.clone().try_reserve_owned().ok();
         }
@@ -132,14 +140,14 @@ pub async fn run<L: Ledger>(
         tokio::select! {
             biased;
             never = meter.rest(cause) => match never {},
-            () = stops.abort.cancelled() => {
-                // Whoever opens the ledger next must not find it in use.
+            () = shutdown.abort.cancelled() => {
+                // The next opener of the ledger must not find it in use.
                 if let Some(recording) = planner.recording.take() {
                     let _ = recording.await;
                 }
                 return Err(Fault::aborted("planner"));
             }
-            () = stops.close.cancelled(), if feed.is_some() => {
+            () = shutdown.drain.cancelled(), if feed.is_some() => {
                 planner.state.stop();
                 (feed, inbox.receipts, next, slot, barrier) = (None, None, None, None, None);
             }
@@ -151,20 +159,20 @@ pub async fn run<L: Ledger>(
                 planner.state.allow_skips(changing.borrow_and_update().max_skip_fraction);
             }
             Some(note) = notes.recv() => planner.with_ledger(move |ledger| ledger.note(&note)).await?,
-            n = inbox.inbox.recv_many(&mut asked, RECORD_AT_ONCE), if asking && listening => {
-                asking = n > 0;
-                // What was given up before a checkpoint was asked for is recorded before it.
+            n = inbox.inbox.recv_many(&mut requests, RECORD_AT_ONCE), if requesting && listening => {
+                requesting = n > 0;
+                // Jobs that were skipped before a checkpoint was requested are recorded before it.
                 while let Ok(back) = inbox.returns.try_recv() {
                     settled.push(back);
                 }
                 planner.on_settled(&mut settled);
-                planner.on_asked(&mut asked).await?;
+                planner.on_requests(&mut requests).await?;
             }
             n = inbox.returns.recv_many(&mut settled, RECORD_AT_ONCE), if returning && listening => {
                 returning = n > 0;
                 planner.on_settled(&mut settled);
             }
-            () = planner.course.moved(), if early => {}
+            () = planner.plan_notices.window_moved(), if early => {}
             permit = reserve(feed.clone()), if may_leave => {
                 let permit = permit.ok_or_else(|| gone("dispatcher"))?;
                 match (next.take(), slot.take()) {
@@ -183,7 +191,7 @@ pub async fn run<L: Ledger>(
                     (other, _) => next = other,
                 }
             }
-            drained = answer(&mut barrier), if barrier.is_some() => {
+            drained = reply(&mut barrier), if barrier.is_some() => {
                 drained.map_err(|_| gone("dispatcher"))?;
                 barrier = None;
             }
@@ -216,19 +224,19 @@ impl<L: Ledger> Planner<L> {
             open_of_bucket[usize::from(job.bucket)] += 1;
         }
         self.state.begin(plan, &ended);
-        self.course.epoch(epoch, open_of_bucket, ended.into()).await;
+        self.plan_notices.epoch(epoch, open_of_bucket, ended.into()).await;
         Ok(())
     }
 
-    async fn on_asked(&mut self, asked: &mut Vec<Msg>) -> Result<(), Fault> {
-        for msg in asked.drain(..) {
+    async fn on_requests(&mut self, requests: &mut Vec<Msg>) -> Result<(), Fault> {
+        for msg in requests.drain(..) {
             match msg {
                 Msg::Trained { step, receipts } => {
                     self.outcomes.extend(receipts.into_iter().map(|r| (r.settle(), Outcome::Trained { step })));
                 }
                 Msg::Checkpoint { step, name, reply } => {
                     self.with_ledger(move |ledger| ledger.checkpoint(step, &name)).await?;
-                    // The trainer may have given up waiting; the checkpoint exists all the same.
+                    // The trainer may have stopped waiting; the checkpoint exists nevertheless.
                     let _ = reply.send(());
                 }
             }
@@ -251,7 +259,7 @@ impl<L: Ledger> Planner<L> {
         }
     }
 
-    /// Begins to record what waits, unless a transaction is under way: then what comes meanwhile goes with the next.
+    /// Starts a transaction with the waiting outcomes, unless one is running. Later outcomes belong to the next one.
     async fn record(&mut self) -> Result<(), Fault> {
         if self.outcomes.is_empty() || self.recording.is_some() {
             return Ok(());
@@ -284,13 +292,13 @@ impl<L: Ledger> Planner<L> {
             }
             self.state.on_outcome(*job, outcome).map_err(fault)?;
             if matches!(outcome, Outcome::Skipped { .. }) {
-                self.course.skipped(*job).await;
+                self.plan_notices.skipped(*job).await;
             }
         }
         Ok(())
     }
 
-    /// Waits until every outcome that came so far is recorded.
+    /// Waits until every outcome so far is recorded.
     async fn flush(&mut self) -> Result<(), Fault> {
         self.record().await?;
         while let Some(recording) = self.recording.take() {
@@ -300,7 +308,8 @@ impl<L: Ledger> Planner<L> {
         Ok(())
     }
 
-    /// Uses the ledger once everything before is recorded, on a blocking thread where it waits for the disk.
+    /// Runs work on the ledger after everything before is recorded, on a blocking thread if the ledger waits for the
+    /// disk.
     async fn with_ledger<T: Send + 'static>(
         &mut self,
         work: impl FnOnce(&mut L) -> Result<T, String> + Send + 'static,
@@ -318,7 +327,7 @@ impl<L: Ledger> Planner<L> {
     }
 }
 
-/// The end of a transaction; never ready without one.
+/// Waits for the end of the transaction; pends forever without one.
 async fn recorded<L>(recording: &mut Option<JoinHandle<Recorded<L>>>) -> Result<Recorded<L>, JoinError> {
     match recording {
         Some(recording) => recording.await,

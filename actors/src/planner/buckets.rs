@@ -1,23 +1,23 @@
-//! Length buckets: where their bounds lie best, which bucket a sample belongs to, and what padding costs.
+//! Length buckets: optimal bounds, the bucket of a sample, and the cost of padding.
 
 use crate::messages::types::BucketId;
 use thiserror::Error;
 
-/// Most buckets that a [`BucketId`] can tell apart.
+/// Limit on the number of buckets, set by [`BucketId`].
 pub const MAX_BUCKETS: usize = BucketId::MAX as usize + 1;
 
-/// Why bucket bounds cannot be used.
+/// Error in bucket bounds.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum BoundsError {
     #[error("there are no bucket bounds; give at least one, no smaller than the longest sample ({longest} tokens)")]
     None { longest: u32 },
     #[error("there are {count} bucket bounds; give at most {MAX_BUCKETS}")]
     TooMany { count: usize },
-    #[error("bucket bound {place} is 0; every bound must be at least 1 token", place = index + 1)]
+    #[error("bucket bound {number} is 0; every bound must be at least 1 token", number = index + 1)]
     Zero { index: usize },
     #[error(
-        "bucket bound {place} is {bound}, after {previous}; list the bounds in ascending order, each once",
-        place = index + 1
+        "bucket bound {number} is {bound}, after {previous}; list the bounds in ascending order, each once",
+        number = index + 1
     )]
     NotAscending { index: usize, previous: u32, bound: u32 },
     #[error(
@@ -27,13 +27,13 @@ pub enum BoundsError {
     TooShort { last: u32, longest: u32 },
 }
 
-/// The bounds of at most `buckets` buckets (0 counts as 1) that minimise the total of padded tokens when every sample is
-/// padded to the bound of its bucket: the longest sample of each bucket, ascending. Empty when there are no samples.
+/// Returns the bounds of at most `buckets` buckets (0 counts as 1) that minimise the padded tokens when every sample is
+/// padded to the bound of its bucket. Each bound is the longest sample of its bucket, ascending. Empty without samples.
 ///
-/// Exact. With the distinct lengths `l_1 < … < l_d` and `c_i` samples no longer than `l_i`, the least total `T_b(i)` for
-/// those `c_i` samples in `b` buckets is `min over m < i of T_{b-1}(m) + (c_i - c_m) * l_i`. The best `m` never
-/// decreases with `i` (the last bucket's cost satisfies the quadrangle inequality), so each layer is solved by divide
-/// and conquer: O(n log n) to sort, then O(buckets * d log d).
+/// The result is exact. With the distinct lengths `l_1 < … < l_d` and `c_i` samples no longer than `l_i`, the minimal
+/// total `T_b(i)` for those `c_i` samples in `b` buckets is `min over m < i of T_{b-1}(m) + (c_i - c_m) * l_i`. The
+/// best `m` never decreases with `i`, because the last bucket's cost satisfies the quadrangle inequality. Each layer is
+/// therefore solved by divide and conquer: O(n log n) to sort, then O(buckets * d log d).
 pub fn optimal_bounds(lengths: &[u32], buckets: usize) -> Vec<u32> {
     let histogram = Histogram::new(lengths);
     let distinct = histogram.lengths.len() - 1;
@@ -68,14 +68,18 @@ pub fn optimal_bounds(lengths: &[u32], buckets: usize) -> Vec<u32> {
     bounds
 }
 
-/// The bucket of a sample: the first whose bound is at least `length`. `None` when the sample is longer than every bound.
-/// `bounds` must be ascending.
+/// Returns the bucket of a sample: the first whose bound is at least `length`. Returns `None` if the sample is longer
+/// than every bound. `bounds` must be ascending.
 pub fn bucket_of(bounds: &[u32], length: u32) -> Option<BucketId> {
     let bucket = bounds.partition_point(|&bound| bound < length);
     if bucket < bounds.len() { BucketId::try_from(bucket).ok() } else { None }
 }
 
 /// Checks that bounds are ascending, at least 1, no more than [`MAX_BUCKETS`], and cover the longest sample.
+///
+/// # Errors
+///
+/// Names the first bound that violates this.
 pub fn check_bounds(bounds: &[u32], longest: u32) -> Result<(), BoundsError> {
     let Some(&last) = bounds.last() else { return Err(BoundsError::None { longest }) };
     if bounds.len() > MAX_BUCKETS {
@@ -93,9 +97,9 @@ pub fn check_bounds(bounds: &[u32], longest: u32) -> Result<(), BoundsError> {
     Ok(())
 }
 
-/// Share of token slots, in 0..1, that would be padding if every sample were padded to the bound of its bucket. `None`
-/// when there are no tokens or a sample is longer than every bound. A plan wastes no more than this, because its jobs
-/// pad to their own longest row.
+/// Returns the fraction of token slots, in 0..1, that is padding if every sample is padded to the bound of its bucket.
+/// Returns `None` without tokens, or if a sample is longer than every bound. A plan wastes no more than this, because
+/// each job is padded to its own longest row.
 pub fn padding_share(bounds: &[u32], lengths: &[u32]) -> Option<f64> {
     let mut real = 0u64;
     let mut padded = 0u64;
@@ -106,7 +110,7 @@ pub fn padding_share(bounds: &[u32], lengths: &[u32]) -> Option<f64> {
     share_of_padding(real, padded)
 }
 
-/// Share of `padded` token slots that are not `real` tokens, in 0..1; `None` when there are no slots.
+/// Returns the fraction of `padded` token slots that are not `real` tokens, in 0..1; `None` without slots.
 pub fn share_of_padding(real: u64, padded: u64) -> Option<f64> {
     (padded > 0).then(|| (padded - real) as f64 / padded as f64)
 }
@@ -131,25 +135,25 @@ impl Histogram {
         histogram
     }
 
-    /// Padded tokens of one bucket that holds the distinct lengths after `from`, up to and with `to`.
+    /// Returns the padded tokens of one bucket with the distinct lengths after `from`, up to and including `to`.
     fn cost(&self, from: usize, to: usize) -> u64 {
         (self.samples[to] - self.samples[from]) * u64::from(self.lengths[to])
     }
 }
 
-/// One layer of the recurrence: from the least totals with one bucket fewer to those with this many.
+/// Layer of the recurrence: from the minimal totals with one bucket fewer to those with this many.
 struct Layer<'a> {
     histogram: &'a Histogram,
     previous: &'a [u64],
-    /// Fewest distinct lengths that the earlier buckets hold: one each.
+    /// Minimum of distinct lengths in the earlier buckets: one each.
     fewest: usize,
     total: Vec<u64>,
-    /// For each entry, the last distinct length of the bucket before.
+    /// Last distinct length of the previous bucket, for each entry.
     cut: Vec<u32>,
 }
 
 impl Layer<'_> {
-    /// Solves the entries `first..=last`, whose best cuts are known to lie in `low..=high`.
+    /// Solves the entries `first..=last`, whose best cuts are in `low..=high`.
     fn solve(&mut self, first: usize, last: usize, low: usize, high: usize) {
         if first > last {
             return;
@@ -178,7 +182,7 @@ mod tests {
         lengths.iter().map(|&l| u64::from(bounds[usize::from(bucket_of(bounds, l).unwrap())])).sum()
     }
 
-    /// The least total over every choice of bounds among the lengths that occur.
+    /// Returns the minimal total over every choice of bounds among the occurring lengths.
     fn brute_force(lengths: &[u32], buckets: usize) -> u64 {
         let mut distinct = lengths.to_vec();
         distinct.sort_unstable();

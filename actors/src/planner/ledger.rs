@@ -1,34 +1,53 @@
-//! What the planner asks of the disk: the plan before its first job leaves, and what became of every job.
+//! Ledger interface: stores the plan before its first job leaves, and the outcome of every job.
 
 use super::plan::Plan;
 use crate::messages::types::{JobId, Outcome};
 
-/// Keeps plans and outcomes. Calls come from one writer, on a blocking thread. What a call wrote survives the death of the
-/// process; plans and checkpoints, with every outcome before them, also survive a loss of power.
-/// Errors are sentences that name the file and the remedy.
+/// Store of plans and outcomes. One writer calls it on a blocking thread. Written data survive the death of the
+/// process. Plans and checkpoints, with every outcome before them, also survive a power loss.
+///
+/// # Errors
+///
+/// Errors are sentences that name the file and the remedy. Any error ends the run.
 pub trait Ledger: Send + 'static {
-    /// Whether calls wait for the disk and belong on a blocking thread. `false` where they return at once: then they are made
-    /// in place, which is cheaper, and a simulation stays a function of its seed.
+    /// Selects a blocking thread for the calls. Set it to `false` if calls return at once: they then run in place,
+    /// which is cheaper and keeps a simulation a function of its seed.
     const BLOCKING: bool = true;
 
-    /// Writes the plan of an epoch, unless that epoch is already there: then compares it, and an `Err` names the difference.
-    /// Returns for each job of the plan whether it already has an outcome.
+    /// Writes the plan of an epoch, or compares it if that epoch is already stored. Returns for each job of the plan if
+    /// it has an outcome.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the stored plan differs, and names the difference.
     fn begin_epoch(&mut self, plan: &Plan) -> Result<Vec<bool>, String>;
 
-    /// Records outcomes in one transaction. A job that already has an outcome is an error (D1).
+    /// Records outcomes in one transaction.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a job already has an outcome (D1).
     fn record(&mut self, outcomes: &[(JobId, Outcome)]) -> Result<(), String>;
 
-    /// Makes a checkpoint exist. Called after the outcomes of its step are recorded.
+    /// Makes a checkpoint exist, after the outcomes of its steps are recorded.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the disk fails.
     fn checkpoint(&mut self, step: u64, name: &str) -> Result<(), String>;
 
-    /// Keeps what a person may want to know later.
+    /// Stores a note on the run for later inspection.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the disk fails.
     fn note(&mut self, note: &Note) -> Result<(), String>;
 }
 
-/// Something that happened to the run, beside its jobs.
+/// Event of the run that concerns no job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Note {
-    /// Settings that got other values after `step`.
+    /// Settings changed after `step`.
     Changed {
         step: u64,
         changes: Vec<Change>,
@@ -39,16 +58,16 @@ pub enum Note {
     },
 }
 
-/// A setting that got another value. Values are text, as TOML writes them.
+/// Changed setting. Values are text in TOML syntax.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Change {
-    /// section.key
+    /// Key as `section.key`.
     pub key: String,
     pub old: String,
     pub new: String,
 }
 
-/// A ledger in memory, for tests and simulation.
+/// In-memory ledger, for tests and simulation.
 #[derive(Debug, Default)]
 pub struct MemoryLedger {
     pub plans: Vec<Plan>,

@@ -1,38 +1,38 @@
-//! Every decision of the planner, without waiting for anything: what leaves next, and when too much was skipped.
+//! Decisions of the planner, without waiting: the next job, and the limit on skipped jobs.
 
 use super::plan::Plan;
 use crate::messages::types::{JobId, JobSpec, Outcome};
 use std::collections::VecDeque;
 
-/// What the planner did.
+/// Counts of the planner.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Jobs that this run handed out.
     pub planned: u64,
     pub trained: u64,
     pub skipped: u64,
-    /// Jobs that came back without an outcome; they stay open.
+    /// Jobs that were returned without an outcome; they stay open.
     pub unfinished: u64,
     pub real_tokens: u64,
     pub padded_tokens: u64,
-    /// Every job of every epoch was handed out; false where a stop came first.
+    /// True if every job of every epoch was handed out; false after an earlier stop.
     pub plan_ended: bool,
 }
 
-/// What to do next, decided by `State`.
+/// Next step of the loop.
 #[derive(Debug, PartialEq)]
 pub enum Next {
-    /// Plan this epoch and give the plan to `State::begin`.
+    /// Plans this epoch; the plan goes to `State::begin`.
     Plan(u32),
-    /// Hand this job out.
+    /// Hands this job out.
     Job(JobSpec),
-    /// Wait until everything that was handed out has left the pool.
+    /// Waits until every handed-out job has left the pool.
     Barrier,
-    /// Nothing is left to hand out.
+    /// No job is left to hand out.
     Ended,
 }
 
-/// Every decision of the planner, without waiting for anything.
+/// Every decision of the planner.
 #[derive(Debug)]
 pub struct State {
     epochs: u32,
@@ -63,12 +63,12 @@ impl State {
         }
     }
 
-    /// From now on so large a share of an epoch may be skipped: the next skipped job is measured by it.
+    /// Changes the limit on skipped jobs. It applies from the next skipped job on.
     pub fn allow_skips(&mut self, fraction: f64) {
         self.max_skip_fraction = fraction;
     }
 
-    /// What comes next; a job is taken out by this call.
+    /// Returns the next step, and removes its job from the plan.
     pub fn take_next(&mut self) -> Next {
         if self.stopped || self.epoch >= self.epochs {
             self.counts.plan_ended = !self.stopped;
@@ -91,7 +91,7 @@ impl State {
         }
     }
 
-    /// Starts the epoch that `Next::Plan` named. `ended[i]` says whether job `i` already has an outcome.
+    /// Starts the epoch of `Next::Plan`. `ended[i]` is true if job `i` already has an outcome.
     pub fn begin(&mut self, plan: Plan, ended: &[bool]) {
         self.jobs_in_epoch = plan.jobs.len() as u64;
         self.skipped_in_epoch = 0;
@@ -106,7 +106,11 @@ impl State {
         self.counts.padded_tokens += job.padded_tokens();
     }
 
-    /// Counts what became of a job. `Err` when too many were skipped.
+    /// Counts the outcome of a job.
+    ///
+    /// # Errors
+    ///
+    /// Fails if more jobs were skipped than `max_skip_fraction` allows.
     pub fn on_outcome(&mut self, job: JobId, outcome: &Outcome) -> Result<(), String> {
         let Outcome::Skipped { reason, .. } = outcome else {
             self.counts.trained += 1;
@@ -128,7 +132,7 @@ impl State {
         self.counts.unfinished += 1;
     }
 
-    /// Hands out nothing more.
+    /// Stops handing out jobs.
     pub fn stop(&mut self) {
         self.stopped = true;
     }

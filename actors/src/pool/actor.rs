@@ -1,21 +1,24 @@
-//! The pool holds features between targets and drafters, within a promise: bytes and batches never exceed their limits.
+//! Pool actor: holds features between targets and drafters within limits on bytes and batches.
 //!
-//! In: reservations (before a forward), features (moved), draws. Out: grants and loans. A reservation waits while there is
-//! no room; a draw waits until `min_ready` batches are ready, or the pool is draining. A batch's bytes count from its
-//! reservation until its drafter is done with it; a drafter that fails gives its batch back, so "no more" is said only when
-//! nothing is on loan. At a stop it answers every draw with "no more"; at a close it gives out what it has once it is told that
-//! everything is here.
-//! Invariants: L1, L2, L3. The decisions are in `State`; `pool_state.rs` has them.
+//! In: reservations (before a forward), features (moved), draws. Out: grants and checked-out batches.
+//!
+//! A reservation waits until enough bytes are free. A draw waits until `min_ready` batches are ready, or the pool
+//! drains. The bytes of a batch count from its reservation until its drafter is done with it. A drafter that fails
+//! returns its batch, so "no more" is answered only when nothing is checked out. On `Shutdown::stop` the pool answers
+//! every draw with "no more". On `Shutdown::drain` it gives out its batches once the dispatcher reports that all have
+//! arrived.
+//!
+//! Invariants: L1, L2, L3.
 
 use super::messages::{
-    Batch, CourseInbox, Inbox, Loan, Msg, Peaks, RETURNS, RequestId, Reservation, Return, Room, Told, TooLarge,
+    Batch, BytePermit, CheckedOutBatch, Inbox, Msg, PlanNotice, PlanNoticeInbox, RETURNS, Reservation, Return, TooLarge,
 };
 use super::{
-    state::{Action, Entry, Settings, State},
-    stats::{Depths, Series, cause},
+    state::{Action, Entry, RequestId, Settings, State},
+    stats::{Depths, Series, Stats, cause},
 };
 use crate::runtime::{
-    fault::{Fault, Stops},
+    fault::{Fault, Shutdown},
     meter::Meter,
     metrics as m,
     util::changed,
@@ -34,20 +37,24 @@ struct Pool<F> {
     state: State<Batch<F>>,
     slots: mpsc::Sender<Return<F>>,
     reserving: BTreeMap<RequestId, oneshot::Sender<Result<Reservation<F>, TooLarge>>>,
-    drawing: BTreeMap<RequestId, oneshot::Sender<Option<Loan<F>>>>,
+    drawing: BTreeMap<RequestId, oneshot::Sender<Option<CheckedOutBatch<F>>>>,
     drained: Vec<oneshot::Sender<()>>,
-    peaks: Peaks,
+    stats: Stats,
     depths: Depths,
     series: Series,
 }
 
-/// Runs until nobody can ask any more. Changed `settings` are in force at once, for whoever waits, too.
+/// Runs until every sender of requests is gone. Changed `settings` apply at once, to waiting requests too.
+///
+/// # Errors
+///
+/// Fails if the run is aborted, or if more batches are in flight than the pool has slots.
 pub async fn run<F: Send + 'static>(
     mut settings: watch::Receiver<Settings>,
     mut inbox: Inbox<F>,
-    mut course: CourseInbox,
-    stops: Stops,
-) -> Result<Peaks, Fault> {
+    mut notices: PlanNoticeInbox,
+    shutdown: Shutdown,
+) -> Result<Stats, Fault> {
     let first = *settings.borrow_and_update();
     show(&first);
     let mut pool = Pool {
@@ -56,7 +63,7 @@ pub async fn run<F: Send + 'static>(
         reserving: BTreeMap::new(),
         drawing: BTreeMap::new(),
         drained: Vec::new(),
-        peaks: Peaks::default(),
+        stats: Stats::default(),
         depths: Depths::new(Instant::now()),
         series: Series::new(),
     };
@@ -65,21 +72,21 @@ pub async fn run<F: Send + 'static>(
     let mut meter = Meter::new("pool", 0);
     loop {
         let actions = tokio::select! {
-            // What is to come, and returns, come first: room that is free serves the oldest request.
+            // Notices and returns come first: free bytes serve the oldest request.
             biased;
             never = meter.rest(cause(pool.state.waiting())) => match never {},
-            () = stops.abort.cancelled() => return Err(Fault::aborted("pool")),
-            () = stops.stop.cancelled(), if !stopping => {
+            () = shutdown.abort.cancelled() => return Err(Fault::aborted("pool")),
+            () = shutdown.stop.cancelled(), if !stopping => {
                 stopping = true;
                 pool.state.on_stop()
             }
-            () = stops.close.cancelled(), if !closing => {
+            () = shutdown.drain.cancelled(), if !closing => {
                 closing = true;
                 pool.state.on_close()
             }
-            Some(told) = course.told.recv() => match told {
-                Told::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
-                Told::Skipped(job) => pool.state.on_skipped(job),
+            Some(notice) = notices.notices.recv() => match notice {
+                PlanNotice::Epoch { epoch, open_of_bucket, ended } => pool.state.on_epoch(epoch, &open_of_bucket, ended),
+                PlanNotice::Skipped(job) => pool.state.on_skipped(job),
             },
             () = changed(&mut settings) => {
                 let new = *settings.borrow_and_update();
@@ -101,7 +108,7 @@ pub async fn run<F: Send + 'static>(
                     Some(Msg::Drain { last, late, done }) => {
                         pool.drained.extend(done);
                         let mut actions = pool.forget_waiting();
-                        // What was moved in before the order to drain was sent is already in this channel.
+                        // Batches that were moved in before the drain request was sent are already in this channel.
                         while let Ok(back) = inbox.returns.try_recv() {
                             actions.extend(pool.on_return(back));
                         }
@@ -115,13 +122,13 @@ pub async fn run<F: Send + 'static>(
         pool.apply(actions)?;
         pool.observe();
         let passed = pool.state.passed();
-        course.passed.send_if_modified(|seen| std::mem::replace(seen, passed) != passed);
+        notices.passed.send_if_modified(|seen| std::mem::replace(seen, passed) != passed);
     }
-    let Pool { peaks, depths, .. } = pool;
-    Ok(Peaks { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..peaks })
+    let Pool { stats, depths, .. } = pool;
+    Ok(Stats { ready_p50: depths.percentile(50), ready_p95: depths.percentile(95), ..stats })
 }
 
-/// What holds now, as metrics.
+/// Publishes the active limits as metrics.
 fn show(settings: &Settings) {
     gauge!(m::POOL_MAX_BYTES).set(settings.max_bytes as f64);
     gauge!(m::POOL_MAX_BATCHES).set(settings.max_batches as f64);
@@ -137,11 +144,11 @@ impl<F> Pool<F> {
             }
             Return::Cancelled { bytes } => self.state.on_cancelled(bytes),
             Return::Done { bytes } => self.state.on_done(bytes),
-            Return::GivenBack(entry) => self.state.on_given_back(entry),
+            Return::Returned(entry) => self.state.on_returned(entry),
         }
     }
 
-    /// Nobody waits any more for the room that a target asked for before it ended.
+    /// Drops the requests of targets that ended before their bytes were granted.
     fn forget_waiting(&mut self) -> Vec<Action<Batch<F>>> {
         let gone: Vec<_> = self.reserving.extract_if(.., |_, reply| reply.is_closed()).map(|(id, _)| id).collect();
         self.state.on_withdrawn(&gone)
@@ -153,7 +160,7 @@ impl<F> Pool<F> {
             match action {
                 Action::Grant { request, bytes } => {
                     let reservation = Reservation { bytes, slot: Some(self.slot()?) };
-                    // If the target is gone, the reservation comes back as it is dropped.
+                    // If the target is gone, the dropped reservation returns its bytes.
                     if let Some(reply) = self.reserving.remove(&request) {
                         let _ = reply.send(Ok(reservation));
                     }
@@ -164,20 +171,24 @@ impl<F> Pool<F> {
                     }
                 }
                 Action::Give { request, entry } => {
-                    let Entry { bucket, bytes, order, returned, batch, .. } = entry;
-                    let loan = Loan { batch, order, room: Room { bytes, order, slot: Some(self.slot()?) } };
+                    let Entry { bucket, bytes, position, returned, batch, .. } = entry;
+                    let checked_out = CheckedOutBatch {
+                        batch,
+                        position,
+                        permit: BytePermit { bytes, position, slot: Some(self.slot()?) },
+                    };
                     let undelivered = match self.drawing.remove(&request) {
-                        Some(reply) => reply.send(Some(loan)).err().flatten(),
-                        None => Some(loan),
+                        Some(reply) => reply.send(Some(checked_out)).err().flatten(),
+                        None => Some(checked_out),
                     };
                     match undelivered {
                         None => {
                             self.series.bucket(usize::from(bucket)).draws.increment(1);
                             actions.extend(self.state.on_delivered());
                         }
-                        Some(Loan { batch, mut room, .. }) => {
-                            room.slot = None;
-                            actions.extend(self.state.on_undelivered(room.entry(batch, returned)));
+                        Some(CheckedOutBatch { batch, mut permit, .. }) => {
+                            permit.slot = None;
+                            actions.extend(self.state.on_undelivered(permit.entry(batch, returned)));
                         }
                     }
                 }
@@ -200,25 +211,25 @@ impl<F> Pool<F> {
         self.slots.clone().try_reserve_owned().map_err(|_| {
             Fault::new(
                 "pool",
-                format!("more than {RETURNS} batches are under way; lower pool.max_batches or drafter.prefetch"),
+                format!("more than {RETURNS} batches are in flight; lower pool.max_batches or drafter.prefetch"),
             )
         })
     }
 
     fn observe(&mut self) {
-        let held = self.state.held();
-        self.series.batches.set(held.ready_batches as f64);
-        self.series.reserved_batches.set(held.reserved_batches as f64);
-        self.series.loaned_batches.set((held.loaned_batches + held.leaving_batches) as f64);
-        self.series.bytes.set(held.ready_bytes as f64);
-        self.series.reserved_bytes.set(held.reserved_bytes as f64);
-        self.series.loaned_bytes.set(held.loaned_bytes as f64);
+        let occupancy = self.state.occupancy();
+        self.series.batches.set(occupancy.ready_batches as f64);
+        self.series.reserved_batches.set(occupancy.reserved_batches as f64);
+        self.series.checked_out_batches.set((occupancy.checked_out_batches + occupancy.leaving_batches) as f64);
+        self.series.bytes.set(occupancy.ready_bytes as f64);
+        self.series.reserved_bytes.set(occupancy.reserved_bytes as f64);
+        self.series.checked_out_bytes.set(occupancy.checked_out_bytes as f64);
         self.series.draining.set(f64::from(u8::from(self.state.is_draining())));
         for (bucket, depth) in self.state.depths().enumerate() {
             self.series.bucket(bucket).batches.set(depth as f64);
         }
-        self.peaks.bytes = self.peaks.bytes.max(held.bytes());
-        self.peaks.batches = self.peaks.batches.max(held.batches());
-        self.depths.observe(Instant::now(), held.ready_batches);
+        self.stats.peak_bytes = self.stats.peak_bytes.max(occupancy.bytes());
+        self.stats.peak_batches = self.stats.peak_batches.max(occupancy.batches());
+        self.depths.observe(Instant::now(), occupancy.ready_batches);
     }
 }

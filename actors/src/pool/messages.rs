@@ -12,19 +12,16 @@ use tokio::sync::{
     oneshot, watch,
 };
 
-/// Requests wait here: at most one of each target, one of each drafter, and the dispatcher's.
+/// Limit on waiting requests: one of each target, one of each drafter, and the dispatcher's.
 const INBOX: usize = 256;
 
-/// One slot for each reservation and each loan; what really bounds these is `max_batches` and the drafters' prefetch.
+/// Slots for reservations and checked-out batches. `max_batches` and the drafters' prefetch limit these further.
 pub(super) const RETURNS: usize = 1 << 16;
 
-/// What the planner tells waits here: one message an epoch, and one for each skipped job.
-const COURSE: usize = 64;
+/// Limit on waiting notices: one message per epoch, and one per skipped job.
+const PLAN_NOTICES: usize = 64;
 
-/// Names a waiting reservation or draw.
-pub type RequestId = u64;
-
-/// A batch that waits: its job and what the target made of it.
+/// Batch in the pool: its job and the features that the target produced.
 #[derive(Debug)]
 pub struct Batch<F> {
     pub job: Job,
@@ -33,22 +30,22 @@ pub struct Batch<F> {
 
 pub(super) enum Msg<F> {
     Reserve { bytes: u64, reply: oneshot::Sender<Result<Reservation<F>, TooLarge>> },
-    Draw { reply: oneshot::Sender<Option<Loan<F>>> },
+    Draw { reply: oneshot::Sender<Option<CheckedOutBatch<F>>> },
     Drain { last: bool, late: usize, done: Option<oneshot::Sender<()>> },
 }
 
 pub(super) enum Return<F> {
     /// A reservation is filled.
     Filled { bytes: u64, batch: Batch<F> },
-    /// A reservation is given up.
+    /// A reservation is cancelled.
     Cancelled { bytes: u64 },
     /// A drafter is done with a batch.
     Done { bytes: u64 },
-    /// A drafter could not train a batch.
-    GivenBack(Entry<Batch<F>>),
+    /// A drafter returns a batch that it could not train.
+    Returned(Entry<Batch<F>>),
 }
 
-/// The batch can never fit.
+/// Error of a batch that can never fit.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("a batch of {bytes} bytes cannot fit into pool.max_bytes = {max_bytes}; raise it, or lower plan.job_tokens")]
 pub struct TooLarge {
@@ -56,7 +53,7 @@ pub struct TooLarge {
     pub max_bytes: u64,
 }
 
-/// Room for one batch. Dropping it gives the room back.
+/// Reserved bytes for one batch. Dropping it frees the bytes.
 #[derive(Debug)]
 pub struct Reservation<F> {
     pub(super) bytes: u64,
@@ -64,7 +61,7 @@ pub struct Reservation<F> {
 }
 
 impl<F> Reservation<F> {
-    /// Moves a batch into the pool. Never waits: its slot was reserved with the room.
+    /// Moves a batch into the pool. It never waits: the slot was reserved with the bytes.
     pub fn fill(mut self, job: Job, features: F) {
         if let Some(slot) = self.slot.take() {
             slot.send(Return::Filled { bytes: self.bytes, batch: Batch { job, features } });
@@ -80,38 +77,38 @@ impl<F> Drop for Reservation<F> {
     }
 }
 
-/// A drawn batch. Its room returns when `room` is dropped.
+/// Drawn batch. Dropping `permit` frees its bytes.
 #[derive(Debug)]
-pub struct Loan<F> {
+pub struct CheckedOutBatch<F> {
     pub batch: Batch<F>,
-    /// Draw `replay`: its place in the order of all draws. Decides to which step it belongs.
-    pub order: Option<u64>,
-    pub room: Room<F>,
+    /// Position in the draw order, with draw policy `replay`. It determines the step of the batch.
+    pub position: Option<u64>,
+    pub permit: BytePermit<F>,
 }
 
-/// The bytes that a drafter holds.
+/// Permit for the bytes that a drafter holds.
 #[derive(Debug)]
-pub struct Room<F> {
+pub struct BytePermit<F> {
     pub(super) bytes: u64,
-    pub(super) order: Option<u64>,
+    pub(super) position: Option<u64>,
     pub(super) slot: Option<OwnedPermit<Return<F>>>,
 }
 
-impl<F> Room<F> {
-    /// Moves the batch of this room back into the pool, for another draw.
-    pub fn give_back(mut self, batch: Batch<F>) {
+impl<F> BytePermit<F> {
+    /// Returns the batch of this permit to the pool, for another draw.
+    pub fn return_batch(mut self, batch: Batch<F>) {
         if let Some(slot) = self.slot.take() {
-            slot.send(Return::GivenBack(self.entry(batch, true)));
+            slot.send(Return::Returned(self.entry(batch, true)));
         }
     }
 
     pub(super) fn entry(&self, batch: Batch<F>, returned: bool) -> Entry<Batch<F>> {
         let (job, bucket) = (batch.job.id(), batch.job.spec.bucket);
-        Entry { job, bucket, bytes: self.bytes, order: self.order, returned, batch }
+        Entry { job, bucket, bytes: self.bytes, position: self.position, returned, batch }
     }
 }
 
-impl<F> Drop for Room<F> {
+impl<F> Drop for BytePermit<F> {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take() {
             slot.send(Return::Done { bytes: self.bytes });
@@ -119,7 +116,7 @@ impl<F> Drop for Room<F> {
     }
 }
 
-/// Speaks to the pool.
+/// Sender of requests to the pool.
 pub struct Handle<F> {
     inbox: mpsc::Sender<Msg<F>>,
 }
@@ -131,99 +128,100 @@ impl<F> Clone for Handle<F> {
 }
 
 impl<F> Handle<F> {
-    /// Waits for room of exactly `bytes`.
+    /// Waits until exactly `bytes` are free, and reserves them.
+    ///
+    /// # Errors
+    ///
+    /// The outer error reports that the pool is gone. The inner one reports a batch that is larger than the pool.
     pub async fn reserve(&self, bytes: u64) -> Result<Result<Reservation<F>, TooLarge>, Gone> {
         let (reply, granted) = oneshot::channel();
         self.inbox.send(Msg::Reserve { bytes, reply }).await.map_err(|_| Gone("pool"))?;
         granted.await.map_err(|_| Gone("pool"))
     }
 
-    /// Asks for a batch. The receiver yields it, or `None` when there will be no more.
-    pub async fn draw(&self) -> Result<oneshot::Receiver<Option<Loan<F>>>, Gone> {
-        let (reply, loan) = oneshot::channel();
+    /// Requests a batch. The receiver yields it, or `None` if no further batch follows.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the pool is gone.
+    pub async fn draw(&self) -> Result<oneshot::Receiver<Option<CheckedOutBatch<F>>>, Gone> {
+        let (reply, batch) = oneshot::channel();
         self.inbox.send(Msg::Draw { reply }).await.map_err(|_| Gone("pool"))?;
-        Ok(loan)
+        Ok(batch)
     }
 
-    /// Everything that will come is here: give it all out. `late` reservations may still be held by forwards whose results
-    /// nobody wants. `done` is answered when the pool is empty.
+    /// Reports that all batches have arrived: the pool gives them all out. `late` forwards, whose results are not
+    /// needed, may still hold reservations. `done` is answered when the pool is empty.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the pool is gone.
     pub async fn drain(&self, last: bool, late: usize, done: Option<oneshot::Sender<()>>) -> Result<(), Gone> {
         self.inbox.send(Msg::Drain { last, late, done }).await.map_err(|_| Gone("pool"))
     }
 }
 
-/// What the pool held at most, and typically.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Peaks {
-    /// Reserved, waiting and loaned bytes together.
-    pub bytes: u64,
-    pub batches: usize,
-    /// Half of the time from the first batch to the last, no more batches than this were ready.
-    pub ready_p50: usize,
-    /// The same for 95 % of that time.
-    pub ready_p95: usize,
-}
-
-pub(super) enum Told {
+pub(super) enum PlanNotice {
     Epoch { epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]> },
     Skipped(JobId),
 }
 
-/// The planner's line to the pool: what is to come, and in return how far the draws have got.
-pub struct Course {
-    tell: mpsc::Sender<Told>,
+/// Sender of the planner's notices: it announces jobs to the pool, and reads how many draws have passed.
+pub struct PlanNotices {
+    notices: mpsc::Sender<PlanNotice>,
     passed: watch::Receiver<u64>,
     window: Option<u64>,
 }
 
-impl Course {
-    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+impl PlanNotices {
+    /// Announces the open jobs of an epoch, as a number per bucket. `ended[i]` is true if job `i` already has an
+    /// outcome.
     pub async fn epoch(&self, epoch: u32, open_of_bucket: Vec<u64>, ended: Arc<[bool]>) {
-        // A pool that is gone needs nothing any more; whoever ended it is heard of elsewhere.
-        let _ = self.tell.send(Told::Epoch { epoch, open_of_bucket, ended }).await;
+        // A pool that is gone needs no notice; its own fault is reported elsewhere.
+        let _ = self.notices.send(PlanNotice::Epoch { epoch, open_of_bucket, ended }).await;
     }
 
-    /// This job was given up.
+    /// Announces that this job is skipped.
     pub async fn skipped(&self, job: JobId) {
-        let _ = self.tell.send(Told::Skipped(job)).await;
+        let _ = self.notices.send(PlanNotice::Skipped(job)).await;
     }
 
-    /// Whether a job may leave after `handed_out` others did. Draw `replay` lets no more than its window be under way, so
-    /// that the job it waits for always finds a target and room.
+    /// Returns true if a job may leave after `handed_out` others. Draw policy `replay` limits the jobs in flight to its
+    /// window, so that the job it waits for always finds a target and free bytes.
     pub fn may_leave(&self, handed_out: u64) -> bool {
         self.window.is_none_or(|window| handed_out < *self.passed.borrow() + window)
     }
 
-    /// Waits until `may_leave` may have another answer.
-    pub async fn moved(&mut self) {
+    /// Waits until the result of `may_leave` may have changed.
+    pub async fn window_moved(&mut self) {
         if self.passed.changed().await.is_err() {
             std::future::pending().await
         }
     }
 }
 
-/// The pool's end of the line.
-pub struct CourseInbox {
-    pub(super) told: mpsc::Receiver<Told>,
+/// Receiver of the planner's notices.
+pub struct PlanNoticeInbox {
+    pub(super) notices: mpsc::Receiver<PlanNotice>,
     pub(super) passed: watch::Sender<u64>,
 }
 
-/// Starts the line from the planner to the pool.
-pub fn course(settings: &Settings) -> (Course, CourseInbox) {
-    let (tell, told) = mpsc::channel(COURSE);
+/// Creates the channel from the planner to the pool.
+pub fn plan_notices(settings: &Settings) -> (PlanNotices, PlanNoticeInbox) {
+    let (notices, inbox) = mpsc::channel(PLAN_NOTICES);
     let (passed, seen) = watch::channel(0);
     let window = settings.window().map(|window| window as u64);
-    (Course { tell, passed: seen, window }, CourseInbox { told, passed })
+    (PlanNotices { notices, passed: seen, window }, PlanNoticeInbox { notices: inbox, passed })
 }
 
-/// Starts the pool's channels. `run` with the second value.
+/// Creates the pool's channels; the second value is for [`run`](super::run).
 pub fn channel<F>() -> (Handle<F>, Inbox<F>) {
     let (tx, inbox) = mpsc::channel(INBOX);
     let (slots, returns) = mpsc::channel(RETURNS);
     (Handle { inbox: tx }, Inbox { inbox, slots, returns })
 }
 
-/// What the pool listens to.
+/// Receivers of the pool.
 pub struct Inbox<F> {
     pub(super) inbox: mpsc::Receiver<Msg<F>>,
     pub(super) slots: mpsc::Sender<Return<F>>,

@@ -9,6 +9,9 @@ mod stats;
 
 pub use actor::run;
 pub use messages::{
-    Batch, Course, CourseInbox, Handle, Inbox, Loan, Peaks, RequestId, Reservation, Room, TooLarge, channel, course,
+    Batch, BytePermit, CheckedOutBatch, Handle, Inbox, PlanNoticeInbox, PlanNotices, Reservation, TooLarge, channel,
+    plan_notices,
 };
-pub use settings::{Deadlock, Draw, Settings};
+pub use settings::{Deadlock, DrawPolicy, Settings};
+pub use state::RequestId;
+pub use stats::Stats;

@@ -1,11 +1,12 @@
-//! The order of draw `replay`: the plan's jobs, shuffled within a window, as the plan and the seed alone fix it.
+//! Draw order of policy `replay`: the plan's jobs, shuffled within a window, fixed by the plan and the seed alone.
 //!
-//! An epoch's order comes out of a shuffle buffer: it holds the first `window` places of the plan, gives one of them at random,
-//! and takes the next place in. So after `k` jobs the one that is wanted is among the `window` first places that were not
-//! given yet. Whoever hands out no more than `window` jobs that are not drawn has therefore handed out the wanted one, and
-//! a pool that holds `window` jobs always has room for it. Epochs follow each other. Jobs that have an outcome are passed
-//! over, but take part in the shuffle: the order of the others is the same with and without them, so a resumed run goes on
-//! in the order of one that was never stopped.
+//! The order of an epoch is the output of a shuffle buffer. The buffer holds the first `window` positions of the plan,
+//! emits one of them at random, and takes in the next position. After `k` draws the next job is therefore among the
+//! first `window` positions that were not emitted. If no more than `window` undrawn jobs are handed out, the next job
+//! is one of them, and a pool for `window` jobs always has space for it.
+//!
+//! Epochs follow each other. Jobs with an outcome are passed over but take part in the shuffle: the order of the others
+//! does not depend on them. A resumed run therefore continues in the order of an uninterrupted one.
 
 use crate::{
     messages::types::JobId,
@@ -18,43 +19,43 @@ use std::{
     sync::Arc,
 };
 
-/// Which job is drawn next, over all epochs.
+/// Order of the draws over all epochs.
 #[derive(Debug)]
-pub struct Order {
+pub struct ReplayOrder {
     seed: u64,
     window: usize,
-    /// Begun and not used up; the first one is being drawn.
+    /// Epochs that have begun and are not used up; the first one is being drawn.
     epochs: VecDeque<Epoch>,
     wanted: Option<JobId>,
-    /// Given up before they were wanted.
+    /// Jobs that were skipped before they were wanted.
     skipped: BTreeSet<JobId>,
 }
 
-impl Order {
-    /// `window` 0 counts as 1: the order of the plan.
+impl ReplayOrder {
+    /// Creates an order. `window` 0 counts as 1: the order of the plan.
     pub fn new(seed: u64, window: usize) -> Self {
         Self { seed, window: window.max(1), epochs: VecDeque::new(), wanted: None, skipped: BTreeSet::new() }
     }
 
-    /// The jobs of this epoch follow. `ended[i]` says whether job `i` already has an outcome.
+    /// Appends the jobs of an epoch. `ended[i]` is true if job `i` already has an outcome.
     pub fn begin(&mut self, epoch: u32, ended: Arc<[bool]>) {
         let rng = ChaCha8Rng::from_seed(stream_seed(self.seed, "replay", &[u64::from(epoch)]));
         self.epochs.push_back(Epoch { number: epoch, ended, rng, buffer: Vec::new(), next: 0 });
         self.settle();
     }
 
-    /// The job to draw next; `None` where no further job is known.
+    /// Returns the job to draw next; `None` if no further job is known.
     pub fn wanted(&self) -> Option<JobId> {
         self.wanted
     }
 
-    /// The wanted job was drawn.
+    /// Records that the wanted job was drawn.
     pub fn on_drawn(&mut self) {
         self.wanted = None;
         self.settle();
     }
 
-    /// This job was given up. False where it had been drawn before: then the order does not wait for it.
+    /// Removes a skipped job. Returns false if it was drawn before: the order then does not wait for it.
     pub fn on_skipped(&mut self, job: JobId) -> bool {
         let to_come = self.wanted == Some(job) || self.epochs.iter().any(|e| e.holds(job));
         if to_come && self.skipped.insert(job) {
@@ -85,13 +86,13 @@ struct Epoch {
     number: u32,
     ended: Arc<[bool]>,
     rng: ChaCha8Rng,
-    /// Places of the plan that entered the window and were not given.
+    /// Positions of the plan that entered the window and were not emitted.
     buffer: Vec<u32>,
     next: u32,
 }
 
 impl Epoch {
-    /// The next job without an outcome.
+    /// Returns the next job without an outcome.
     fn take(&mut self, window: usize) -> Option<JobId> {
         loop {
             while self.buffer.len() < window && (self.next as usize) < self.ended.len() {
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn rest(order: &mut Order) -> Vec<JobId> {
+    fn rest(order: &mut ReplayOrder) -> Vec<JobId> {
         let mut all = Vec::new();
         while let Some(job) = order.wanted() {
             all.push(job);
@@ -128,7 +129,7 @@ mod tests {
     }
 
     fn whole(seed: u64, window: usize, jobs: &[usize]) -> Vec<JobId> {
-        let mut order = Order::new(seed, window);
+        let mut order = ReplayOrder::new(seed, window);
         for (epoch, &jobs) in (0..).zip(jobs) {
             order.begin(epoch, vec![false; jobs].into());
         }
@@ -139,15 +140,16 @@ mod tests {
     fn the_order_is_shuffled_and_each_epoch_has_its_own() {
         let all = whole(1, 16, &[200, 200]);
         let (first, second) = all.split_at(200);
-        let places = |jobs: &[JobId]| jobs.iter().map(|j| j.index).collect::<Vec<_>>();
-        assert_ne!(places(first), places(second));
-        assert!(places(first).windows(2).filter(|p| p[0] > p[1]).count() > 50, "{first:?}");
+        let indices = |jobs: &[JobId]| jobs.iter().map(|j| j.index).collect::<Vec<_>>();
+        assert_ne!(indices(first), indices(second));
+        assert!(indices(first).windows(2).filter(|p| p[0] > p[1]).count() > 50, "{first:?}");
         assert_ne!(whole(2, 16, &[200, 200]), all);
-        assert_eq!(places(&whole(1, 1, &[5])), [0, 1, 2, 3, 4], "a window of one is the plan");
+        assert_eq!(indices(&whole(1, 1, &[5])), [0, 1, 2, 3, 4], "a window of one is the plan");
     }
 
     proptest! {
-        /// What keeps a pool of `window` jobs from waiting for ever: the wanted job is among the first that are open.
+        /// Property that keeps a pool of `window` jobs from waiting forever: the wanted job is among the first open
+        /// ones.
         #[test]
         fn the_wanted_job_is_always_within_the_window(
             seed: u64, window in 1_usize..20, jobs in prop::collection::vec(0_usize..40, 1..4),
@@ -163,13 +165,13 @@ mod tests {
             }
         }
 
-        /// Whatever was done or given up, and whenever it becomes known: the others keep their order.
+        /// Property of jobs with an outcome, whenever it becomes known: the others keep their order.
         #[test]
         fn what_has_an_outcome_is_left_out_and_nothing_else_changes(
             seed: u64, window in 1_usize..12, jobs in 1_usize..60, done in any::<u64>(), given_up in any::<u64>(), at in 0_usize..60,
         ) {
             let is = |set: u64, j: &JobId| set >> (j.index % 64) & 1 == 1;
-            let mut order = Order::new(seed, window);
+            let mut order = ReplayOrder::new(seed, window);
             order.begin(0, (0..jobs as u32).map(|index| is(done, &JobId { epoch: 0, index })).collect());
             let open: Vec<JobId> = whole(seed, window, &[jobs]).into_iter().filter(|j| !is(done, j)).collect();
             let (before, after) = open.split_at(at.min(open.len()));

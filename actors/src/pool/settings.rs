@@ -1,51 +1,51 @@
-//! What shapes the pool: its limits, its minimum fill, its draws, and when these could wait for ever.
+//! Settings of the pool: limits, minimum fill, draw policy, and a check for deadlocks.
 
 use serde::{Deserialize, Serialize};
 
-/// Which batch answers a draw.
+/// Policy that chooses the batch for a draw.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Draw {
-    /// Any batch, all equally likely.
+pub enum DrawPolicy {
+    /// Any batch, with equal probability.
     Uniform,
-    /// The bucket whose share of what was drawn lags its share of the plan most; a random batch of it.
+    /// A random batch of the bucket whose drawn share lags its planned share most.
     #[default]
     Proportional,
-    /// The next batch of an order that the plan fixes ([`super::replay`]): the same batches make the same steps whatever
-    /// the timing and the number of targets. Waits for that one batch, whatever else is ready: `min_ready` has no part in it.
+    /// The next batch of a fixed order ([`super::replay`]). The same batches form the same steps, regardless of timing
+    /// and number of targets. A draw waits for that one batch; `min_ready` has no effect.
     Replay,
 }
 
-/// What shapes the pool.
+/// Settings of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Bound on reserved, waiting and loaned bytes together.
+    /// Limit on reserved, waiting and checked-out bytes together.
     pub max_bytes: u64,
-    /// Bound on reserved and waiting batches together.
+    /// Limit on reserved and waiting batches together.
     pub max_batches: usize,
-    /// No draw is answered while fewer batches are ready, unless draining.
+    /// Minimum of ready batches before a draw is answered, unless the pool drains.
     pub min_ready: usize,
-    pub draw: Draw,
-    /// Draw `replay`: jobs among which the order is shuffled, and which may be under way before they are drawn.
+    pub draw_policy: DrawPolicy,
+    /// Jobs within which the order of policy `replay` is shuffled. It limits the undrawn jobs in flight.
     pub replay_window: usize,
-    /// Steps that are in the weights already. Random draws of a run that goes on have a stream of their own.
+    /// Steps already in the weights. The random draws of a resumed run have their own stream.
     pub start_step: u64,
     pub seed: u64,
 }
 
-/// Why settings could wait for ever.
+/// Reason why settings could wait forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deadlock {
     /// One batch is larger than the whole pool.
     LargeBatch,
-    /// Fewer batches may be held than have to be there at once.
+    /// The batch limit is lower than the batches that must be present at once.
     FewBatches,
-    /// What has to be there at once needs so many bytes, more than may be held.
+    /// The batches that must be present at once need more bytes than the limit.
     FewBytes { needed: u128 },
 }
 
 impl Settings {
-    /// Whether these settings could wait for ever when the largest batch has `largest` bytes, and why.
+    /// Returns the reason why these settings could wait forever, if the largest batch has `largest` bytes.
     pub fn deadlock(&self, largest: u64) -> Option<Deadlock> {
         let needed = self.at_once() as u128 * u128::from(largest);
         if largest > self.max_bytes {
@@ -57,14 +57,15 @@ impl Settings {
         }
     }
 
-    /// Batches that have to be there at once, whatever their size. While fewer than `min_ready` are ready nothing leaves; in draw
-    /// `replay` nothing leaves until the wanted batch is there, which may be the last of the window.
+    /// Returns the batches that must be present at once, whatever their size. Nothing leaves while fewer than
+    /// `min_ready` are ready. With policy `replay` nothing leaves until the wanted batch is present, which may be the
+    /// last of the window.
     pub fn at_once(&self) -> usize {
         self.window().unwrap_or(self.min_ready).max(1)
     }
 
-    /// Jobs that may be under way before they are drawn, where that is limited.
+    /// Returns the limit on undrawn jobs in flight, if there is one.
     pub fn window(&self) -> Option<usize> {
-        (self.draw == Draw::Replay).then_some(self.replay_window.max(1))
+        (self.draw_policy == DrawPolicy::Replay).then_some(self.replay_window.max(1))
     }
 }

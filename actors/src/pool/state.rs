@@ -1,10 +1,9 @@
-//! Every decision of the pool, without waiting for anything: who gets room, who gets which batch, and when it drains.
+//! Decisions of the pool, without waiting: grants of bytes, answers to draws, and the drain.
 
-use super::replay::Order;
+use super::replay::ReplayOrder;
 use crate::{
     invariant,
     messages::types::{BucketId, JobId},
-    pool::RequestId,
     runtime::{
         invariants::{l1, l2, l3},
         random::stream_seed,
@@ -15,22 +14,25 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::{collections::VecDeque, sync::Arc};
 
-pub use super::settings::{Deadlock, Draw, Settings};
+pub use super::settings::{Deadlock, DrawPolicy, Settings};
 
-/// A batch in the pool or on loan, and what the pool has to know of it.
+/// Identifier of a waiting reservation or draw.
+pub type RequestId = u64;
+
+/// Batch in the pool or checked out, with the data that the pool needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry<B> {
     pub job: JobId,
     pub bucket: BucketId,
     pub bytes: u64,
-    /// Draw `replay`: its place in the order of all draws, once it was drawn for the first time.
-    pub order: Option<u64>,
-    /// A drafter gave it back.
+    /// Position in the draw order, with policy `replay`, once the batch was drawn for the first time.
+    pub position: Option<u64>,
+    /// A drafter returned the batch.
     pub returned: bool,
     pub batch: B,
 }
 
-/// What the loop must do.
+/// Action for the loop.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action<B> {
     Grant {
@@ -42,7 +44,7 @@ pub enum Action<B> {
         bytes: u64,
         max_bytes: u64,
     },
-    /// Call `State::on_delivered` or `State::on_undelivered` next.
+    /// Gives a batch; the loop calls `State::on_delivered` or `State::on_undelivered` next.
     Give {
         request: RequestId,
         entry: Entry<B>,
@@ -54,29 +56,29 @@ pub enum Action<B> {
     Drained,
 }
 
-/// What the pool answers for.
+/// Bytes and batches that the pool accounts for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct Occupancy {
     pub reserved_bytes: u64,
     pub ready_bytes: u64,
-    pub loaned_bytes: u64,
+    pub checked_out_bytes: u64,
     pub reserved_batches: usize,
     pub ready_batches: usize,
-    /// Given out, but not yet known to have arrived.
+    /// Batches that were given out but are not confirmed as delivered.
     pub leaving_batches: usize,
-    pub loaned_batches: usize,
-    /// Ready batches that a drafter gave back. Their bytes were counted all along, and they leave with the next draws, so
-    /// they wait on top of `max_batches`.
+    pub checked_out_batches: usize,
+    /// Ready batches that a drafter returned. Their bytes were counted throughout, and they leave with the next draws,
+    /// so they wait in addition to `max_batches`.
     pub returned_batches: usize,
 }
 
-impl Held {
-    /// All bytes that count against the limit.
+impl Occupancy {
+    /// Returns all bytes that count against the limit.
     pub fn bytes(&self) -> u64 {
-        self.reserved_bytes + self.ready_bytes + self.loaned_bytes
+        self.reserved_bytes + self.ready_bytes + self.checked_out_bytes
     }
 
-    /// All batches that count against the limit.
+    /// Returns all batches that count against the limit.
     pub fn batches(&self) -> usize {
         self.reserved_batches + self.ready_batches + self.leaving_batches - self.returned_batches
     }
@@ -85,9 +87,9 @@ impl Held {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Filling,
-    /// Nothing more comes for now; a new reservation ends this.
+    /// No batch arrives for now; a new reservation ends this phase.
     Draining,
-    /// Nothing more comes at all.
+    /// No further batch arrives.
     Last,
     Stopped,
 }
@@ -98,18 +100,18 @@ pub struct State<B> {
     settings: Settings,
     /// Ready batches, by bucket.
     ready: Vec<Vec<Entry<B>>>,
-    held: Held,
+    occupancy: Occupancy,
     reserves: VecDeque<(RequestId, u64)>,
     draws: VecDeque<RequestId>,
     phase: Phase,
-    /// The plan was cut short: in a fixed order the next job may never come.
+    /// The plan was cut short: with a fixed order the next job may never arrive.
     closed: bool,
     announced: bool,
-    /// Jobs of each bucket that the plans hold, and batches of it that were drawn.
+    /// Planned jobs of each bucket, and drawn batches of each bucket.
     shares: Vec<u64>,
     drawn: Vec<u64>,
-    /// Draw `replay`: which job comes next.
-    order: Option<Order>,
+    /// Draw order of policy `replay`.
+    order: Option<ReplayOrder>,
     draws_so_far: u64,
     passed: u64,
     rng: ChaCha8Rng,
@@ -120,7 +122,7 @@ impl<B> State<B> {
         Self {
             settings,
             ready: Vec::new(),
-            held: Held::default(),
+            occupancy: Occupancy::default(),
             reserves: VecDeque::new(),
             draws: VecDeque::new(),
             phase: Phase::Filling,
@@ -128,17 +130,18 @@ impl<B> State<B> {
             announced: true,
             shares: Vec::new(),
             drawn: Vec::new(),
-            order: settings.window().map(|window| Order::new(settings.seed, window)),
+            order: settings.window().map(|window| ReplayOrder::new(settings.seed, window)),
             draws_so_far: 0,
             passed: 0,
             rng: ChaCha8Rng::from_seed(stream_seed(settings.seed, "draws", &[settings.start_step])),
         }
     }
 
-    /// The open jobs of this epoch follow: so many of each bucket; `ended[i]` says whether job `i` already has an outcome.
+    /// Announces the open jobs of an epoch, as a number per bucket. `ended[i]` is true if job `i` already has an
+    /// outcome.
     ///
-    /// Shares and draws are counted over all epochs, because epochs overlap: while the draws are still at the jobs of one,
-    /// those of the next are handed out, and what lags at that moment must not be forgotten.
+    /// Shares and draws are counted over all epochs, because epochs overlap: the jobs of the next epoch are handed out
+    /// while those of the previous one are drawn, and the lag of a bucket at that moment must be kept.
     pub fn on_epoch(&mut self, epoch: u32, open_of_bucket: &[u64], ended: Arc<[bool]>) -> Vec<Action<B>> {
         self.at_least(open_of_bucket.len());
         for (share, jobs) in self.shares.iter_mut().zip(open_of_bucket) {
@@ -150,7 +153,7 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// This job will not come, or not come back: the order goes on without it.
+    /// Removes a skipped job from the order.
     pub fn on_skipped(&mut self, job: JobId) -> Vec<Action<B>> {
         if self.order.as_mut().is_some_and(|order| order.on_skipped(job)) {
             self.passed += 1;
@@ -158,27 +161,27 @@ impl<B> State<B> {
         self.decide()
     }
 
-    /// Other limits, another minimum, another random draw: in force at once, for those that wait, too. What is held above a
-    /// lowered limit drains. Seed, window and a fixed order stay what they were.
+    /// Applies changed limits, minimum and random policy at once, to waiting requests too. Batches above a lowered
+    /// limit drain. Seed, window and a fixed order stay unchanged.
     pub fn reconfigure(&mut self, settings: Settings) -> Vec<Action<B>> {
-        let Settings { max_bytes, max_batches, min_ready, draw, .. } = settings;
-        let fixed = self.order.is_some() || draw == Draw::Replay;
-        let draw = if fixed { self.settings.draw } else { draw };
-        self.settings = Settings { max_bytes, max_batches, min_ready, draw, ..self.settings };
+        let Settings { max_bytes, max_batches, min_ready, draw_policy, .. } = settings;
+        let fixed = self.order.is_some() || draw_policy == DrawPolicy::Replay;
+        let draw_policy = if fixed { self.settings.draw_policy } else { draw_policy };
+        self.settings = Settings { max_bytes, max_batches, min_ready, draw_policy, ..self.settings };
         self.decide()
     }
 
-    /// A target asks for room.
+    /// A target requests bytes.
     pub fn on_reserve(&mut self, request: RequestId, bytes: u64) -> Vec<Action<B>> {
         if self.phase == Phase::Draining {
             self.phase = Phase::Filling;
         }
-        lifecycle!("wants_room", bytes);
+        lifecycle!("reservation_requested", bytes);
         self.reserves.push_back((request, bytes));
         self.decide()
     }
 
-    /// Whoever asked for this room has gone away and does not wait for it.
+    /// The targets of these requests are gone.
     pub fn on_withdrawn(&mut self, requests: &[RequestId]) -> Vec<Action<B>> {
         self.reserves.retain(|(waiting, _)| !requests.contains(waiting));
         self.decide()
@@ -188,18 +191,18 @@ impl<B> State<B> {
     pub fn on_filled(&mut self, job: JobId, bucket: BucketId, bytes: u64, batch: B) -> Vec<Action<B>> {
         lifecycle!("filled", job = %job, bytes);
         self.unreserve(bytes);
-        self.put(Entry { job, bucket, bytes, order: None, returned: false, batch });
+        self.put(Entry { job, bucket, bytes, position: None, returned: false, batch });
         self.decide()
     }
 
-    /// A reservation was given up.
+    /// A reservation was cancelled.
     pub fn on_cancelled(&mut self, bytes: u64) -> Vec<Action<B>> {
         lifecycle!("cancelled", bytes);
         self.unreserve(bytes);
         self.decide()
     }
 
-    /// A drafter asks for a batch.
+    /// A drafter requests a batch.
     pub fn on_draw(&mut self, request: RequestId) -> Vec<Action<B>> {
         self.draws.push_back(request);
         self.decide()
@@ -208,69 +211,68 @@ impl<B> State<B> {
     /// A drafter is done with a batch.
     pub fn on_done(&mut self, bytes: u64) -> Vec<Action<B>> {
         lifecycle!("done", bytes);
-        self.unloan(bytes);
+        self.check_in(bytes);
         self.decide()
     }
 
-    /// A drafter could not train a batch: another draw gets it.
-    pub fn on_given_back(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
-        lifecycle!("given_back", job = %entry.job, bytes = entry.bytes);
-        self.unloan(entry.bytes);
+    /// A drafter returns a batch that it could not train: another draw gets it.
+    pub fn on_returned(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
+        lifecycle!("batch_returned", job = %entry.job, bytes = entry.bytes);
+        self.check_in(entry.bytes);
         self.undraw(entry.bucket);
         self.put(Entry { returned: true, ..entry });
         self.decide()
     }
 
-    /// A batch that was given reached its drafter.
+    /// A batch reached its drafter.
     pub fn on_delivered(&mut self) -> Vec<Action<B>> {
-        self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
+        self.occupancy.leaving_batches = self.occupancy.leaving_batches.saturating_sub(1);
         self.decide()
     }
 
-    /// A batch that was given did not reach its drafter: as if it had never been drawn.
+    /// A batch did not reach its drafter: it returns as if it had not been drawn.
     pub fn on_undelivered(&mut self, entry: Entry<B>) -> Vec<Action<B>> {
-        lifecycle!("undrawn", job = %entry.job, bytes = entry.bytes);
-        self.held.leaving_batches = self.held.leaving_batches.saturating_sub(1);
-        self.unloan(entry.bytes);
+        lifecycle!("undelivered", job = %entry.job, bytes = entry.bytes);
+        self.occupancy.leaving_batches = self.occupancy.leaving_batches.saturating_sub(1);
+        self.check_in(entry.bytes);
         self.undraw(entry.bucket);
         self.put(entry);
         self.decide()
     }
 
-    /// Everything that will come is here: for now, or for good when `last`. `late` reservations may be out that will not be
-    /// filled.
+    /// All batches have arrived: for now, or permanently if `last`. `late` reservations will not be filled.
     pub fn on_drain(&mut self, last: bool, late: usize) -> Vec<Action<B>> {
         if self.phase == Phase::Stopped {
             return self.decide();
         }
-        let waits = self.held.reserved_batches + self.reserves.len();
+        let waits = self.occupancy.reserved_batches + self.reserves.len();
         lifecycle!("drains", late, last);
-        invariant!("L3", l3(waits, late), "told to drain while {waits} reservations are out, {late} of them late");
+        invariant!("L3", l3(waits, late), "drain while {waits} reservations are out, {late} of them late");
         self.phase = if last { Phase::Last } else { Phase::Draining };
         self.announced = false;
         self.decide()
     }
 
-    /// No job leaves the planner any more. What is held is given out as ever, once a drain says that everything is here; in a fixed
-    /// order only up to the first job that is missing.
+    /// No job leaves the planner any more. Batches are given out once a drain reports that all have arrived; with a
+    /// fixed order only up to the first missing job.
     pub fn on_close(&mut self) -> Vec<Action<B>> {
         self.closed = true;
         self.decide()
     }
 
-    /// Gives nothing out any more and lets what waits go.
+    /// Gives out nothing more and drops the ready batches.
     pub fn on_stop(&mut self) -> Vec<Action<B>> {
         self.phase = Phase::Stopped;
         self.ready.iter_mut().for_each(Vec::clear);
-        (self.held.ready_bytes, self.held.ready_batches, self.held.returned_batches) = (0, 0, 0);
+        (self.occupancy.ready_bytes, self.occupancy.ready_batches, self.occupancy.returned_batches) = (0, 0, 0);
         self.decide()
     }
 
-    pub fn held(&self) -> Held {
-        self.held
+    pub fn occupancy(&self) -> Occupancy {
+        self.occupancy
     }
 
-    /// Draws and reservations that are not answered yet.
+    /// Returns the unanswered draws and reservations.
     pub fn waiting(&self) -> (usize, usize) {
         (self.draws.len(), self.reserves.len())
     }
@@ -279,13 +281,13 @@ impl<B> State<B> {
         matches!(self.phase, Phase::Draining | Phase::Last)
     }
 
-    /// Jobs of the order that were drawn for the first time or will never be: whoever hands jobs out for draw `replay` keeps
-    /// within the window of it.
+    /// Returns the jobs of the order that were drawn for the first time or never will be. With policy `replay` the
+    /// planner stays within the window of this number.
     pub fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Ready batches of each bucket.
+    /// Returns the ready batches of each bucket.
     pub fn depths(&self) -> impl Iterator<Item = usize> {
         self.ready.iter().map(Vec::len)
     }
@@ -303,21 +305,21 @@ impl<B> State<B> {
         }
         let bucket = usize::from(entry.bucket);
         self.at_least(bucket + 1);
-        self.held.ready_bytes += entry.bytes;
-        self.held.ready_batches += 1;
-        self.held.returned_batches += usize::from(entry.returned);
+        self.occupancy.ready_bytes += entry.bytes;
+        self.occupancy.ready_batches += 1;
+        self.occupancy.returned_batches += usize::from(entry.returned);
         self.ready[bucket].push(entry);
     }
 
-    fn unloan(&mut self, bytes: u64) {
+    fn check_in(&mut self, bytes: u64) {
         invariant!(
             "L1",
-            bytes <= self.held.loaned_bytes && self.held.loaned_batches > 0,
-            "{bytes} bytes came back of {} on loan",
-            self.held.loaned_bytes
+            bytes <= self.occupancy.checked_out_bytes && self.occupancy.checked_out_batches > 0,
+            "{bytes} bytes were returned of {} checked out",
+            self.occupancy.checked_out_bytes
         );
-        self.held.loaned_bytes = self.held.loaned_bytes.saturating_sub(bytes);
-        self.held.loaned_batches = self.held.loaned_batches.saturating_sub(1);
+        self.occupancy.checked_out_bytes = self.occupancy.checked_out_bytes.saturating_sub(bytes);
+        self.occupancy.checked_out_batches = self.occupancy.checked_out_batches.saturating_sub(1);
     }
 
     fn undraw(&mut self, bucket: BucketId) {
@@ -329,12 +331,12 @@ impl<B> State<B> {
     fn unreserve(&mut self, bytes: u64) {
         invariant!(
             "L1",
-            bytes <= self.held.reserved_bytes && self.held.reserved_batches > 0,
-            "{bytes} bytes came back of {} reserved",
-            self.held.reserved_bytes
+            bytes <= self.occupancy.reserved_bytes && self.occupancy.reserved_batches > 0,
+            "{bytes} bytes were returned of {} reserved",
+            self.occupancy.reserved_bytes
         );
-        self.held.reserved_bytes = self.held.reserved_bytes.saturating_sub(bytes);
-        self.held.reserved_batches = self.held.reserved_batches.saturating_sub(1);
+        self.occupancy.reserved_bytes = self.occupancy.reserved_bytes.saturating_sub(bytes);
+        self.occupancy.reserved_batches = self.occupancy.reserved_batches.saturating_sub(1);
     }
 
     fn decide(&mut self) -> Vec<Action<B>> {
@@ -344,8 +346,9 @@ impl<B> State<B> {
         if self.closed && self.phase == Phase::Last {
             self.drop_unreachable();
         }
-        // What is on loan may come back: until it is done with, nobody is told that there is no more.
-        let over = self.held.ready_batches + self.held.leaving_batches + self.held.loaned_batches == 0;
+        // Checked-out batches may be returned: until they are done, "no more" is not answered.
+        let over =
+            self.occupancy.ready_batches + self.occupancy.leaving_batches + self.occupancy.checked_out_batches == 0;
         if self.is_draining() && over && !std::mem::replace(&mut self.announced, true) {
             actions.push(Action::Drained);
         }
@@ -355,14 +358,14 @@ impl<B> State<B> {
         actions
     }
 
-    /// In a fixed order: lets go what comes after a job that will not come. Its jobs stay open.
+    /// Drops the batches after a job that will not arrive, with a fixed order. Their jobs stay open.
     fn drop_unreachable(&mut self) {
-        let Some(wanted) = self.order.as_ref().map(Order::wanted) else { return };
+        let Some(wanted) = self.order.as_ref().map(ReplayOrder::wanted) else { return };
         if self.ready.iter().flatten().any(|entry| Some(entry.job) == wanted) {
             return;
         }
-        let Held { ready_bytes, ready_batches, .. } = &mut self.held;
-        for entry in self.ready.iter_mut().flat_map(|here| here.extract_if(.., |entry| entry.order.is_none())) {
+        let Occupancy { ready_bytes, ready_batches, .. } = &mut self.occupancy;
+        for entry in self.ready.iter_mut().flat_map(|here| here.extract_if(.., |entry| entry.position.is_none())) {
             *ready_bytes -= entry.bytes;
             *ready_batches -= 1;
         }
@@ -374,17 +377,17 @@ impl<B> State<B> {
             if bytes > max_bytes {
                 self.reserves.pop_front();
                 actions.push(Action::Refuse { request, bytes, max_bytes });
-            } else if self.held.bytes() + bytes <= max_bytes && self.held.batches() < max_batches {
+            } else if self.occupancy.bytes() + bytes <= max_bytes && self.occupancy.batches() < max_batches {
                 self.reserves.pop_front();
-                self.held.reserved_bytes += bytes;
-                self.held.reserved_batches += 1;
+                self.occupancy.reserved_bytes += bytes;
+                self.occupancy.reserved_batches += 1;
                 lifecycle!("granted", bytes);
                 actions.push(Action::Grant { request, bytes });
                 invariant!(
                     "L1",
-                    l1(self.held.bytes(), max_bytes, self.held.batches(), max_batches),
+                    l1(self.occupancy.bytes(), max_bytes, self.occupancy.batches(), max_batches),
                     "{:?} exceeds {max_bytes} bytes or {max_batches} batches",
-                    self.held
+                    self.occupancy
                 );
             } else {
                 break;
@@ -398,22 +401,22 @@ impl<B> State<B> {
             let Some(request) = self.draws.pop_front() else { break };
             invariant!(
                 "L2",
-                l2(self.held.ready_batches, self.settings.min_ready, self.is_draining(), self.order.is_some()),
+                l2(self.occupancy.ready_batches, self.settings.min_ready, self.is_draining(), self.order.is_some()),
                 "a draw was answered with {} batches ready",
-                self.held.ready_batches
+                self.occupancy.ready_batches
             );
             let mut entry = self.ready[bucket].swap_remove(at);
             lifecycle!("drawn", job = %entry.job, bytes = entry.bytes);
-            self.held.ready_batches -= 1;
-            self.held.returned_batches -= usize::from(entry.returned);
-            self.held.leaving_batches += 1;
-            self.held.loaned_batches += 1;
-            self.held.ready_bytes -= entry.bytes;
-            self.held.loaned_bytes += entry.bytes;
+            self.occupancy.ready_batches -= 1;
+            self.occupancy.returned_batches -= usize::from(entry.returned);
+            self.occupancy.leaving_batches += 1;
+            self.occupancy.checked_out_batches += 1;
+            self.occupancy.ready_bytes -= entry.bytes;
+            self.occupancy.checked_out_bytes += entry.bytes;
             self.drawn[bucket] += 1;
-            if let (Some(order), None) = (&mut self.order, entry.order) {
+            if let (Some(order), None) = (&mut self.order, entry.position) {
                 order.on_drawn();
-                entry.order = Some(self.draws_so_far);
+                entry.position = Some(self.draws_so_far);
                 self.draws_so_far += 1;
                 self.passed += 1;
             }
@@ -421,44 +424,45 @@ impl<B> State<B> {
         }
     }
 
-    /// The bucket to draw from and the place in it; `None` while no draw may be answered.
+    /// Returns the bucket to draw from and the index in it; `None` while no draw may be answered.
     fn choose(&mut self) -> Option<(usize, usize)> {
         if let Some(order) = &self.order {
             return self.next_in_order(order.wanted());
         }
         let least = if self.is_draining() { 1 } else { self.settings.min_ready.max(1) };
-        if self.held.ready_batches < least {
+        if self.occupancy.ready_batches < least {
             return None;
         }
         let some = (0..self.ready.len()).filter(|&b| !self.ready[b].is_empty());
-        let bucket = match self.settings.draw {
-            Draw::Uniform => {
-                let mut left = self.rng.random_range(0..self.held.ready_batches.max(1));
+        let bucket = match self.settings.draw_policy {
+            DrawPolicy::Uniform => {
+                let mut left = self.rng.random_range(0..self.occupancy.ready_batches.max(1));
                 some.into_iter().find(|&b| {
                     let here = left < self.ready[b].len();
                     left = left.saturating_sub(self.ready[b].len());
                     here
                 })
             }
-            Draw::Proportional | Draw::Replay => some.max_by_key(|&b| (self.lag(b), std::cmp::Reverse(b))),
+            DrawPolicy::Proportional | DrawPolicy::Replay => some.max_by_key(|&b| (self.lag(b), std::cmp::Reverse(b))),
         }?;
         Some((bucket, self.rng.random_range(0..self.ready[bucket].len())))
     }
 
-    /// How far the bucket's share of what was drawn lags behind its share of the plan: share / plan - drawn_b / (drawn + 1),
-    /// brought to one denominator, so that it is exact.
+    /// Returns the lag of a bucket's drawn share behind its planned share: share / plan - drawn_b / (drawn + 1). A
+    /// common denominator keeps it exact.
     fn lag(&self, bucket: usize) -> i128 {
         let plan: u64 = self.shares.iter().sum();
         let drawn: u64 = self.drawn.iter().sum();
         i128::from(self.shares[bucket]) * i128::from(drawn + 1) - i128::from(self.drawn[bucket]) * i128::from(plan)
     }
 
-    /// What was drawn before and came back goes first, in its old order; then the wanted job, if it is here.
+    /// Returns the next batch of the order: first returned batches by their position, then the wanted job if it is
+    /// present.
     fn next_in_order(&self, wanted: Option<JobId>) -> Option<(usize, usize)> {
         let all =
             self.ready.iter().enumerate().flat_map(|(b, here)| here.iter().enumerate().map(move |(i, e)| (b, i, e)));
-        let next = all.filter(|(_, _, e)| e.order.is_some() || Some(e.job) == wanted);
-        let next = next.min_by_key(|(_, _, e)| e.order.unwrap_or(u64::MAX));
+        let next = all.filter(|(_, _, e)| e.position.is_some() || Some(e.job) == wanted);
+        let next = next.min_by_key(|(_, _, e)| e.position.unwrap_or(u64::MAX));
         next.map(|(bucket, at, _)| (bucket, at))
     }
 }

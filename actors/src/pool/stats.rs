@@ -1,18 +1,30 @@
-//! What the pool tells of itself: its series, and how many batches were ready for how long.
+//! Statistics of the pool: its metrics, and the depth weighted by time.
 
 use crate::runtime::{causes::Cause, metrics as m};
 use metrics::{Counter, Gauge, counter, gauge};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The pool's own series, looked up once.
+/// Pool statistics of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Peak of reserved, waiting and checked-out bytes together.
+    pub peak_bytes: u64,
+    pub peak_batches: usize,
+    /// Median number of ready batches, weighted by time from the first batch to the last.
+    pub ready_p50: usize,
+    /// The 95th percentile of the same.
+    pub ready_p95: usize,
+}
+
+/// Metrics of the pool, looked up once.
 pub(crate) struct Series {
     pub(crate) batches: Gauge,
     pub(crate) reserved_batches: Gauge,
-    pub(crate) loaned_batches: Gauge,
+    pub(crate) checked_out_batches: Gauge,
     pub(crate) bytes: Gauge,
     pub(crate) reserved_bytes: Gauge,
-    pub(crate) loaned_bytes: Gauge,
+    pub(crate) checked_out_bytes: Gauge,
     pub(crate) draining: Gauge,
     buckets: Vec<BucketSeries>,
 }
@@ -27,10 +39,10 @@ impl Series {
         Self {
             batches: gauge!(m::POOL_BATCHES),
             reserved_batches: gauge!(m::POOL_RESERVED_BATCHES),
-            loaned_batches: gauge!(m::POOL_LOANED_BATCHES),
+            checked_out_batches: gauge!(m::POOL_CHECKED_OUT_BATCHES),
             bytes: gauge!(m::POOL_BYTES),
             reserved_bytes: gauge!(m::POOL_RESERVED_BYTES),
-            loaned_bytes: gauge!(m::POOL_LOANED_BYTES),
+            checked_out_bytes: gauge!(m::POOL_CHECKED_OUT_BYTES),
             draining: gauge!(m::POOL_DRAINING),
             buckets: Vec::new(),
         }
@@ -48,7 +60,7 @@ impl Series {
     }
 }
 
-/// What everything waits for, while so many draws and reservations are not answered.
+/// Returns the cause of the pool's wait, from the unanswered draws and reservations.
 pub(crate) fn cause((draws, reservations): (usize, usize)) -> Cause {
     match (draws, reservations) {
         (0, 0) => Cause::Idle,
@@ -57,13 +69,13 @@ pub(crate) fn cause((draws, reservations): (usize, usize)) -> Cause {
     }
 }
 
-/// How long how many batches were ready.
+/// Histogram of the pool's depth, weighted by time.
 pub(crate) struct Depths {
-    /// Time at each number of ready batches, up to the last change that a batch took part in.
+    /// Time at each depth, up to the last change of the depth.
     at: Vec<Duration>,
     since: Instant,
     depth: usize,
-    /// Whether a batch was ever ready: what comes before the first one is not the pool at work.
+    /// True once a batch was ready: time before the first batch does not count.
     begun: bool,
     /// Time without a batch that counts only if another one follows.
     empty: Duration,
@@ -96,7 +108,7 @@ impl Depths {
         self.at[depth] += time;
     }
 
-    /// The least depth that was not exceeded for this percentage of the time.
+    /// Returns the smallest depth that was not exceeded for this percentage of the time.
     pub(crate) fn percentile(&self, percent: u32) -> usize {
         let all: Duration = self.at.iter().sum();
         let mut below = Duration::ZERO;
@@ -119,7 +131,8 @@ mod tests {
             tokio::time::advance(Duration::from_secs(seconds)).await;
             depths.observe(Instant::now(), depth);
         }
-        // One batch 10 s, four 60 s, two 10 s, none 10 s, three 10 s; neither the 50 s before nor the 900 s after count.
+        // One batch 10 s, four 60 s, two 10 s, none 10 s, three 10 s; neither the 50 s before nor the 900 s after
+        // count.
         assert_eq!(depths.at.iter().map(Duration::as_secs).collect::<Vec<_>>(), [10, 10, 10, 10, 60]);
         assert_eq!([20, 30, 40, 50, 95].map(|p| depths.percentile(p)), [1, 2, 3, 4, 4]);
         assert_eq!(Depths::new(Instant::now()).percentile(50), 0);

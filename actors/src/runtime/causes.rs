@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 
-/// The state of an actor that works; the others are named by their cause.
+/// State label of a working actor. Waiting states are named by their cause.
 pub const BUSY: &str = "busy";
 
-/// Every actor, with all that it may ever wait for.
+/// Every actor with the causes that it may wait for.
 pub const ACTORS: &[(&str, &[Cause])] = &[
     ("planner", &[Cause::Queue, Cause::Draw, Cause::Barrier, Cause::Outcome]),
     ("dispatcher", &[Cause::Job, Cause::Padding, Cause::Target, Cause::Idle]),
@@ -15,42 +15,42 @@ pub const ACTORS: &[(&str, &[Cause])] = &[
     ("trainer", &[Cause::MicroBatches]),
 ];
 
-/// What an actor waits for.
+/// Cause of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// The planner: the dispatcher's queue is full.
+    /// Planner: the dispatcher's queue is full.
     Queue,
-    /// The planner: draw `replay` lets no more jobs be under way until one is drawn.
+    /// Planner: draw policy `replay` allows no more jobs in flight until one is drawn.
     Draw,
-    /// The planner: the epoch before has not left the pool (plan.epoch_barrier).
+    /// Planner: jobs of the previous epoch have not left the pool (plan.epoch_barrier).
     Barrier,
-    /// The planner: everything is handed out, and what becomes of it is not known yet.
+    /// Planner: all jobs are handed out, and some outcomes are still unknown.
     Outcome,
-    /// A target: no job to pull. The dispatcher: a target asks, and its queue is empty.
+    /// Target: no job to pull. Dispatcher: a target pulls, and the queue is empty.
     Job,
-    /// The dispatcher: a target asks, and the next job is still being padded.
+    /// Dispatcher: a target pulls, and the next job is still being padded.
     Padding,
-    /// The dispatcher: padded jobs wait for a target. The pool: a drafter asks, and too few batches are ready.
+    /// Dispatcher: padded jobs wait for a target. Pool: a drafter draws, and too few batches are ready.
     Target,
-    /// The pool: a target asks for room, and a drafter has to take a batch first.
+    /// Pool: a target requests bytes, and a drafter must take a batch first.
     Drafter,
-    /// The dispatcher or the pool: nobody asks for anything, and nothing waits.
+    /// Dispatcher or pool: no request and no job is waiting.
     Idle,
-    /// A target: no room in the pool.
+    /// Target: the pool is full.
     PoolFull,
-    /// A target: taken out, until it answers again.
+    /// Target: out of service until a restart succeeds.
     Down,
-    /// A drafter: no batch that the pool may give.
+    /// Drafter: the pool may not give out a batch yet.
     Batch,
-    /// A drafter: no ticket until the running step is reduced and its weights are out.
+    /// Drafter: no ticket until the running step is reduced and its weights are published.
     Step,
-    /// The trainer: micro-batches of the running step.
+    /// Trainer: micro-batches of the running step are missing.
     MicroBatches,
 }
 
 impl Cause {
-    /// The label value.
+    /// Returns the label value.
     pub fn as_str(self) -> &'static str {
         match self {
             Cause::Queue => "queue",

@@ -1,4 +1,4 @@
-//! How an actor's end reaches the others: the first fault is the one reported, and everybody hears of it at once (S1).
+//! Faults and shutdown: the first fault is reported, and every actor learns of the end at once (S1).
 
 use std::{
     any::Any,
@@ -9,14 +9,14 @@ use std::{
 use thiserror::Error;
 use tokio_util::sync::CancellationToken;
 
-/// Why an actor ended before its work was done.
+/// Reason why an actor ended before its work was done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// The actor that ended, with its index where there are several.
+    /// Actor that ended, with its index if there are several.
     pub actor: String,
-    /// A sentence for a person.
+    /// Sentence for a person.
     pub message: String,
-    /// False when the actor ended only because another one did: such a fault never hides the one that caused it.
+    /// False if the actor ended only because another one did. Such a fault never hides its cause.
     pub root: bool,
 }
 
@@ -25,14 +25,14 @@ impl Fault {
         Self { actor: actor.into(), message: message.to_string(), root: true }
     }
 
-    /// The end of an actor whose neighbour is gone.
+    /// Returns the fault of an actor whose neighbour is gone.
     pub fn gone(actor: impl Into<String>, gone: Gone) -> Self {
         Self { root: false, ..Self::new(actor, gone) }
     }
 
-    /// The end of an actor that was told to abort.
+    /// Returns the fault of an actor that was aborted.
     pub fn aborted(actor: impl Into<String>) -> Self {
-        Self { root: false, ..Self::new(actor, "stopped at once") }
+        Self { root: false, ..Self::new(actor, "aborted") }
     }
 }
 
@@ -44,28 +44,28 @@ impl fmt::Display for Fault {
 
 impl std::error::Error for Fault {}
 
-/// The actor that was asked is gone.
+/// The requested actor is gone.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("the {0} is gone")]
 pub struct Gone(pub &'static str);
 
-/// What ends actors: `close` asks that nothing new begins and what is in the pool is trained, `stop` for an orderly end without
-/// that, `abort` for an immediate one. A stop closes, too.
+/// Shutdown signals, weakest first. `drain` begins nothing new and trains the batches in the pool. `stop` ends in order
+/// without that; it implies `drain`. `abort` ends at once.
 #[derive(Clone, Debug)]
-pub struct Stops {
-    pub close: CancellationToken,
+pub struct Shutdown {
+    pub drain: CancellationToken,
     pub stop: CancellationToken,
     pub abort: CancellationToken,
 }
 
-impl Default for Stops {
+impl Default for Shutdown {
     fn default() -> Self {
         let stop = CancellationToken::new();
-        Stops { close: stop.child_token(), stop, abort: CancellationToken::new() }
+        Shutdown { drain: stop.child_token(), stop, abort: CancellationToken::new() }
     }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub fn panic_text(payload: &(dyn Any + Send)) -> String {
     match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
         (Some(text), _) => (*text).to_owned(),
@@ -74,22 +74,22 @@ pub fn panic_text(payload: &(dyn Any + Send)) -> String {
     }
 }
 
-/// Ends an actor in the middle of its life, for tests of S1: at its `nth` wait (the first is 1) it panics.
+/// Injected fault, for tests of S1: one actor panics at its `nth` pending poll (the first is 1).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Kill {
-    /// As in [`Fault::actor`].
+pub struct FailAtPoll {
+    /// Name as in [`Fault::actor`].
     pub actor: String,
     pub nth: u64,
 }
 
-impl Kill {
-    pub(crate) async fn doom<T>(nth: u64, work: impl Future<Output = T>) -> T {
+impl FailAtPoll {
+    pub(crate) async fn wrap<T>(nth: u64, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         let mut waits = 0;
         poll_fn(|cx| {
             let poll = work.as_mut().poll(cx);
             waits += u64::from(poll.is_pending());
-            assert!(poll.is_ready() || waits < nth, "killed at wait {nth}");
+            assert!(poll.is_ready() || waits < nth, "failed at poll {nth} for a test");
             poll
         })
         .await

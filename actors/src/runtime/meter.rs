@@ -1,4 +1,4 @@
-//! Busy and waiting time of one actor, as metrics while it runs and as totals at its end.
+//! Meter: busy and waiting time of one actor, as metrics while it runs and as totals at its end.
 
 use super::{
     causes::{ACTORS, BUSY, Cause},
@@ -15,47 +15,48 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// What one actor did with its time.
+/// Busy and waiting time of one actor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Totals {
     pub actor: String,
     pub index: usize,
     pub busy: Duration,
     pub waits: Vec<(Cause, Duration)>,
-    /// From start to end.
+    /// Time from start to end.
     pub alive: Duration,
 }
 
-/// Measures one actor. Owned by its loop, once it has ended nothing is its state.
+/// Meter of one actor. The actor's loop owns it; once it is dropped, no state is active.
 pub struct Meter {
     totals: Totals,
     born: Instant,
     busy: Histogram,
     waits: Vec<Histogram>,
-    /// Busy first, then the causes: 1 for what the actor does now. A histogram hears of it only when it is over.
+    /// State gauges, busy first, then the causes: 1 for the current state. The histograms record a state only when it
+    /// ends.
     now: Vec<Gauge>,
-    /// Where the last [`Rest`] ended.
+    /// End of the last [`Rest`].
     woke: Instant,
 }
 
-/// Sets a state back when the work or the wait is over, also where it was given up.
-struct Doing<'a>(&'a Gauge);
+/// Guard of an active state: resets its gauge when the work or the wait ends or is cancelled.
+struct ActiveState<'a>(&'a Gauge);
 
-impl<'a> Doing<'a> {
+impl<'a> ActiveState<'a> {
     fn new(state: &'a Gauge) -> Self {
         state.set(1.0);
-        Doing(state)
+        ActiveState(state)
     }
 }
 
-impl Drop for Doing<'_> {
+impl Drop for ActiveState<'_> {
     fn drop(&mut self) {
         self.0.set(0.0);
     }
 }
 
 impl Meter {
-    /// One of [`ACTORS`]; its series exist from now on.
+    /// Creates the meter of one of [`ACTORS`]; its series exist from now on.
     pub fn new(actor: &'static str, index: usize) -> Self {
         let causes = ACTORS.iter().find(|(name, _)| *name == actor).map_or(&[][..], |(_, causes)| causes);
         let label = index.to_string();
@@ -81,10 +82,10 @@ impl Meter {
         }
     }
 
-    /// Runs a piece of work and counts its time as busy.
+    /// Runs work and counts its time as busy.
     pub async fn busy<F: Future>(&mut self, work: F) -> F::Output {
         let start = Instant::now();
-        let doing = Doing::new(&self.now[0]);
+        let doing = ActiveState::new(&self.now[0]);
         let out = work.await;
         drop(doing);
         self.worked(start.elapsed());
@@ -95,7 +96,7 @@ impl Meter {
     pub async fn wait<F: Future>(&mut self, cause: Cause, wait: F) -> F::Output {
         let start = Instant::now();
         let index = self.totals.waits.iter().position(|(c, _)| *c == cause);
-        let doing = index.map(|i| Doing::new(&self.now[i + 1]));
+        let doing = index.map(|i| ActiveState::new(&self.now[i + 1]));
         let out = wait.await;
         drop(doing);
         if let Some(i) = index {
@@ -104,8 +105,9 @@ impl Meter {
         out
     }
 
-    /// For an actor that does all its work between two waits: the first branch of its biased `select!`. Never ready; the time
-    /// while its task sleeps counts under `cause`, all other time since the rest before as busy.
+    /// Returns the first branch of a biased `select!`, for an actor that does all its work between two waits. The
+    /// future never completes. Time while the task sleeps counts under `cause`; all other time since the previous rest
+    /// counts as busy.
     pub fn rest(&mut self, cause: Cause) -> Rest<'_> {
         let index = self.totals.waits.iter().position(|(c, _)| *c == cause);
         Rest { meter: self, index, since: None }
@@ -121,7 +123,7 @@ impl Meter {
         self.waits[index].record(took.as_secs_f64());
     }
 
-    /// The totals up to now.
+    /// Returns the totals up to now.
     pub fn totals(&self) -> Totals {
         Totals { alive: self.born.elapsed(), ..self.totals.clone() }
     }
@@ -133,7 +135,7 @@ impl Drop for Meter {
     }
 }
 
-/// See [`Meter::rest`].
+/// Future of [`Meter::rest`].
 pub struct Rest<'a> {
     meter: &'a mut Meter,
     index: Option<usize>,
@@ -185,7 +187,7 @@ mod tests {
         let second = Duration::from_secs(1);
         let (tx, mut rx) = mpsc::channel(4);
         tokio::spawn(async move {
-            // The second finds the actor at work, the third finds it asleep.
+            // The second message finds the actor at work, the third finds it asleep.
             for pause in [3, 1, 10] {
                 sleep(pause * second).await;
                 tx.send(()).await.unwrap();
@@ -206,7 +208,7 @@ mod tests {
             totals.waits,
             [(Cause::Target, 3 * second), (Cause::Drafter, 10 * second), (Cause::Idle, Duration::ZERO)]
         );
-        // The work after the last rest is not over before the next one.
+        // The work after the last rest ends only with the next rest.
         assert_eq!((totals.busy, totals.alive), (6 * second, 21 * second));
     }
 }

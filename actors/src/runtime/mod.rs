@@ -1,4 +1,4 @@
-//! Ground floor of every actor: faults, shutdown, meters, the metrics table, invariants, and seeded randomness.
+//! Foundation of every actor: faults, shutdown, meters, the metrics table, invariants, and seeded randomness.
 
 pub mod causes;
 pub mod fault;

@@ -1,13 +1,14 @@
-//! Seeds and draws that never change between releases: plans on disk depend on them.
+//! Seeds and random draws that never change between releases: plans on disk depend on them.
 
 use rand::Rng;
 
-/// The seed of a random stream of its own for everything that a run decides by chance: `seed` is the run's, `name` says
-/// what the stream is for, `words` tell its instances apart (an epoch, a job, a step).
+/// Returns the seed of an independent random stream. `seed` is the run's, `name` names the purpose of the stream, and
+/// `words` identify its instance (an epoch, a job, a step).
 ///
-/// Streams with different arguments are independent for all that we use them for. The arguments are absorbed one by one
-/// (the bytes of the name, the words, their number) in a 64-bit state by the output function of SplitMix64 (Steele, Lea,
-/// Flood 2014), which then gives the 32 bytes. Plans on disk depend on this function: it must never change.
+/// Streams with different arguments are independent for every use in this project. The arguments are absorbed one by
+/// one (the bytes of the name, the words, their number) into a 64-bit state by the output function of SplitMix64
+/// (Steele, Lea, Flood 2014). The same function then produces the 32 bytes. Plans on disk depend on this function: it
+/// must never change.
 pub fn stream_seed(seed: u64, name: &str, words: &[u64]) -> [u8; 32] {
     const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
     let mix = |mut z: u64| {
@@ -25,14 +26,15 @@ pub fn stream_seed(seed: u64, name: &str, words: &[u64]) -> [u8; 32] {
     bytes
 }
 
-/// Shuffles uniformly (Fisher-Yates). Our own, because `rand` may change the values of its shuffle between releases.
+/// Shuffles uniformly (Fisher-Yates). `rand` may change the values of its own shuffle between releases.
 pub fn shuffle<T>(items: &mut [T], rng: &mut impl Rng) {
     for last in (1..items.len()).rev() {
         items.swap(last, below(last as u64 + 1, rng) as usize);
     }
 }
 
-/// A uniform number in `0..limit`; `limit` is at least 1 (Lemire 2019: multiply, and reject the few uneven values).
+/// Returns a uniform number in `0..limit`; `limit` is at least 1 (Lemire 2019: multiply, and reject the few uneven
+/// values).
 pub(crate) fn below(limit: u64, rng: &mut impl Rng) -> u64 {
     let uneven = limit.wrapping_neg() % limit;
     loop {

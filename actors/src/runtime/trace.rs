@@ -1,14 +1,14 @@
-//! Lifecycle trace: one trace event for every change of a job's state, so that a test can replay a run against a model.
+//! Lifecycle trace: one trace event for every state change of a job, so that a test can replay a run against a model.
 //!
-//! `log.level = "draftmill::lifecycle=trace"` shows it. A disabled event costs one comparison.
+//! `log.level = "draftmill::lifecycle=trace"` enables it. A disabled event costs one comparison.
 
 /// Tracing target of the lifecycle events.
 pub const LIFECYCLE: &str = "draftmill::lifecycle";
 
-/// Writes one event with its fields. Jobs are written as `%id`, everything else as a number or a bool.
+/// Writes one event with its fields. Jobs are written as `%id`, all other fields as a number or a bool.
 macro_rules! lifecycle {
-    ($what:literal $(, $($field:tt)*)?) => {
-        tracing::trace!(target: $crate::runtime::trace::LIFECYCLE, what = $what $(, $($field)*)?)
+    ($event:literal $(, $($field:tt)*)?) => {
+        tracing::trace!(target: $crate::runtime::trace::LIFECYCLE, event = $event $(, $($field)*)?)
     };
 }
 pub(crate) use lifecycle;

@@ -1,5 +1,4 @@
-//! Small helpers for waiting: for an answer that may not have been asked for yet, and for work that may need a thread of its own
-//! or may panic.
+//! Helpers for waiting: optional replies, watched values, deadlines, blocking work, and work that may panic.
 
 use super::fault::panic_text;
 use std::{
@@ -17,22 +16,26 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// The answer of a pending question; never ready without one. Keeps the question when it is cancelled.
-pub(crate) async fn answer<T>(question: &mut Option<Receiver<T>>) -> Result<T, RecvError> {
-    match question {
+/// Waits for the reply to a pending request; pends forever without one. Keeps the request when cancelled.
+///
+/// # Errors
+///
+/// Fails if the replying actor is gone.
+pub(crate) async fn reply<T>(request: &mut Option<Receiver<T>>) -> Result<T, RecvError> {
+    match request {
         Some(receiver) => receiver.await,
         None => pending().await,
     }
 }
 
-/// Waits until a watched value changes; for ever, where nobody can change it any more.
+/// Waits until a watched value changes; pends forever once its sender is gone.
 pub(crate) async fn changed<T>(watched: &mut watch::Receiver<T>) {
     if watched.changed().await.is_err() {
         pending().await
     }
 }
 
-/// Waits until `due`; for ever, where there is no such time.
+/// Waits until `due`; pends forever without a deadline.
 pub(crate) async fn until(due: Option<Instant>) {
     match due {
         Some(due) => sleep_until(due).await,
@@ -40,7 +43,11 @@ pub(crate) async fn until(due: Option<Instant>) {
     }
 }
 
-/// Does `work` on a blocking thread, or in place where it does not block.
+/// Runs `work` on a blocking thread, or in place if it does not block.
+///
+/// # Errors
+///
+/// Fails if `work` panics on the blocking thread.
 pub(crate) async fn off_thread<T: Send + 'static>(
     blocking: bool,
     work: impl FnOnce() -> T + Send + 'static,
@@ -48,12 +55,17 @@ pub(crate) async fn off_thread<T: Send + 'static>(
     if blocking { spawn_blocking(work).await } else { Ok(work()) }
 }
 
-/// Does `work`; a panic in it becomes an error with the panic's text. What `work` borrowed may be in any state then.
+/// Runs `work` and turns a panic into an error with the panic's message. Data that `work` borrowed may be in any state
+/// afterwards.
+///
+/// # Errors
+///
+/// Fails if `work` panics.
 pub(crate) async fn caught<T>(work: impl Future<Output = T>) -> Result<T, String> {
     let mut work = pin!(work);
     poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(cx))) {
         Ok(poll) => poll.map(Ok),
-        Err(panic) => Poll::Ready(Err(format!("it panicked: {}", panic_text(&*panic)))),
+        Err(panic) => Poll::Ready(Err(format!("the engine panicked: {}", panic_text(&*panic)))),
     })
     .await
 }

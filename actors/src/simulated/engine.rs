@@ -1,6 +1,6 @@
-//! The simulated engine: sleeps on tokio time by a cost model, so that under paused time a long run takes moments.
+//! Simulated engines: they sleep on tokio time by a cost model, so that a long run takes moments under paused time.
 
-use super::noise::{Luck, Tries, luck};
+use super::noise::{AttemptCounters, NoiseSample, noise};
 use crate::messages::{
     engine::{
         DraftEngine, EngineError, FeatureDtype, FeatureShape, Features, MicroFailure, MicroReport, Optimizer,
@@ -10,30 +10,30 @@ use crate::messages::{
 };
 use std::{sync::Arc, time::Duration};
 
-/// What work costs, and the shape of what it makes.
+/// Cost of work, and the shape of its results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostModel {
     /// Target, per token slot of a padded batch.
     pub seconds_per_token: f64,
     /// Target, per token slot and token of its row's width: attention.
     pub seconds_per_token_squared: f64,
-    /// Bandwidth at which a target moves its features out; it does nothing else meanwhile. 0 = in no time.
+    /// Bandwidth at which a target moves its features out; it does nothing else meanwhile. 0 takes no time.
     pub bytes_per_second: f64,
     /// Drafter, per micro-batch.
     pub seconds_per_micro_batch: f64,
     /// Drafter, per context token.
     pub seconds_per_context_token: f64,
-    /// Adding up the drafters' gradients, per step. No drafter can work meanwhile.
+    /// Summation of the drafters' gradients, per step. No drafter can work meanwhile.
     pub seconds_per_reduce: f64,
     /// Optimizer, per step. No drafter can work meanwhile.
     pub seconds_per_step: f64,
     /// Relative standard deviation of every unit of work.
     pub jitter: f64,
-    /// Share of extractions that fail, after they took their time.
+    /// Fraction of extractions that fail, after their full duration.
     pub job_failures: f64,
-    /// Share of micro-batches that fail, after they took their time.
+    /// Fraction of micro-batches that fail, after their full duration.
     pub micro_batch_failures: f64,
-    /// Root of jitter and failures.
+    /// Seed of noise and failures.
     pub seed: u64,
     pub taps: u32,
     pub hidden_size: u32,
@@ -62,41 +62,41 @@ impl Default for CostModel {
 }
 
 impl CostModel {
-    /// The shape of the features of a batch.
+    /// Returns the shape of the features of a batch.
     pub fn shape(&self, tokens: u64) -> FeatureShape {
         FeatureShape { tokens, taps: self.taps, width: self.hidden_size, dtype: self.dtype }
     }
 
-    /// Bytes of the features of a batch.
+    /// Returns the bytes of the features of a batch.
     pub fn bytes(&self, tokens: u64) -> u64 {
         tokens * u64::from(self.taps) * u64::from(self.hidden_size) * self.dtype.bytes()
     }
 
-    /// Seconds in which a target of speed 1 extracts `slots` token slots in rows of `width`, of which `tokens` are real, and
-    /// moves their features out.
+    /// Returns the seconds in which a target of speed 1 extracts `slots` token slots in rows of `width`, of which
+    /// `tokens` are real, and moves their features out.
     pub fn extract_seconds(&self, slots: u64, width: u64, tokens: u64) -> f64 {
         let compute = slots as f64 * (self.seconds_per_token + width as f64 * self.seconds_per_token_squared);
         let bytes = self.bytes(tokens) as f64;
         compute + if self.bytes_per_second > 0.0 { bytes / self.bytes_per_second } else { 0.0 }
     }
 
-    /// Seconds in which a drafter of speed 1 trains a micro-batch of `tokens` real context tokens.
+    /// Returns the seconds in which a drafter of speed 1 trains a micro-batch of `tokens` real context tokens.
     pub fn micro_batch_seconds(&self, tokens: u64) -> f64 {
         self.seconds_per_micro_batch + tokens as f64 * self.seconds_per_context_token
     }
 
-    /// Seconds of a step in which drafters wait: reduce and optimizer.
+    /// Returns the seconds of a step in which drafters wait: reduce and optimizer.
     pub fn step_seconds(&self) -> f64 {
         self.seconds_per_reduce + self.seconds_per_step
     }
 
-    fn luck_of(&self, stage: &str, job: JobId, tries: &Tries, rate: f64) -> Luck {
-        let words = [u64::from(job.epoch), u64::from(job.index), tries.next(job)];
-        luck(self.seed, stage, &words, self.jitter, rate)
+    fn noise_of(&self, stage: &str, job: JobId, attempts: &AttemptCounters, rate: f64) -> NoiseSample {
+        let words = [u64::from(job.epoch), u64::from(job.index), attempts.next(job)];
+        noise(self.seed, stage, &words, self.jitter, rate)
     }
 }
 
-/// Features without values: what they would be.
+/// Features without values.
 #[derive(Clone, Copy, Debug)]
 pub struct SimFeatures {
     pub shape: FeatureShape,
@@ -118,7 +118,7 @@ impl Features for SimFeatures {
     }
 }
 
-/// Pads by the plan alone: lengths, no ids.
+/// Source of batches with lengths but without ids.
 #[derive(Clone, Debug)]
 pub struct SimSource {
     pub lengths: Arc<[u32]>,
@@ -140,14 +140,14 @@ impl BatchSource for SimSource {
     }
 }
 
-/// Sleeps so that the sum is right although tokio's clock ticks in milliseconds: what a tick rounds off is owed to the next
-/// sleep.
+/// Sleeper that keeps the total exact although tokio's clock ticks in milliseconds: it carries the rounding error over
+/// to the next sleep.
 #[derive(Clone, Debug, Default)]
-struct Pace {
+struct Sleeper {
     owed: f64,
 }
 
-impl Pace {
+impl Sleeper {
     async fn sleep(&mut self, seconds: f64) {
         self.owed += seconds;
         let ticks = (self.owed * 1e3).round().max(0.0);
@@ -158,34 +158,34 @@ impl Pace {
     }
 }
 
-/// One target for each speed (1 = as the cost model says, 0.5 = half as fast).
+/// Creates one target for each speed; 1 is the cost model's, 0.5 is half of it.
 pub fn targets(costs: CostModel, speeds: &[f64]) -> Vec<SimTarget> {
-    let tries = Tries::default();
-    let target = |&speed: &f64| SimTarget { tries: tries.clone(), ..SimTarget::new(costs, 1.0 / speed) };
+    let attempts = AttemptCounters::default();
+    let target = |&speed: &f64| SimTarget { attempts: attempts.clone(), ..SimTarget::new(costs, 1.0 / speed) };
     speeds.iter().map(target).collect()
 }
 
-/// One drafter for each speed (1 = as the cost model says, 0.5 = half as fast).
+/// Creates one drafter for each speed; 1 is the cost model's, 0.5 is half of it.
 pub fn drafters(costs: CostModel, speeds: &[f64]) -> Vec<SimDrafter> {
-    let tries = Tries::default();
-    let drafter = |&speed: &f64| SimDrafter { tries: tries.clone(), ..SimDrafter::new(costs, 1.0 / speed) };
+    let attempts = AttemptCounters::default();
+    let drafter = |&speed: &f64| SimDrafter { attempts: attempts.clone(), ..SimDrafter::new(costs, 1.0 / speed) };
     speeds.iter().map(drafter).collect()
 }
 
-/// A target that takes its time.
+/// Simulated target.
 #[derive(Clone, Debug)]
 pub struct SimTarget {
     pub costs: CostModel,
-    /// Times slower than the cost model says.
+    /// Factor on the cost model's durations.
     pub slowness: f64,
-    tries: Tries,
-    pace: Pace,
+    attempts: AttemptCounters,
+    sleeper: Sleeper,
 }
 
 impl SimTarget {
-    /// A target that counts tries for itself; [`targets`] makes several that belong together.
+    /// Creates a target with its own attempt counters; [`targets`] creates several that share them.
     pub fn new(costs: CostModel, slowness: f64) -> Self {
-        Self { costs, slowness, tries: Tries::default(), pace: Pace::default() }
+        Self { costs, slowness, attempts: AttemptCounters::default(), sleeper: Sleeper::default() }
     }
 }
 
@@ -202,10 +202,10 @@ impl TargetEngine for SimTarget {
 
     async fn extract(&mut self, batch: Arc<PaddedBatch>) -> Result<SimFeatures, EngineError> {
         let tokens = batch.tokens();
-        let luck = self.costs.luck_of("simulated target", batch.job, &self.tries, self.costs.job_failures);
+        let noise = self.costs.noise_of("simulated target", batch.job, &self.attempts, self.costs.job_failures);
         let seconds = self.costs.extract_seconds((batch.rows * batch.width) as u64, batch.width as u64, tokens);
-        self.pace.sleep(seconds * self.slowness * luck.factor).await;
-        if luck.fails {
+        self.sleeper.sleep(seconds * self.slowness * noise.factor).await;
+        if noise.fails {
             return Err(EngineError::Failed("a simulated failure of an extraction".into()));
         }
         Ok(SimFeatures { shape: self.costs.shape(tokens), bytes: self.costs.bytes(tokens), finite: true })
@@ -216,23 +216,30 @@ impl TargetEngine for SimTarget {
     }
 }
 
-/// A drafter that takes its time. Its "gradient" is the sum of the tokens that it saw.
+/// Simulated drafter. Its gradient is the sum of the tokens that it trained.
 #[derive(Clone, Debug)]
 pub struct SimDrafter {
     pub costs: CostModel,
-    /// Times slower than the cost model says.
+    /// Factor on the cost model's durations.
     pub slowness: f64,
     pub gradient: Option<f64>,
     /// Value of the one weight; the loss falls with it.
     pub weight: f64,
-    tries: Tries,
-    pace: Pace,
+    attempts: AttemptCounters,
+    sleeper: Sleeper,
 }
 
 impl SimDrafter {
-    /// A drafter that counts tries for itself; [`drafters`] makes several that belong together.
+    /// Creates a drafter with its own attempt counters; [`drafters`] creates several that share them.
     pub fn new(costs: CostModel, slowness: f64) -> Self {
-        Self { costs, slowness, gradient: None, weight: 0.0, tries: Tries::default(), pace: Pace::default() }
+        Self {
+            costs,
+            slowness,
+            gradient: None,
+            weight: 0.0,
+            attempts: AttemptCounters::default(),
+            sleeper: Sleeper::default(),
+        }
     }
 }
 
@@ -247,9 +254,9 @@ impl DraftEngine for SimDrafter {
         features: SimFeatures,
     ) -> Result<MicroReport, MicroFailure<SimFeatures>> {
         let tokens = features.shape.tokens;
-        let luck = self.costs.luck_of("simulated drafter", job, &self.tries, self.costs.micro_batch_failures);
-        self.pace.sleep(self.costs.micro_batch_seconds(tokens) * self.slowness * luck.factor).await;
-        if luck.fails {
+        let noise = self.costs.noise_of("simulated drafter", job, &self.attempts, self.costs.micro_batch_failures);
+        self.sleeper.sleep(self.costs.micro_batch_seconds(tokens) * self.slowness * noise.factor).await;
+        if noise.fails {
             let error = EngineError::Failed("a simulated failure of a micro-batch".into());
             return Err(MicroFailure { error, features: Some(features) });
         }
@@ -279,17 +286,17 @@ impl DraftEngine for SimDrafter {
     }
 }
 
-/// An optimizer that takes its time. Each step adds a hundredth to the weight.
+/// Simulated optimizer. Each step adds 0.01 to the weight.
 #[derive(Clone, Debug)]
 pub struct SimOptimizer {
     pub costs: CostModel,
     pub weight: f64,
-    pace: Pace,
+    sleeper: Sleeper,
 }
 
 impl SimOptimizer {
     pub fn new(costs: CostModel, weight: f64) -> Self {
-        Self { costs, weight, pace: Pace::default() }
+        Self { costs, weight, sleeper: Sleeper::default() }
     }
 }
 
@@ -298,8 +305,8 @@ impl Optimizer for SimOptimizer {
     type Weights = f64;
 
     async fn step(&mut self, gradients: Vec<f64>, request: StepRequest) -> Result<StepReport, EngineError> {
-        let luck = luck(self.costs.seed, "simulated step", &[request.step], self.costs.jitter, 0.0);
-        self.pace.sleep(self.costs.step_seconds() * luck.factor).await;
+        let noise = noise(self.costs.seed, "simulated step", &[request.step], self.costs.jitter, 0.0);
+        self.sleeper.sleep(self.costs.step_seconds() * noise.factor).await;
         let sum: f64 = gradients.iter().sum();
         let grad_norm = if request.denominator > 0.0 { sum / request.denominator } else { 0.0 };
         if !gradients.is_empty() {
@@ -326,8 +333,8 @@ mod tests {
     use super::*;
     use tokio::time::Instant;
 
-    /// How long each target in turn takes for the same batch, and whether it fails.
-    async fn tries(targets: &mut [SimTarget], order: &[usize]) -> Vec<(Duration, bool)> {
+    /// Returns the duration of the same batch on each target in turn, and if it fails.
+    async fn attempts(targets: &mut [SimTarget], order: &[usize]) -> Vec<(Duration, bool)> {
         let batch = Arc::new(PaddedBatch { rows: 1, width: 1000, lengths: vec![900], ..PaddedBatch::default() });
         let mut seen = Vec::new();
         for &index in order {
@@ -341,11 +348,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn every_try_has_a_luck_of_its_own_whichever_target_makes_it() {
         let costs = CostModel { seconds_per_token: 0.1, jitter: 0.1, job_failures: 0.5, ..CostModel::default() };
-        let alone = tries(&mut targets(costs, &[1.0]), &[0; 8]).await;
+        let alone = attempts(&mut targets(costs, &[1.0]), &[0; 8]).await;
         let seconds: Vec<i64> = alone.iter().map(|(took, _)| took.as_millis() as i64).collect();
         assert!(seconds.windows(2).all(|pair| pair[0] != pair[1]), "{alone:?}");
         assert!(alone.iter().any(|(_, failed)| *failed) && alone.iter().any(|(_, failed)| !failed), "{alone:?}");
-        let together = tries(&mut targets(costs, &[1.0, 1.0]), &[0, 1, 1, 0, 0, 1, 0, 1]).await;
+        let together = attempts(&mut targets(costs, &[1.0, 1.0]), &[0, 1, 1, 0, 0, 1, 0, 1]).await;
         let failures = |seen: &[(Duration, bool)]| seen.iter().map(|(_, failed)| *failed).collect::<Vec<_>>();
         assert_eq!(failures(&alone), failures(&together));
         // Each target rounds for itself, by less than a tick.
@@ -356,7 +363,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn half_the_speed_is_twice_the_time() {
         let costs = CostModel { seconds_per_token: 0.1, ..CostModel::default() };
-        let seen = tries(&mut targets(costs, &[1.0, 0.5]), &[0, 1]).await;
+        let seen = attempts(&mut targets(costs, &[1.0, 0.5]), &[0, 1]).await;
         assert_eq!(seen, [(Duration::from_secs(100), false), (Duration::from_secs(200), false)]);
     }
 }

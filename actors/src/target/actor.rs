@@ -1,9 +1,13 @@
-//! A target pulls a job, reserves its exact bytes in the pool, runs the forward, checks the result, and moves it into the pool.
+//! Target actor: pulls a job, reserves its exact bytes in the pool, runs the forward, checks the result, and moves it
+//! into the pool.
 //!
-//! In: leases that it pulls. Out: features, moved. When the pool is full it waits before the forward, so it never holds
-//! features that have no room. It ends when the dispatcher has no more jobs. A result that is not what was expected (rows,
-//! taps, width, dtype, not finite) never enters the pool: the job goes back. A target that panics, is lost or keeps failing
-//! is taken out, restarted with a growing pause, and serves again when it answers; after `max_restarts` in vain it is gone.
+//! In: leases that it pulls. Out: features, moved.
+//!
+//! The target waits for bytes before the forward, so it never holds features without a reservation. It ends when the
+//! dispatcher has no more jobs. An unexpected result (rows, taps, width, dtype, not finite) never enters the pool: the
+//! job returns to the dispatcher. A target that panics, is lost or keeps failing goes out of service and is restarted
+//! with growing pauses. After `max_restarts` failed restarts it is out of service permanently.
+//!
 //! Invariants: D2, L1.
 
 use super::state::{Recovery, Settings, State};
@@ -13,7 +17,7 @@ use crate::{
     pool::{self, Reservation},
     runtime::{
         causes::Cause,
-        fault::{Fault, Gone, Stops},
+        fault::{Fault, Gone, Shutdown},
         meter::{Meter, Totals},
         metrics as m,
         util::{caught, changed},
@@ -25,27 +29,31 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// What a target did.
+/// Statistics of a target.
 #[derive(Clone, Debug, Default)]
-pub struct Work {
+pub struct Stats {
     pub totals: Totals,
     pub jobs: u64,
     pub tokens: u64,
     pub padded_tokens: u64,
     pub restarts: u64,
-    /// Why it is gone for good, where it is.
+    /// Cause of a permanent failure.
     pub gone: Option<String>,
 }
 
-/// Runs until there are no more jobs, or the target is gone for good: `Work::gone` says so.
+/// Runs until there are no more jobs, or the target has failed permanently, which `Stats::gone` reports.
+///
+/// # Errors
+///
+/// Fails if the dispatcher or the pool is gone, or the run is aborted.
 pub async fn run<E: TargetEngine>(
     index: usize,
     mut settings: watch::Receiver<Settings>,
     engine: E,
     jobs: dispatcher::Handle,
     pool: pool::Handle<E::Features>,
-    stops: Stops,
-) -> Result<Work, Fault> {
+    shutdown: Shutdown,
+) -> Result<Stats, Fault> {
     let label = index.to_string();
     let first = *settings.borrow_and_update();
     let mut target = Target {
@@ -61,11 +69,11 @@ pub async fn run<E: TargetEngine>(
         failures: counter!(m::TARGET_FAILURES, "index" => label.clone()),
         tokens: counter!(m::TARGET_TOKENS, "index" => label.clone()),
         padded_tokens: counter!(m::TARGET_PADDED_TOKENS, "index" => label),
-        work: Work::default(),
+        stats: Stats::default(),
     };
-    let ended = stops.abort.run_until_cancelled(target.live(&stops)).await;
+    let ended = shutdown.abort.run_until_cancelled(target.live(&shutdown)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted(target.name.clone())))?;
-    Ok(Work { totals: target.meter.totals(), ..target.work })
+    Ok(Stats { totals: target.meter.totals(), ..target.stats })
 }
 
 struct Target<E: TargetEngine> {
@@ -81,25 +89,25 @@ struct Target<E: TargetEngine> {
     failures: Counter,
     tokens: Counter,
     padded_tokens: Counter,
-    work: Work,
+    stats: Stats,
 }
 
-/// Why a target serves no more.
-enum Served {
+/// Reason why a target stops serving.
+enum ServeEnd {
     NoMoreJobs,
-    TakenOut,
+    Down,
 }
 
 impl<E: TargetEngine> Target<E> {
-    async fn live(&mut self, stops: &Stops) -> Result<(), Fault> {
+    async fn live(&mut self, shutdown: &Shutdown) -> Result<(), Fault> {
         loop {
-            self.set_up(true);
-            let served = self.serve(stops).await?;
-            self.set_up(false);
+            self.report_up(true);
+            let served = self.serve(shutdown).await?;
+            self.report_up(false);
             match served {
-                Served::NoMoreJobs => return Ok(()),
-                Served::TakenOut => {
-                    let back = stops.close.run_until_cancelled(self.come_back()).await;
+                ServeEnd::NoMoreJobs => return Ok(()),
+                ServeEnd::Down => {
+                    let back = shutdown.drain.run_until_cancelled(self.recover()).await;
                     if back != Some(true) {
                         return Ok(());
                     }
@@ -108,20 +116,20 @@ impl<E: TargetEngine> Target<E> {
         }
     }
 
-    async fn serve(&mut self, stops: &Stops) -> Result<Served, Fault> {
+    async fn serve(&mut self, shutdown: &Shutdown) -> Result<ServeEnd, Fault> {
         loop {
             let lease = self.meter.wait(Cause::Job, self.jobs.pull(self.index)).await;
-            let Some(lease) = lease.map_err(|g| self.gone(g))? else { return Ok(Served::NoMoreJobs) };
+            let Some(lease) = lease.map_err(|g| self.gone(g))? else { return Ok(ServeEnd::NoMoreJobs) };
             let batch = lease.batch().clone();
             let bytes = self.engine.feature_bytes(&batch);
-            let room =
-                self.meter.wait(Cause::PoolFull, stops.close.run_until_cancelled(self.pool.reserve(bytes))).await;
-            let Some(room) = room else {
+            let reservation =
+                self.meter.wait(Cause::PoolFull, shutdown.drain.run_until_cancelled(self.pool.reserve(bytes))).await;
+            let Some(reservation) = reservation else {
                 lease.unused();
-                return Ok(Served::NoMoreJobs);
+                return Ok(ServeEnd::NoMoreJobs);
             };
-            let room = match room.map_err(|g| self.gone(g))? {
-                Ok(room) => room,
+            let reservation = match reservation.map_err(|g| self.gone(g))? {
+                Ok(reservation) => reservation,
                 Err(too_large) => {
                     lease.fail(Failure::Failed, too_large.to_string());
                     continue;
@@ -136,41 +144,41 @@ impl<E: TargetEngine> Target<E> {
                 Ok(features) => {
                     self.state.on_success();
                     let (tokens, slots) = (batch.tokens(), (batch.rows * batch.width) as u64);
-                    if self.deliver(lease, room, features).await? {
-                        self.work.jobs += 1;
-                        self.work.tokens += tokens;
-                        self.work.padded_tokens += slots;
+                    if self.deliver(lease, reservation, features).await? {
+                        self.stats.jobs += 1;
+                        self.stats.tokens += tokens;
+                        self.stats.padded_tokens += slots;
                         self.delivered.increment(1);
                         self.tokens.increment(tokens);
                         self.padded_tokens.increment(slots);
                     }
                 }
                 Err((failure, message)) => {
-                    drop(room);
+                    drop(reservation);
                     self.failures.increment(1);
                     self.state.reconfigure(*self.settings.borrow_and_update());
-                    tracing::warn!(target_index = self.index, job = %lease.job(), why = message, "extraction failed");
+                    tracing::warn!(target_index = self.index, job = %lease.job(), reason = message, "extraction failed");
                     let out = self.state.on_failure(&message, lost);
                     lease.fail(failure, message);
                     if out {
-                        return Ok(Served::TakenOut);
+                        return Ok(ServeEnd::Down);
                     }
                 }
             }
         }
     }
 
-    /// Moves features into the pool; false when another target was first.
+    /// Moves features into the pool. Returns false if another target was first.
     async fn deliver(
         &mut self,
         lease: Lease,
-        room: Reservation<E::Features>,
+        reservation: Reservation<E::Features>,
         features: E::Features,
     ) -> Result<bool, Fault> {
         match self.jobs.claim(&lease).await.map_err(|g| self.gone(g))? {
-            Some(job) => lease.deliver(job, room, features),
+            Some(job) => lease.deliver(job, reservation, features),
             None => {
-                drop((features, room));
+                drop((features, reservation));
                 lease.late();
                 return Ok(false);
             }
@@ -178,39 +186,39 @@ impl<E: TargetEngine> Target<E> {
         Ok(true)
     }
 
-    /// Restarts until the engine answers. False when it is gone for good.
-    async fn come_back(&mut self) -> bool {
+    /// Restarts the engine until it responds. Returns false after a permanent failure.
+    async fn recover(&mut self) -> bool {
         loop {
             self.state.reconfigure(*self.settings.borrow_and_update());
             match self.state.recover() {
                 Recovery::RestartAfter(pause) => {
-                    tracing::warn!(target_index = self.index, ?pause, "the target is taken out and will be restarted");
-                    self.rest().await;
+                    tracing::warn!(target_index = self.index, ?pause, "target out of service");
+                    self.pause().await;
                     let restarted = self.meter.wait(Cause::Down, caught(self.engine.restart())).await;
                     match restarted.unwrap_or_else(|panic| Err(EngineError::Lost(panic))) {
                         Ok(()) => {
-                            self.work.restarts += 1;
+                            self.stats.restarts += 1;
                             counter!(m::TARGET_RESTARTS, "index" => self.index.to_string()).increment(1);
-                            tracing::info!(target_index = self.index, "the target answers again");
+                            tracing::info!(target_index = self.index, "target back in service");
                             return true;
                         }
-                        Err(error) => tracing::warn!(target_index = self.index, %error, "the restart failed"),
+                        Err(error) => tracing::warn!(target_index = self.index, %error, "restart failed"),
                     }
                 }
                 Recovery::GiveUp(cause) => {
-                    tracing::error!(target_index = self.index, cause, "the target is gone for good");
-                    self.work.gone = Some(cause);
+                    tracing::error!(target_index = self.index, cause, "target failed permanently");
+                    self.stats.gone = Some(cause);
                     return false;
                 }
             }
         }
     }
 
-    /// Waits for the pause before a restart, as long as the settings say at present.
-    async fn rest(&mut self) {
+    /// Waits for the pause before a restart; changed settings apply at once.
+    async fn pause(&mut self) {
         let Self { meter, state, settings, .. } = self;
         let begun = Instant::now();
-        let rest = async {
+        let pause = async {
             loop {
                 tokio::select! {
                     () = sleep_until(begun + state.pause()) => return,
@@ -218,10 +226,10 @@ impl<E: TargetEngine> Target<E> {
                 }
             }
         };
-        meter.wait(Cause::Down, rest).await;
+        meter.wait(Cause::Down, pause).await;
     }
 
-    fn set_up(&self, up: bool) {
+    fn report_up(&self, up: bool) {
         gauge!(m::TARGET_UP, "index" => self.index.to_string()).set(f64::from(u8::from(up)));
     }
 

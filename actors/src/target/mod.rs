@@ -3,5 +3,5 @@
 mod actor;
 pub mod state;
 
-pub use actor::{Work, run};
+pub use actor::{Stats, run};
 pub use state::{Recovery, Settings, State};

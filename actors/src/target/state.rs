@@ -1,4 +1,4 @@
-//! Decisions of a target: it judges results, counts failures, and chooses when to restart or to give up.
+//! Decisions of a target, without waiting: judging results, counting failures, restarts, and permanent failure.
 
 use crate::{
     dispatcher::Failure,
@@ -6,21 +6,21 @@ use crate::{
 };
 use std::time::Duration;
 
-/// Pauses between restarts double up to this many times the first one.
+/// Limit on the doubling of restart pauses, as a multiple of the first pause.
 const LONGEST_PAUSE: u32 = 64;
 
-/// What shapes a target's work.
+/// Settings of a target.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Failures in a row after which a target is taken out: it is broken, not its jobs.
+    /// Failures in a row after which a target goes out of service: the target is broken, not its jobs.
     pub max_failures_in_a_row: u32,
-    /// Restarts without a good result between them after which a target is gone for good.
+    /// Restarts without a success between them after which a target has failed permanently.
     pub max_restarts: u32,
     /// Pause before the first restart; each further one doubles it.
     pub restart_pause: Duration,
 }
 
-/// Every decision of a target, without waiting for anything.
+/// Every decision of a target.
 #[derive(Debug)]
 pub struct State {
     settings: Settings,
@@ -29,11 +29,11 @@ pub struct State {
     first_cause: Option<String>,
 }
 
-/// What a target that was taken out does.
+/// Next step of a target that is out of service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Recovery {
     RestartAfter(Duration),
-    /// Nothing helps: why it was taken out first.
+    /// Permanent failure, with the first cause.
     GiveUp(String),
 }
 
@@ -42,7 +42,11 @@ impl State {
         Self { settings, failures_in_a_row: 0, restarts_in_a_row: 0, first_cause: None }
     }
 
-    /// Judges what the engine gave for a batch.
+    /// Judges the engine's result for a batch.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the engine failed, or if shape, bytes or values are not as expected.
     pub fn judge<F: Features>(
         expected: FeatureShape,
         bytes: u64,
@@ -51,60 +55,56 @@ impl State {
         let features = result.map_err(|e| (Failure::Failed, e.to_string()))?;
         let (shape, held) = (features.shape(), features.bytes());
         if shape != expected {
-            return Err((Failure::WrongShape, format!("the target gave {shape:?} where {expected:?} was expected")));
+            return Err((Failure::WrongShape, format!("the features have shape {shape:?}; expected {expected:?}")));
         }
         if held != bytes {
-            return Err((Failure::WrongShape, format!("the features hold {held} bytes where {bytes} were reserved")));
+            return Err((Failure::WrongShape, format!("the features have {held} bytes; {bytes} were reserved")));
         }
         if !features.all_finite() {
             return Err((
                 Failure::NonFinite,
-                "the hidden states, or what the target says, have a value that is NaN or infinite".into(),
+                "the hidden states or label probabilities contain NaN or infinite values".into(),
             ));
         }
         Ok(features)
     }
 
-    /// A good result: whatever was wrong is over.
+    /// Counts a success: earlier failures no longer count.
     pub fn on_success(&mut self) {
         (self.failures_in_a_row, self.restarts_in_a_row, self.first_cause) = (0, 0, None);
     }
 
-    /// A failure; `lost` when the engine cannot go on. True when the target must be taken out.
+    /// Counts a failure; `lost` if the engine is unusable. Returns true if the target must go out of service.
     pub fn on_failure(&mut self, message: &str, lost: bool) -> bool {
         self.failures_in_a_row += 1;
         let out = lost || self.failures_in_a_row >= self.settings.max_failures_in_a_row;
         if out {
             let n = self.failures_in_a_row;
-            let cause = if lost {
-                message.into()
-            } else {
-                format!("{n} jobs failed in a row, the last one because: {message}")
-            };
+            let cause = if lost { message.into() } else { format!("{n} jobs failed in a row; last error: {message}") };
             self.first_cause.get_or_insert(cause);
         }
         out
     }
 
-    /// Other settings, in force from the next failure or restart on.
+    /// Applies changed settings, from the next failure or restart on.
     pub fn reconfigure(&mut self, settings: Settings) {
         self.settings = settings;
     }
 
-    /// What to do while it is out.
+    /// Decides the next step of a target that is out of service.
     pub fn recover(&mut self) -> Recovery {
         let Settings { max_restarts, max_failures_in_a_row, .. } = self.settings;
         if self.restarts_in_a_row >= max_restarts {
             let cause = self.first_cause.clone().unwrap_or_default();
-            return Recovery::GiveUp(format!("{cause} (it was restarted {max_restarts} times in vain)"));
+            return Recovery::GiveUp(format!("{cause} ({max_restarts} restarts failed)"));
         }
         self.restarts_in_a_row += 1;
-        // On probation: the next failure takes it out again, before it spoils more jobs.
+        // Probation: the next failure ends the service again, before more jobs fail.
         self.failures_in_a_row = max_failures_in_a_row.saturating_sub(1);
         Recovery::RestartAfter(self.pause())
     }
 
-    /// The pause before the restart that comes next, after `recover` asked for one.
+    /// Returns the pause before the next restart, after `recover` requested one.
     pub fn pause(&self) -> Duration {
         let doubled = 1 << self.restarts_in_a_row.saturating_sub(1).min(LONGEST_PAUSE.ilog2());
         self.settings.restart_pause.saturating_mul(doubled)
@@ -154,7 +154,7 @@ mod tests {
             assert_eq!(state.recover(), Recovery::RestartAfter(second * doubled));
         }
         let Recovery::GiveUp(cause) = state.recover() else { panic!("nine restarts are enough") };
-        assert!(cause.contains("3 jobs failed in a row, the last one because: e"), "{cause}");
+        assert!(cause.contains("3 jobs failed in a row; last error: e"), "{cause}");
         assert!(State::new(settings).on_failure("the device is gone", true), "lost at once");
     }
 

@@ -1,16 +1,22 @@
-//! The trainer owns the optimizer step: it hands out tickets, waits until each is used, reduces, steps, and publishes the weights.
+//! Trainer actor: owns the optimizer step. It issues tickets, waits until each is used, reduces, steps, and publishes
+//! the weights.
 //!
-//! In: requests for tickets, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
-//! planner), one record a step. A step has exactly `accumulation × drafters` micro-batches, or is the last of the run;
-//! whoever is ready takes the next ticket. At a stop or close it takes no part of an unfinished step into the weights: those jobs
-//! stay open. After a close it makes steps as long as drafters have batches. Changed settings shape whole steps: they are in force from the next step border on. Invariants: T1, T2. The decisions are in `State`; `trainer_state.rs` has them.
+//! In: ticket requests, reports, gradients. Out: tickets and weights (as replies), outcomes and checkpoints (to the
+//! planner), one record per step.
+//!
+//! A step has exactly `accumulation × drafters` micro-batches, or is the last of the run. The first waiting drafter
+//! gets the next ticket. After `Shutdown::stop` or `Shutdown::drain` no part of an unfinished step enters the weights:
+//! those jobs stay open. After `drain` steps continue while drafters have batches. Changed settings apply to whole
+//! steps, from the next step boundary on.
+//!
+//! Invariants: T1, T2.
 
-use super::messages::{Answer, Inbox, Msg, Part, Phase, Settings, Ticket, Wishes, Work};
+use super::messages::{CheckpointReply, Contribution, Control, Inbox, Msg, Phase, Settings, Stats, Ticket};
 use super::{
-    checkpointer::Saver,
-    replica_check::{self, Comparisons},
+    checkpointer::Checkpointer,
+    replica_check::{self, ReplicaCheck},
     state::{Action, State},
-    stats::Series,
+    stats::{Series, StepRecord},
 };
 use crate::{
     messages::{
@@ -20,7 +26,7 @@ use crate::{
     planner,
     runtime::{
         causes::Cause,
-        fault::{Fault, Gone, Stops},
+        fault::{Fault, Gone, Shutdown},
         meter::Meter,
         trace::lifecycle,
         util::changed,
@@ -32,15 +38,13 @@ use tokio::{
     time::Instant,
 };
 
-pub use super::stats::StepRecord;
-
-/// A drafter's gradient of the running step, and where its new weights go.
-type HandedIn<O> = (Part<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
+/// Contribution of a drafter to the running step, and the reply for its new weights.
+type HandedIn<O> = (Contribution<<O as Optimizer>::Gradient>, oneshot::Sender<<O as Optimizer>::Weights>);
 
 struct Trainer<O: Optimizer> {
-    /// In force for the running step.
+    /// Settings of the running step.
     settings: Settings,
-    /// In force from the next step on.
+    /// Settings of the next step.
     next: Settings,
     /// Micro-batches in the weights.
     trained: u64,
@@ -51,59 +55,64 @@ struct Trainer<O: Optimizer> {
     phase: watch::Sender<Phase>,
     tickets: BTreeMap<usize, oneshot::Sender<Option<Ticket>>>,
     gradients: BTreeMap<usize, HandedIn<O>>,
-    comparisons: Comparisons,
+    replica_check: ReplicaCheck,
     receipts: Vec<Receipt>,
     meter: Meter,
     series: Series,
     born: Instant,
-    work: Work,
-    saver: Saver,
+    stats: Stats,
+    checkpointer: Checkpointer,
 }
 
-/// Runs until no step can follow. Every step's record goes to `records`.
+/// Runs until no step can follow. Each step's record goes to `records`.
+///
+/// # Errors
+///
+/// Fails if the optimizer fails, if the last checkpoint cannot be written, if the planner or all drafters are gone, or
+/// if the run is aborted.
 pub async fn run<O: Optimizer>(
-    mut wishes: Wishes,
+    mut control: Control,
     optimizer: O,
     inbox: Inbox<O::Gradient, O::Weights>,
     planner: planner::Handle,
     records: mpsc::Sender<StepRecord>,
-    stops: Stops,
-) -> Result<Work, Fault> {
+    shutdown: Shutdown,
+) -> Result<Stats, Fault> {
     let Inbox { mut inbox, phase } = inbox;
-    let settings = wishes.settings.borrow_and_update().clone();
+    let settings = control.settings.borrow_and_update().clone();
     let start = settings.start_step;
     let mut t = Trainer {
         state: State::new(settings.drafters, settings.accumulation, start, settings.max_steps),
         trained: settings.start_micro_batches,
         optimizer,
-        saver: Saver::new(planner.clone(), start),
+        checkpointer: Checkpointer::new(planner.clone(), start),
         planner,
         records,
         phase,
         tickets: BTreeMap::new(),
         gradients: BTreeMap::new(),
-        comparisons: Comparisons::new(),
+        replica_check: ReplicaCheck::new(),
         receipts: Vec::new(),
         meter: Meter::new("trainer", 0),
         series: Series::new(),
         born: Instant::now(),
-        work: Work { step: start, ..Work::default() },
+        stats: Stats { step: start, ..Stats::default() },
         next: settings.clone(),
         settings,
     };
     t.series.begin(&t.settings);
-    let ended = stops.abort.run_until_cancelled(t.serve(&mut inbox, &mut wishes, &stops)).await;
+    let ended = shutdown.abort.run_until_cancelled(t.serve(&mut inbox, &mut control, &shutdown)).await;
     ended.unwrap_or_else(|| Err(Fault::aborted("trainer")))?;
-    t.work.totals = t.meter.totals();
-    Ok(t.work)
+    t.stats.totals = t.meter.totals();
+    Ok(t.stats)
 }
 
 impl<O: Optimizer> Trainer<O> {
     async fn serve(
         &mut self,
         inbox: &mut mpsc::Receiver<Msg<O::Gradient, O::Weights>>,
-        wishes: &mut Wishes,
-        stops: &Stops,
+        control: &mut Control,
+        shutdown: &Shutdown,
     ) -> Result<(), Fault> {
         let mut actions = self.state.reconfigure(self.settings.accumulation, &self.settings.paused);
         let (mut closing, mut stopping) = (false, false);
@@ -111,16 +120,17 @@ impl<O: Optimizer> Trainer<O> {
             if self.apply(actions).await? {
                 return Ok(());
             }
-            let Self { meter, saver, .. } = self;
+            let Self { meter, checkpointer, .. } = self;
             let next = async {
                 tokio::select! {
                     biased;
-                    () = stops.stop.cancelled(), if !stopping => Event::Stop,
-                    () = stops.close.cancelled(), if !closing => Event::Close,
-                    // Why it failed is logged; training goes on, and the next one comes at its time.
-                    _ = saver.written() => Event::Written,
-                    () = changed(&mut wishes.settings) => Event::Changed,
-                    Some(answer) = wishes.saves.recv() => Event::Save(answer),
+                    () = shutdown.stop.cancelled(), if !stopping => Event::Stop,
+                    () = shutdown.drain.cancelled(), if !closing => Event::Close,
+                    // The checkpointer logs a failure; training continues, and the next checkpoint is written when it
+                    // is due.
+                    _ = checkpointer.written() => Event::Written,
+                    () = changed(&mut control.settings) => Event::Changed,
+                    Some(reply) = control.checkpoints.recv() => Event::Checkpoint(reply),
                     msg = inbox.recv() => Event::Msg(msg),
                 }
             };
@@ -134,14 +144,14 @@ impl<O: Optimizer> Trainer<O> {
                     self.state.on_close()
                 }
                 Event::Written => {
-                    if self.saver.is_due() {
+                    if self.checkpointer.is_due() {
                         self.save().await;
                     }
                     Vec::new()
                 }
-                Event::Changed => self.reconfigure(wishes.settings.borrow_and_update().clone()),
-                Event::Save(answer) => {
-                    if self.saver.ask(self.work.step, answer) {
+                Event::Changed => self.reconfigure(control.settings.borrow_and_update().clone()),
+                Event::Checkpoint(reply) => {
+                    if self.checkpointer.request(self.stats.step, reply) {
                         self.save().await;
                     }
                     Vec::new()
@@ -152,10 +162,10 @@ impl<O: Optimizer> Trainer<O> {
         }
     }
 
-    /// What shapes a step holds from the next one on; at once where nothing of the running one has begun.
+    /// Applies changed settings from the next step on; at once if the running step has not begun.
     fn reconfigure(&mut self, settings: Settings) -> Vec<Action> {
         self.next = settings;
-        if self.state.at_border() {
+        if self.state.at_boundary() {
             self.settings = self.next.clone();
         }
         self.state.reconfigure(self.next.accumulation, &self.next.paused)
@@ -167,13 +177,13 @@ impl<O: Optimizer> Trainer<O> {
                 self.tickets.insert(drafter, reply);
                 self.state.on_ticket(drafter)
             }
-            Msg::Report { ticket, order, job, report } => {
+            Msg::Report { ticket, position, job, report } => {
                 let bucket = job.spec.bucket;
                 lifecycle!("reported", job = %job.id(), step = ticket.step);
                 self.receipts.push(job.receipt);
-                self.state.on_report(&ticket, order, bucket, &report)
+                self.state.on_report(&ticket, position, bucket, &report)
             }
-            Msg::GiveBack { ticket, skipped } => self.state.on_give_back(&ticket, skipped),
+            Msg::ReturnTicket { ticket, skipped } => self.state.on_ticket_returned(&ticket, skipped),
             Msg::Gradient { drafter, step, part, reply } => {
                 self.gradients.insert(drafter, (part, reply));
                 self.state.on_gradient(drafter, step)
@@ -182,7 +192,7 @@ impl<O: Optimizer> Trainer<O> {
         }
     }
 
-    /// Returns true at the end.
+    /// Applies actions. Returns true at the end of the run.
     async fn apply(&mut self, actions: Vec<Action>) -> Result<bool, Fault> {
         let mut actions: std::collections::VecDeque<Action> = actions.into();
         while let Some(action) = actions.pop_front() {
@@ -194,7 +204,7 @@ impl<O: Optimizer> Trainer<O> {
                         None => Some(ticket),
                     };
                     if let Some(ticket) = undelivered {
-                        actions.extend(self.state.on_give_back(&ticket, false));
+                        actions.extend(self.state.on_ticket_returned(&ticket, false));
                     }
                 }
                 Action::Refuse { drafter } => {
@@ -221,8 +231,8 @@ impl<O: Optimizer> Trainer<O> {
     async fn step(&mut self) -> Result<Vec<Action>, Fault> {
         let Self { state, settings, .. } = self;
         let (step, sum) = (state.step(), *state.sum());
-        let place = 1.0 + self.trained as f64 / state.per_step() as f64;
-        let learning_rate = (settings.learning_rate)(place);
+        let position = 1.0 + self.trained as f64 / state.per_step() as f64;
+        let learning_rate = (settings.learning_rate)(position);
         let mut record = StepRecord {
             step,
             loss: sum.loss(),
@@ -248,16 +258,16 @@ impl<O: Optimizer> Trainer<O> {
             checksums.extend(part.checksum.map(|checksum| (drafter, checksum)));
             replies.push((drafter, reply));
         }
-        let Self { optimizer, comparisons, .. } = self;
+        let Self { optimizer, replica_check, .. } = self;
         let published = self.meter.busy(async {
             if !checksums.is_empty()
-                && let Some(given) = replica_check::known("optimizer", optimizer.checksum().await)
+                && let Some(given) = replica_check::available("optimizer", optimizer.checksum().await)
             {
-                comparisons.compare(step, &checksums, given);
+                replica_check.compare(step, &checksums, given);
             }
             let report = optimizer.step(gradients, request).await?;
             for (drafter, reply) in replies {
-                // A drafter that is gone is noticed by whoever runs it.
+                // The supervisor notices a drafter that is gone.
                 let _ = reply.send(optimizer.weights(drafter).await?);
             }
             Ok::<_, crate::messages::engine::EngineError>(report)
@@ -265,7 +275,7 @@ impl<O: Optimizer> Trainer<O> {
         let report = published.await.map_err(|e| Fault::new("trainer", format!("step {step}: {e}")))?;
         record.grad_norm = report.grad_norm;
         record.seconds = self.born.elapsed().as_secs_f64();
-        self.work.step = step;
+        self.stats.step = step;
         self.trained += record.micro_batches;
         self.planner.trained(step, std::mem::take(&mut self.receipts)).await.map_err(|g| Fault::gone("trainer", g))?;
         self.series.observe(&record, &self.settings);
@@ -278,37 +288,37 @@ impl<O: Optimizer> Trainer<O> {
     }
 
     async fn end(&mut self) -> Result<(), Fault> {
-        self.work.discarded = self.receipts.len() as u64;
+        self.stats.discarded = self.receipts.len() as u64;
         self.receipts.clear();
-        if self.saver.is_busy() {
-            // One that fails here is made up for below.
-            let _ = self.saver.written().await;
+        if self.checkpointer.is_busy() {
+            // A failure here is retried below.
+            let _ = self.checkpointer.written().await;
         }
-        if self.work.step > self.saver.saved() {
+        if self.stats.step > self.checkpointer.saved() {
             self.save().await;
-            self.saver.written().await.map_err(|reason| Fault::new("trainer", reason))?;
+            self.checkpointer.written().await.map_err(|reason| Fault::new("trainer", reason))?;
         }
-        self.work.checkpoint = self.saver.name().cloned();
+        self.stats.checkpoint = self.checkpointer.name().cloned();
         self.phase.send_replace(Phase::End);
         Ok(())
     }
 
-    /// Begins a checkpoint of the weights as they are, or notes that one is due.
+    /// Begins a checkpoint of the current weights, or marks one as due.
     async fn save(&mut self) {
-        if self.saver.may_begin() {
-            let step = self.work.step;
+        if self.checkpointer.may_begin() {
+            let step = self.stats.step;
             let copied = self.meter.busy(self.optimizer.save(step)).await;
-            self.saver.begin(step, copied);
+            self.checkpointer.begin(step, copied);
         }
     }
 }
 
-/// What the trainer waits for.
+/// Event for the trainer.
 enum Event<M> {
     Stop,
     Close,
     Written,
     Changed,
-    Save(Answer),
+    Checkpoint(CheckpointReply),
     Msg(Option<M>),
 }

@@ -1,74 +1,72 @@
-//! The checkpoint that is on its way: written, and made to exist in the ledger, while training goes on; at most one at a time.
+//! Checkpointer: writes a checkpoint and makes it exist in the ledger while training continues; at most one at a time.
 
+use super::messages::CheckpointReply;
 use crate::{
     messages::engine::{EngineError, Writing},
     planner,
     runtime::metrics as m,
-    trainer::Answer,
 };
 use metrics::{counter, gauge, histogram};
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Writes checkpoints beside the steps.
-pub(crate) struct Saver {
+/// Writer of checkpoints, concurrent with the steps.
+pub(crate) struct Checkpointer {
     planner: planner::Handle,
-    /// The newest step that a checkpoint holds.
+    /// Newest step in a checkpoint.
     saved: u64,
-    /// The checkpoint that this run wrote last.
+    /// Name of the last checkpoint of this run.
     name: Option<String>,
-    on_its_way: Option<OnItsWay>,
-    /// Another one was due meanwhile, and who asked for it.
+    in_flight: Option<InFlight>,
+    /// Another checkpoint became due meanwhile; these are its requests.
     due: bool,
-    asked: Vec<Answer>,
+    requests: Vec<CheckpointReply>,
 }
 
-/// Dropping it gives the checkpoint up.
-struct OnItsWay {
+/// Checkpoint in progress. Dropping it abandons the checkpoint.
+struct InFlight {
     step: u64,
     since: Instant,
-    asked: Vec<Answer>,
+    requests: Vec<CheckpointReply>,
     task: AbortOnDropHandle<Result<String, String>>,
 }
 
-impl Saver {
-    /// `saved` is the step that the run goes on from.
+impl Checkpointer {
+    /// Creates a checkpointer. `saved` is the step that the run resumes from.
     pub fn new(planner: planner::Handle, saved: u64) -> Self {
-        Self { planner, saved, name: None, on_its_way: None, due: false, asked: Vec::new() }
+        Self { planner, saved, name: None, in_flight: None, due: false, requests: Vec::new() }
     }
 
     pub fn is_busy(&self) -> bool {
-        self.on_its_way.is_some()
+        self.in_flight.is_some()
     }
 
-    /// Whether one was due while another was being written, which is now.
+    /// Returns true if a checkpoint became due while another was written, and that one is finished.
     pub fn is_due(&self) -> bool {
         self.due && !self.is_busy()
     }
 
-    /// Whether one may begin; else it is due when the one on its way is written.
+    /// Returns true if a checkpoint may begin now; otherwise marks one as due.
     pub fn may_begin(&mut self) -> bool {
         self.due = self.is_busy();
         !self.due
     }
 
-    /// Somebody wants a checkpoint of `step`, the last one in the weights. Answered now where there is one, or nothing to keep;
-    /// true where one has to be begun.
-    pub fn ask(&mut self, step: u64, answer: Answer) -> bool {
-        match &mut self.on_its_way {
-            Some(on_its_way) if on_its_way.step == step => on_its_way.asked.push(answer),
+    /// Takes in a request for a checkpoint of `step`, the last one in the weights. It replies at once if that
+    /// checkpoint exists, or if no step is complete. Returns true if a checkpoint must begin.
+    pub fn request(&mut self, step: u64, reply: CheckpointReply) -> bool {
+        match &mut self.in_flight {
+            Some(in_flight) if in_flight.step == step => in_flight.requests.push(reply),
             None if step == self.saved => {
-                // Who asked may be gone.
-                let _ =
-                    answer.send(match step {
-                        0 => Err("no step is complete yet, so there is nothing to keep; ask again after the first one"
-                            .into()),
-                        _ => Ok(format!("step {step}, the last one, has a checkpoint already")),
-                    });
+                // The requester may be gone.
+                let _ = reply.send(match step {
+                    0 => Err("no step is complete yet; request a checkpoint after the first step".into()),
+                    _ => Ok(format!("step {step}, the last one, already has a checkpoint")),
+                });
             }
             _ => {
-                self.asked.push(answer);
+                self.requests.push(reply);
                 return true;
             }
         }
@@ -83,8 +81,8 @@ impl Saver {
         self.name.as_ref()
     }
 
-    /// Begins the checkpoint of `step`, of which the optimizer made a copy. The outcomes of its steps must have been sent to
-    /// the planner before.
+    /// Begins the checkpoint of `step` from the optimizer's copy. The outcomes of its steps must have been sent to the
+    /// planner before.
     pub fn begin(&mut self, step: u64, copied: Result<Writing, EngineError>) {
         let (planner, since) = (self.planner.clone(), Instant::now());
         let task = tokio::spawn(async move {
@@ -92,23 +90,26 @@ impl Saver {
             planner.checkpoint(step, name.clone()).await.map_err(|gone| gone.to_string())?;
             Ok(name)
         });
-        let asked = std::mem::take(&mut self.asked);
-        self.on_its_way = Some(OnItsWay { step, since, asked, task: AbortOnDropHandle::new(task) });
+        let requests = std::mem::take(&mut self.requests);
+        self.in_flight = Some(InFlight { step, since, requests, task: AbortOnDropHandle::new(task) });
     }
 
-    /// Waits until the checkpoint on its way exists or failed; for ever, where there is none. A failure costs only that
-    /// checkpoint: the ones before stay.
+    /// Waits until the checkpoint in progress is written; pends forever without one.
+    ///
+    /// # Errors
+    ///
+    /// Fails if it could not be written. Earlier checkpoints stay.
     pub async fn written(&mut self) -> Result<(), String> {
-        let Some(OnItsWay { step, since, task, asked }) = &mut self.on_its_way else {
+        let Some(InFlight { step, since, task, requests }) = &mut self.in_flight else {
             return std::future::pending().await;
         };
         let result = task.await.unwrap_or_else(|panic| Err(panic.to_string()));
-        let (step, took, asked) = (*step, since.elapsed(), std::mem::take(asked));
-        self.on_its_way = None;
+        let (step, took, requests) = (*step, since.elapsed(), std::mem::take(requests));
+        self.in_flight = None;
         let result = self.judge(step, took, result);
-        for answer in asked {
-            // Who asked may be gone.
-            let _ = answer.send(result.clone().map(|()| format!("the checkpoint of step {step} is written")));
+        for reply in requests {
+            // The requester may be gone.
+            let _ = reply.send(result.clone().map(|()| format!("the checkpoint of step {step} is written")));
         }
         result
     }
@@ -125,7 +126,7 @@ impl Saver {
             }
             Err(reason) => {
                 counter!(m::CHECKPOINTS, "result" => "failed").increment(1);
-                tracing::error!(step, reason, "the checkpoint could not be written; the ones before it stay");
+                tracing::error!(step, reason, "checkpoint failed");
                 Err(format!("the checkpoint of step {step} could not be written: {reason}"))
             }
         }

@@ -7,21 +7,22 @@ use crate::{
 use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot, watch};
 
-/// Requests wait here: a drafter has at most a ticket request, a report and a gradient on the way.
+/// Limit on waiting requests: a ticket request, a report and a gradient of each drafter.
 const INBOX: usize = 256;
 
-/// Learning rate of a step by its place: 1 + the micro-batches trained before it over those of a step. Where every step had as many,
-/// that is its number, the first being 1; where accumulation changed, what was done before counts for what it was.
+/// Learning rate by position: 1 + the micro-batches trained before the step, divided by the micro-batches of a step.
+/// With a constant accumulation this is the step number, starting at 1. After a change of accumulation, earlier
+/// micro-batches count as such.
 pub type LearningRate = Arc<dyn Fn(f64) -> f64 + Send + Sync>;
 
-/// Where the result of a checkpoint goes that somebody asked for: a sentence.
-pub type Answer = oneshot::Sender<Result<String, String>>;
+/// Reply to a requested checkpoint, with the result as a sentence.
+pub type CheckpointReply = oneshot::Sender<Result<String, String>>;
 
-/// What shapes the trainer's work.
+/// Settings of the trainer.
 #[derive(Clone)]
 pub struct Settings {
     pub drafters: usize,
-    /// Micro-batches of a step for each drafter that is not paused, on average.
+    /// Mean number of micro-batches per step for each drafter that is not paused.
     pub accumulation: usize,
     /// Drafters that get nothing to train for now.
     pub paused: Vec<usize>,
@@ -30,19 +31,19 @@ pub struct Settings {
     pub learning_rate: LearningRate,
     pub max_grad_norm: f64,
     pub weight_decay: f64,
-    /// Steps that are in the weights already; the run goes on from here.
+    /// Steps already in the weights; the run resumes from here.
     pub start_step: u64,
-    /// The micro-batches of those steps.
+    /// Micro-batches of those steps.
     pub start_micro_batches: u64,
-    /// Stop after this step; 0 sets no limit.
+    /// Limit on the steps; 0 sets none.
     pub max_steps: u64,
-    /// Steps between checkpoints; 0 leaves only the one at the end.
+    /// Steps between checkpoints; 0 writes only the one at the end.
     pub checkpoint_every: u64,
-    /// Steps between comparisons of the drafters' weights with those that they were given; 0 makes none.
+    /// Steps between comparisons of the drafters' weights with the published ones; 0 disables them.
     pub replica_check_every: u64,
 }
 
-/// The right to train one micro-batch of a step.
+/// Right to train one micro-batch of a step.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket {
     pub step: u64,
@@ -51,37 +52,37 @@ pub struct Ticket {
     pub anchors: usize,
 }
 
-/// What a drafter brings to a step.
-pub struct Part<G> {
-    /// `None` where it trained nothing that counts.
+/// Contribution of a drafter to a step.
+pub struct Contribution<G> {
+    /// Accumulated gradient; `None` if the drafter trained nothing.
     pub gradient: Option<G>,
-    /// Of the weights that it trained with, where it was asked.
+    /// Checksum of the weights that produced the gradient, if it was requested.
     pub checksum: Option<u64>,
 }
 
-/// What drafters tell the trainer.
+/// Message of a drafter.
 pub(super) enum Msg<G, W> {
-    /// Has a batch and wants to train it. Answered with `None` when no step will need it.
+    /// Requests a ticket for a batch. The reply is `None` if no step needs it.
     Ticket {
         drafter: usize,
         reply: oneshot::Sender<Option<Ticket>>,
     },
     Report {
         ticket: Ticket,
-        order: Option<u64>,
+        position: Option<u64>,
         job: Job,
         report: MicroReport,
     },
-    /// The ticket could not be used; another batch will use it.
-    GiveBack {
+    /// Returns an unused ticket; another batch will use it.
+    ReturnTicket {
         ticket: Ticket,
         skipped: bool,
     },
-    /// The drafter's part of the step, for its weights in return.
+    /// Hands in the drafter's contribution; the reply carries the new weights.
     Gradient {
         drafter: usize,
         step: u64,
-        part: Part<G>,
+        part: Contribution<G>,
         reply: oneshot::Sender<W>,
     },
     /// The drafter has no batch and will get none.
@@ -90,18 +91,18 @@ pub(super) enum Msg<G, W> {
     },
 }
 
-/// What the trainer tells all drafters.
+/// Phase of the step, as all drafters see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Tickets of this step are out. Where batches have an order, those at places below `below` may ask for one.
+    /// Tickets of this step are available. With a draw order, batches at positions below `below` may request one.
     Collect { step: u64, below: u64 },
-    /// Every micro-batch of this step is in: hand in the gradients, where `compare` says so with checksums of the weights.
+    /// Every micro-batch of this step is reported: drafters hand in their gradients, with checksums if `compare`.
     Reduce { step: u64, compare: bool },
-    /// There will be no further step.
+    /// No further step follows.
     End,
 }
 
-/// Speaks to the trainer.
+/// Sender of messages to the trainer.
 pub struct Handle<G, W> {
     inbox: mpsc::Sender<Msg<G, W>>,
     phase: watch::Receiver<Phase>,
@@ -114,36 +115,62 @@ impl<G, W> Clone for Handle<G, W> {
 }
 
 impl<G, W> Handle<G, W> {
-    /// Asks for a ticket. The receiver yields it, or `None` when no further step is wanted.
+    /// Requests a ticket. The receiver yields it, or `None` if no further step is needed.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the trainer is gone.
     pub async fn ticket(&self, drafter: usize) -> Result<oneshot::Receiver<Option<Ticket>>, Gone> {
         let (reply, ticket) = oneshot::channel();
         self.send(Msg::Ticket { drafter, reply }).await?;
         Ok(ticket)
     }
 
-    /// Reports a trained micro-batch. `order` is its place in the order of all draws, where there is one.
-    pub async fn report(&self, ticket: Ticket, order: Option<u64>, job: Job, report: MicroReport) -> Result<(), Gone> {
-        self.send(Msg::Report { ticket, order, job, report }).await
+    /// Reports a trained micro-batch. `position` is its position in the draw order, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the trainer is gone.
+    pub async fn report(
+        &self,
+        ticket: Ticket,
+        position: Option<u64>,
+        job: Job,
+        report: MicroReport,
+    ) -> Result<(), Gone> {
+        self.send(Msg::Report { ticket, position, job, report }).await
     }
 
-    /// Gives a ticket back unused. `skipped` says that its batch was given up for good.
-    pub async fn give_back(&self, ticket: Ticket, skipped: bool) -> Result<(), Gone> {
-        self.send(Msg::GiveBack { ticket, skipped }).await
+    /// Returns an unused ticket. `skipped` is true if the job of its batch was skipped.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the trainer is gone.
+    pub async fn return_ticket(&self, ticket: Ticket, skipped: bool) -> Result<(), Gone> {
+        self.send(Msg::ReturnTicket { ticket, skipped }).await
     }
 
-    /// Hands in the gradient of a step and waits for the new weights.
-    pub async fn exchange(&self, drafter: usize, step: u64, part: Part<G>) -> Result<W, Gone> {
+    /// Hands in the contribution to a step and waits for the new weights.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the trainer is gone.
+    pub async fn exchange(&self, drafter: usize, step: u64, part: Contribution<G>) -> Result<W, Gone> {
         let (reply, weights) = oneshot::channel();
         self.send(Msg::Gradient { drafter, step, part, reply }).await?;
         weights.await.map_err(|_| Gone("trainer"))
     }
 
-    /// Says that this drafter will train nothing more.
+    /// Reports that this drafter trains nothing more.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the trainer is gone.
     pub async fn finished(&self, drafter: usize) -> Result<(), Gone> {
         self.send(Msg::Finished { drafter }).await
     }
 
-    /// The phase, and every change of it.
+    /// Returns a receiver of the phase.
     pub fn phase(&self) -> watch::Receiver<Phase> {
         self.phase.clone()
     }
@@ -153,25 +180,25 @@ impl<G, W> Handle<G, W> {
     }
 }
 
-/// What the trainer did.
+/// Statistics of the trainer.
 #[derive(Clone, Debug, Default)]
-pub struct Work {
+pub struct Stats {
     pub totals: Totals,
-    /// The last step that is in the weights.
+    /// Last step in the weights.
     pub step: u64,
-    /// Micro-batches of an unfinished step that a stop threw away; their jobs stay open.
+    /// Micro-batches of an unfinished step that a stop discarded; their jobs stay open.
     pub discarded: u64,
-    /// The checkpoint of the last step, where one was written.
+    /// Checkpoint of the last step, if one was written.
     pub checkpoint: Option<String>,
 }
 
-/// What the trainer listens to.
+/// Receivers of the trainer.
 pub struct Inbox<G, W> {
     pub(super) inbox: mpsc::Receiver<Msg<G, W>>,
     pub(super) phase: watch::Sender<Phase>,
 }
 
-/// Starts the trainer's channels. `run` with the second value.
+/// Creates the trainer's channels; the second value is for [`run`](super::run).
 pub fn channel<G, W>(settings: &Settings) -> (Handle<G, W>, Inbox<G, W>) {
     let (tx, inbox) = mpsc::channel(INBOX);
     let below = (settings.drafters * settings.accumulation) as u64;
@@ -179,10 +206,10 @@ pub fn channel<G, W>(settings: &Settings) -> (Handle<G, W>, Inbox<G, W>) {
     (Handle { inbox: tx, phase: watching }, Inbox { inbox, phase })
 }
 
-/// What may be asked of a trainer from outside.
-pub struct Wishes {
-    /// In force from the next step border on.
+/// External control of a trainer: changed settings and requested checkpoints.
+pub struct Control {
+    /// Settings, in force from the next step boundary on.
     pub settings: watch::Receiver<Settings>,
-    /// Whoever wants a checkpoint of the last step, now.
-    pub saves: mpsc::Receiver<Answer>,
+    /// Requests for a checkpoint of the last step.
+    pub checkpoints: mpsc::Receiver<CheckpointReply>,
 }

@@ -8,5 +8,7 @@ pub mod state;
 mod stats;
 
 pub use actor::run;
-pub use messages::{Answer, Handle, Inbox, LearningRate, Part, Phase, Settings, Ticket, Wishes, Work, channel};
+pub use messages::{
+    CheckpointReply, Contribution, Control, Handle, Inbox, LearningRate, Phase, Settings, Stats, Ticket, channel,
+};
 pub use stats::StepRecord;

@@ -1,38 +1,39 @@
-//! Now and then the drafters' replicas are compared with the weights that they were given, by checksums of their bits.
+//! Replica check: compares the drafters' weights with the published ones by checksums, every few steps.
 //!
-//! Every step gives every drafter the whole weights anew, so that no difference grows. What is looked for is a copy that went wrong
-//! or memory that changed under it, which nothing else would tell.
+//! Each step publishes the whole weights to every drafter, so a difference cannot grow. The check detects a faulty
+//! copy, or memory that changed, which has no other symptom.
 
-use crate::{messages::engine::EngineError, runtime::metrics as m, trainer::Settings};
+use super::messages::Settings;
+use crate::{messages::engine::EngineError, runtime::metrics as m};
 use metrics::{Counter, counter};
 
-/// Whether the replicas with which a step was trained are compared.
+/// Returns true if the replicas that train `step` are compared.
 pub(crate) fn is_due(settings: &Settings, step: u64) -> bool {
     let every = settings.replica_check_every;
     settings.drafters > 1 && every > 0 && step.is_multiple_of(every)
 }
 
-/// A checksum that could be had. One that could not costs its comparison and nothing else.
-pub(crate) fn known(who: &str, checksum: Result<Option<u64>, EngineError>) -> Option<u64> {
+/// Returns the checksum, if it could be computed. A failure costs this comparison only.
+pub(crate) fn available(who: &str, checksum: Result<Option<u64>, EngineError>) -> Option<u64> {
     checksum.unwrap_or_else(|error| {
-        tracing::warn!("the weights of the {who} could not be compared with the others': {error}");
+        tracing::warn!(who, %error, "replica check failed");
         None
     })
 }
 
-/// The comparisons so far.
-pub(crate) struct Comparisons {
+/// Counters of the comparisons.
+pub(crate) struct ReplicaCheck {
     same: Counter,
     different: Counter,
 }
 
-impl Comparisons {
+impl ReplicaCheck {
     pub(crate) fn new() -> Self {
         let of = |result| counter!(m::REPLICA_CHECKS, "result" => result);
         Self { same: of("same"), different: of("different") }
     }
 
-    /// Holds what each drafter had while it trained `step` to what it had been given.
+    /// Compares the weights of each drafter while it trained `step` with the published ones.
     pub(crate) fn compare(&self, step: u64, found: &[(usize, u64)], given: u64) {
         for &(drafter, checksum) in found {
             if checksum == given {
@@ -40,13 +41,14 @@ impl Comparisons {
                 continue;
             }
             self.different.increment(1);
+            // The gradient of this step is in the update, and the drafter now gets the published weights again.
             tracing::error!(
                 drafter,
                 step,
-                "drafter {drafter} did not train step {step} with the weights that it was given: their checksum was {given:016x}, that of \
-                 its replica is {checksum:016x}. Its gradient of this step is in the update; the weights are published to it anew now. A \
-                 device or a copy between devices brings wrong values: run draftmill doctor, and take the device out \
-                 (drafter.paused) if this comes again"
+                expected = format_args!("{given:016x}"),
+                found = format_args!("{checksum:016x}"),
+                advice = "run draftmill doctor; pause the drafter (drafter.paused) if this recurs",
+                "replica differs from the published weights"
             );
         }
     }

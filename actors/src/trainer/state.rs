@@ -1,46 +1,46 @@
-//! Every decision of the trainer, without waiting for anything: who gets a ticket, when a step is complete, when it is over.
+//! Decisions of the trainer, without waiting: tickets, complete steps, and the end of the run.
 
+use super::messages::Ticket;
 use crate::{
     invariant,
     messages::{engine::MicroReport, types::BucketId},
     runtime::{invariants::t1, trace::lifecycle},
-    trainer::Ticket,
 };
 use std::{
     collections::{BTreeSet, VecDeque},
     ops::Range,
 };
 
-/// What the loop must do.
+/// Action for the loop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     Issue {
         drafter: usize,
         step: u64,
     },
-    /// No step will need this drafter's batch.
+    /// Refuses a ticket: no step needs this drafter's batch.
     Refuse {
         drafter: usize,
     },
-    /// Batches below this place in the order belong to this step, those of earlier steps aside.
+    /// Extends the step: batches below this position of the draw order belong to it or to earlier steps.
     Collect {
         step: u64,
         below: u64,
     },
-    /// Every micro-batch is in: ask for the gradients.
+    /// Requests the gradients: every micro-batch is reported.
     Reduce {
         step: u64,
     },
-    /// Every gradient is in: update, then call `State::on_stepped`.
+    /// Updates the weights, then calls `State::on_stepped`: every gradient is in.
     Step,
-    /// Nothing will follow.
+    /// Ends the run.
     End,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Phase {
     Collect,
-    /// Waiting for the gradients of these drafters.
+    /// Waits for the gradients of these drafters.
     Reduce(BTreeSet<usize>),
     Over,
 }
@@ -50,9 +50,9 @@ enum Phase {
 pub struct State {
     drafters: usize,
     micro_batches_per_step: u64,
-    /// Micro-batches of the steps that follow.
+    /// Micro-batches of the following steps.
     next_per_step: u64,
-    /// Drafters that are told to draw nothing: they will not say that they are finished.
+    /// Drafters that draw nothing: they do not report that they are finished.
     paused: BTreeSet<usize>,
     max_steps: u64,
     step: u64,
@@ -60,8 +60,8 @@ pub struct State {
     reported: u64,
     sum: MicroReport,
     buckets: BTreeSet<BucketId>,
-    /// Where batches have an order: the places of this step's, with those that were given up and replaced by the next.
-    places: Range<u64>,
+    /// Positions of this step in the draw order, including those of skipped jobs, which the next ones replace.
+    positions: Range<u64>,
     waiting: VecDeque<usize>,
     finished: BTreeSet<usize>,
     phase: Phase,
@@ -70,7 +70,7 @@ pub struct State {
 }
 
 impl State {
-    /// `start_step` steps are in the weights already. `max_steps` 0 sets no limit.
+    /// Creates the state. `start_step` steps are already in the weights. `max_steps` 0 sets no limit.
     pub fn new(drafters: usize, accumulation: usize, start_step: u64, max_steps: u64) -> Self {
         Self {
             drafters,
@@ -83,7 +83,7 @@ impl State {
             reported: 0,
             sum: MicroReport::default(),
             buckets: BTreeSet::new(),
-            places: 0..(drafters * accumulation) as u64,
+            positions: 0..(drafters * accumulation) as u64,
             waiting: VecDeque::new(),
             finished: BTreeSet::new(),
             phase: Phase::Collect,
@@ -92,34 +92,30 @@ impl State {
         }
     }
 
-    /// From the next step border on, a step has `accumulation` micro-batches for each drafter that is not `paused`. Those that are
-    /// train what they have in hand and get nothing more, so from now on nobody waits for them to finish.
+    /// Applies changed settings from the next step boundary on. A step then has `accumulation` micro-batches for each
+    /// drafter that is not `paused`. A paused drafter trains the batches that it holds, and the end of the run no
+    /// longer waits for it.
     pub fn reconfigure(&mut self, accumulation: usize, paused: &[usize]) -> Vec<Action> {
         self.paused = paused.iter().copied().filter(|&drafter| drafter < self.drafters).collect();
         self.next_per_step = ((self.drafters - self.paused.len()).max(1) * accumulation.max(1)) as u64;
         let mut actions = Vec::new();
-        if self.at_border() && self.next_per_step != self.micro_batches_per_step {
+        if self.at_boundary() && self.next_per_step != self.micro_batches_per_step {
             self.micro_batches_per_step = self.next_per_step;
-            self.places.end = self.places.start + self.next_per_step;
-            actions.push(Action::Collect { step: self.step, below: self.places.end });
+            self.positions.end = self.positions.start + self.next_per_step;
+            actions.push(Action::Collect { step: self.step, below: self.positions.end });
         }
         actions.extend(self.decide());
         actions
     }
 
-    /// Whether no ticket of the running step is out or used yet.
-    pub fn at_border(&self) -> bool {
+    /// Returns true if no ticket of the running step is issued yet.
+    pub fn at_boundary(&self) -> bool {
         self.phase == Phase::Collect && self.issued == 0
     }
 
-    /// Micro-batches of the running step.
+    /// Returns the micro-batches of the running step.
     pub fn per_step(&self) -> u64 {
         self.micro_batches_per_step
-    }
-
-    /// What there is to do before anybody asks.
-    pub fn start(&mut self) -> Vec<Action> {
-        self.decide()
     }
 
     pub fn on_ticket(&mut self, drafter: usize) -> Vec<Action> {
@@ -127,21 +123,21 @@ impl State {
         self.decide()
     }
 
-    /// `order` is the batch's place in the order of all draws, where there is one.
+    /// A micro-batch was trained. `position` is its position in the draw order, if there is one.
     pub fn on_report(
         &mut self,
         ticket: &Ticket,
-        order: Option<u64>,
+        position: Option<u64>,
         bucket: BucketId,
         report: &MicroReport,
     ) -> Vec<Action> {
-        invariant!("T1", ticket.step == self.step, "a report of step {} came in step {}", ticket.step, self.step);
+        invariant!("T1", ticket.step == self.step, "a report of step {} arrived in step {}", ticket.step, self.step);
         invariant!(
             "T1",
-            order.is_none_or(|order| self.places.contains(&order)),
-            "the batch at {order:?} was trained in step {} of {:?}",
+            position.is_none_or(|position| self.positions.contains(&position)),
+            "the batch at {position:?} was trained in step {} of {:?}",
             self.step,
-            self.places
+            self.positions
         );
         self.reported += 1;
         self.sum.add(report);
@@ -149,21 +145,21 @@ impl State {
         self.decide()
     }
 
-    /// The ticket was not used. When its batch was given up (`skipped`), the next one in the order takes its place.
-    pub fn on_give_back(&mut self, ticket: &Ticket, skipped: bool) -> Vec<Action> {
-        invariant!("T1", ticket.step == self.step && self.issued > self.reported, "a ticket came back that is not out");
+    /// A ticket came back unused. If the job was skipped, the next batch of the draw order replaces it.
+    pub fn on_ticket_returned(&mut self, ticket: &Ticket, skipped: bool) -> Vec<Action> {
+        invariant!("T1", ticket.step == self.step && self.issued > self.reported, "an unknown ticket was returned");
         self.issued = self.issued.saturating_sub(1);
         let mut actions = Vec::new();
         if skipped {
-            self.places.end += 1;
-            actions.push(Action::Collect { step: self.step, below: self.places.end });
+            self.positions.end += 1;
+            actions.push(Action::Collect { step: self.step, below: self.positions.end });
         }
         actions.extend(self.decide());
         actions
     }
 
     pub fn on_gradient(&mut self, drafter: usize, step: u64) -> Vec<Action> {
-        invariant!("T1", step == self.step, "a gradient of step {step} came in step {}", self.step);
+        invariant!("T1", step == self.step, "a gradient of step {step} arrived in step {}", self.step);
         match &mut self.phase {
             Phase::Reduce(missing) => {
                 missing.remove(&drafter);
@@ -186,25 +182,25 @@ impl State {
         self.buckets.clear();
         self.step += 1;
         self.micro_batches_per_step = self.next_per_step;
-        self.places = self.places.end..self.places.end + self.micro_batches_per_step;
-        let mut actions = vec![Action::Collect { step: self.step, below: self.places.end }];
+        self.positions = self.positions.end..self.positions.end + self.micro_batches_per_step;
+        let mut actions = vec![Action::Collect { step: self.step, below: self.positions.end }];
         actions.extend(self.decide());
         actions
     }
 
-    /// The plan was cut short: the last micro-batches of what is left make no step if they are too few.
+    /// The plan was cut short: the last micro-batches form no step if they are too few.
     pub fn on_close(&mut self) -> Vec<Action> {
         self.closing = true;
         self.decide()
     }
 
-    /// Begins no further step and finishes none that lacks micro-batches.
+    /// Begins no further step, and abandons a step that lacks micro-batches.
     pub fn on_stop(&mut self) -> Vec<Action> {
         self.stopping = true;
         self.decide()
     }
 
-    /// The step that is collected or reduced.
+    /// Returns the step that is collected or reduced.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -219,10 +215,6 @@ impl State {
 
     pub fn distinct_buckets(&self) -> u64 {
         self.buckets.len() as u64
-    }
-
-    pub fn is_over(&self) -> bool {
-        self.phase == Phase::Over
     }
 
     fn decide(&mut self) -> Vec<Action> {
@@ -248,7 +240,7 @@ impl State {
         }
         let mut drafters = 0..self.drafters;
         let all_finished = drafters.all(|d| self.finished.contains(&d) || self.paused.contains(&d));
-        // Another start goes on with the rest of the plan: only the last step of the run may be smaller.
+        // A later start continues with the rest of the plan: only the last step of the whole run may be smaller.
         let last = wanted && all_finished && !self.closing;
         if self.reported == self.micro_batches_per_step || (last && self.reported > 0) {
             invariant!(
@@ -262,7 +254,7 @@ impl State {
             self.phase = Phase::Reduce((0..self.drafters).collect());
             actions.push(Action::Reduce { step: self.step });
         } else if !wanted || all_finished {
-            // What an unfinished step has collected goes back: its jobs stay open.
+            // The micro-batches of an unfinished step are discarded: their jobs stay open.
             self.phase = Phase::Over;
             actions.extend(self.waiting.drain(..).map(|drafter| Action::Refuse { drafter }));
             actions.push(Action::End);

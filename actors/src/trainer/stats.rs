@@ -1,19 +1,20 @@
-//! What the trainer tells of itself: one record a step, and its series.
+//! Statistics of the trainer: one record per step, and its metrics.
 
-use crate::{runtime::metrics as m, trainer::Settings};
+use super::messages::Settings;
+use crate::runtime::metrics as m;
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use serde::Serialize;
 
-/// One optimizer step, for people and plots.
+/// Record of one optimizer step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, serde::Deserialize)]
 pub struct StepRecord {
     pub step: u64,
     /// Mean loss in nats.
     pub loss: f64,
-    /// Share of supervised positions that were right.
+    /// Fraction of supervised positions that were predicted correctly.
     pub accuracy: f64,
     pub learning_rate: f64,
-    /// Before clipping.
+    /// Global gradient norm before clipping.
     pub grad_norm: f64,
     pub micro_batches: u64,
     /// Real context tokens.
@@ -22,11 +23,11 @@ pub struct StepRecord {
     pub anchors: u64,
     /// Distinct length buckets among the micro-batches.
     pub buckets: u64,
-    /// Since the trainer started, in seconds.
+    /// Seconds since the trainer started.
     pub seconds: f64,
 }
 
-/// The trainer's own series, looked up once.
+/// Metrics of the trainer, looked up once.
 pub(crate) struct Series {
     step: Gauge,
     steps: Counter,
@@ -40,7 +41,7 @@ pub(crate) struct Series {
     correct: Counter,
     supervised: Counter,
     checkpoint_every: Gauge,
-    /// Where the step before ended, in seconds since the trainer started.
+    /// End of the previous step, in seconds since the trainer started.
     ended: f64,
 }
 
@@ -63,14 +64,14 @@ impl Series {
         }
     }
 
-    /// A run begins, or goes on from the checkpoint of its start step.
+    /// Publishes the start of a run, new or resumed.
     pub(crate) fn begin(&self, settings: &Settings) {
         self.step.set(settings.start_step as f64);
         gauge!(m::CHECKPOINT_STEP).set(settings.start_step as f64);
         self.settings(settings);
     }
 
-    /// A step is in the weights.
+    /// Publishes a step that is in the weights.
     pub(crate) fn observe(&mut self, r: &StepRecord, settings: &Settings) {
         self.settings(settings);
         self.step.set(r.step as f64);

@@ -1,4 +1,4 @@
-//! Checkpoints on paused time: training goes on while one is written, one at a time; a failure costs that one alone.
+//! Checkpoints on paused time: training continues while one is written, one at a time; a failure costs that one alone.
 
 use crate::{
     pipeline::assert_all_trained,
@@ -17,7 +17,7 @@ fn training_does_not_wait_for_the_disk() {
     let last = plain.records.len() as u64;
     // Each is written in a third of the run: only the end waits.
     let third = plain.took / 3;
-    let ended = World { checkpoint_every: 1, save_takes: third, ..world.clone() }.run();
+    let ended = World { checkpoint_every: 1, checkpoint_takes: third, ..world.clone() }.run();
     assert_all_trained(&world, &ended, 2);
     let trained = |o: &Outcomes| o.records.last().unwrap().seconds;
     assert_eq!(trained(&ended), trained(&plain), "no step was later than without checkpoints");
@@ -30,7 +30,8 @@ fn training_does_not_wait_for_the_disk() {
 
 #[test]
 fn what_is_due_while_another_is_written_comes_right_after_it() {
-    let ended = World { checkpoint_every: 4, save_takes: Duration::from_secs(7), epochs: 3, ..World::default() }.run();
+    let ended =
+        World { checkpoint_every: 4, checkpoint_takes: Duration::from_secs(7), epochs: 3, ..World::default() }.run();
     let written = steps(&ended);
     assert!(written.len() > 4, "{written:?}");
     // All but the last, which the end writes.
@@ -38,7 +39,7 @@ fn what_is_due_while_another_is_written_comes_right_after_it() {
         let done_at = ended.records[pair[0] as usize - 1].seconds + 7.0;
         let by_then = ended.records.iter().filter(|r| r.seconds < done_at).count() as u64;
         let due = (pair[0] / 4 + 1) * 4;
-        // One more where that moment falls into an update.
+        // One more if that moment falls into an update.
         let next = due.max(by_then);
         assert!(pair[1] == next || pair[1] == by_then + 1, "{} after {}, not {next}", pair[1], pair[0]);
     }
@@ -46,12 +47,12 @@ fn what_is_due_while_another_is_written_comes_right_after_it() {
 
 #[test]
 fn a_stop_right_after_a_save_began_still_finishes_it() {
-    let world = World { checkpoint_every: 3, save_takes: Duration::from_secs(100), ..World::default() };
+    let world = World { checkpoint_every: 3, checkpoint_takes: Duration::from_secs(100), ..World::default() };
     let third = world.clone().run().records[2].seconds;
     let stop_at = Some(Duration::from_secs_f64(third) + Duration::from_millis(1));
     let ended = World { stop_at, ..world.clone() }.run();
     assert_eq!(steps(&ended), [3]);
-    // And nothing of what came before it is lost.
+    // Nothing before the checkpoint is lost either.
     let steps = ended.records.len() as u64;
     let second = world.clone().run_with(ended.result.unwrap().ledger.unwrap(), steps);
     assert_all_trained(&world, &second, 1);
@@ -59,7 +60,7 @@ fn a_stop_right_after_a_save_began_still_finishes_it() {
 
 #[test]
 fn a_full_disk_costs_a_checkpoint_and_not_the_run() {
-    let world = World { checkpoint_every: 3, bad_saves: vec![3, 9], ..World::default() };
+    let world = World { checkpoint_every: 3, bad_checkpoints: vec![3, 9], ..World::default() };
     let ended = world.clone().run();
     assert_all_trained(&world, &ended, 1);
     let last = ended.records.len() as u64;
@@ -70,11 +71,11 @@ fn a_full_disk_costs_a_checkpoint_and_not_the_run() {
 #[test]
 fn a_last_checkpoint_that_cannot_be_written_is_a_fault_with_its_reason() {
     let last = World::default().run().records.len() as u64;
-    let ended = World { bad_saves: vec![last], ..World::default() }.run();
+    let ended = World { bad_checkpoints: vec![last], ..World::default() }.run();
     assert_eq!(ended.fault().actor, "trainer");
     let want = format!("the checkpoint of step {last} could not be written: no space left on device");
     assert!(ended.fault().message.contains(&want), "{}", ended.fault());
-    // The one that was due at the last step failed; the end tries once more.
-    let again = World { bad_saves: vec![last], checkpoint_every: last, ..World::default() }.run();
+    // The checkpoint due at the last step failed; the end retries it.
+    let again = World { bad_checkpoints: vec![last], checkpoint_every: last, ..World::default() }.run();
     assert_eq!(steps(&again), [last]);
 }

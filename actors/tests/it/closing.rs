@@ -1,5 +1,5 @@
-//! The end that trains what is in the pool: nothing new begins, what was extracted is trained as far as it makes whole steps, the
-//! ledger is exact, and another start trains the rest.
+//! Shutdown that trains the pool (`Shutdown::drain`): nothing new begins, extracted batches are trained as far as they
+//! form whole steps, the ledger is exact, and another start trains the rest.
 
 use crate::{
     pipeline::assert_all_trained,
@@ -7,7 +7,7 @@ use crate::{
 };
 use draftmill_actors::{
     messages::types::Outcome,
-    pool::state::{Draw, Settings},
+    pool::state::{DrawPolicy, Settings},
 };
 use proptest::prelude::*;
 use std::{
@@ -17,7 +17,7 @@ use std::{
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Runs, and gives also how many jobs were extracted.
+/// Runs a world, and also returns the number of extracted jobs.
 fn counted(world: World) -> (Outcomes, u64) {
     let counts: Vec<_> = world.targets.iter().map(|_| Arc::new(AtomicU64::new(0))).collect();
     let ended = World { counts: counts.clone(), ..world }.run();
@@ -28,7 +28,7 @@ fn trained(ended: &Outcomes) -> u64 {
     ended.outcomes().values().filter(|outcome| matches!(outcome, Outcome::Trained { .. })).count() as u64
 }
 
-/// Drafters that are so slow that the pool is full.
+/// Returns a node whose drafters are so slow that the pool is full.
 fn full_pool() -> World {
     let slow = Breakage { slowness: Some(4.0), ..Breakage::default() };
     World { drafters: vec![slow; 2], epochs: 2, ..World::default() }
@@ -42,7 +42,7 @@ fn a_close_trains_the_full_pool_and_a_stop_reopens_it() {
     // Sixteen batches wait, two drafters hold two each; a step takes four.
     assert!(extracted - trained(&closed) < 4, "{} of {extracted} trained", trained(&closed));
     assert!(before - trained(&stopped) >= 16, "{} of {before} trained", trained(&stopped));
-    // Targets that wait for room begin no forward after the close.
+    // Targets that wait for bytes begin no forward after the close.
     assert_eq!(extracted, before);
     for ended in [&closed, &stopped] {
         let report = ended.report();
@@ -74,7 +74,7 @@ fn a_forward_that_hangs_holds_a_close_until_it_becomes_a_stop() {
     assert!((50 * SECOND..62 * SECOND).contains(&ended.took), "{:?}", ended.took);
     let steps = ended.records.len() as u64;
     assert_eq!(ended.ledger().checkpoints.last().map(|(step, _)| *step), Some(steps), "it is orderly");
-    // Until min_ready are left, drafters went on.
+    // Until min_ready are left, drafters continued.
     assert!(extracted - trained(&ended) < 4 + 4 + 4, "{} of {extracted}", trained(&ended));
 }
 
@@ -83,15 +83,15 @@ fn a_close_does_not_wait_for_a_restart_and_uses_up_no_try_of_a_job() {
     let lost = Breakage { every: Some((2, Wrong::Lose)), bad_restarts: 1000, ..Breakage::default() };
     let world = World { max_restarts: 1000, max_attempts: 2, close_at: Some(10 * SECOND), ..full_pool() };
     let ended = World { targets: vec![lost, Breakage::default()], ..world }.run();
-    // What waits in the pool takes two drafters of two seconds a batch about twenty.
+    // The batches in the pool take two drafters of two seconds a batch about twenty seconds.
     assert!(ended.took < 40 * SECOND, "{:?}", ended.took);
     assert_eq!(ended.report().jobs.skipped, 0);
 }
 
-/// In a fixed order the next batch may be one that no target had: what comes after it is open again.
+/// With a fixed order the next batch may be one that no target had: the jobs after it are open again.
 #[test]
 fn a_close_in_a_fixed_order_trains_up_to_the_first_gap() {
-    let pool = Settings { draw: Draw::Replay, replay_window: 12, ..World::default().pool };
+    let pool = Settings { draw_policy: DrawPolicy::Replay, replay_window: 12, ..World::default().pool };
     let world = World { pool, ..full_pool() };
     let whole = world.clone().run();
     let closed = World { close_at: Some(20 * SECOND), ..world.clone() }.run();
@@ -104,7 +104,7 @@ fn a_close_in_a_fixed_order_trains_up_to_the_first_gap() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// A close at any moment, in a healthy node or a broken one, perhaps followed by a stop.
+    /// Closes a healthy or broken node at any moment, sometimes followed by a stop.
     #[test]
     fn a_close_at_any_moment_loses_nothing(
         drafters in 1_usize..5, accumulation in 1_usize..5, queue_jobs in 1_usize..4, epoch_barrier: bool, faults: bool,
@@ -122,7 +122,7 @@ proptest! {
         let drafter = if faults { every(5, Wrong::Fail) } else { Breakage::default() };
         world.drafters = vec![Breakage { slowness: slow.then_some(4.0), ..drafter }; drafters];
         if ordered {
-            world.pool = Settings { draw: Draw::Replay, replay_window: 8, ..world.pool };
+            world.pool = Settings { draw_policy: DrawPolicy::Replay, replay_window: 8, ..world.pool };
         }
         let close_at = world.clone().run().took * part / 1000;
         let stop_at = stop_after.map(|after| close_at + SECOND * after);

@@ -1,4 +1,5 @@
-//! What the metrics promise is really counted: returns by cause, stragglers, late results, targets that come and go, checkpoints.
+//! Metrics against the events that they count: returns by cause, stragglers, late results, restarts of targets,
+//! checkpoints.
 
 use crate::{
     faults::{broken, long_forwards, with_drafter, with_target},
@@ -15,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-/// Every value that a series ever had.
+/// Every value that a series had.
 type Series = Arc<Mutex<BTreeMap<String, Vec<f64>>>>;
 
 struct One {
@@ -55,7 +56,7 @@ impl GaugeFn for One {
     }
 }
 
-/// What a histogram's `_sum` would be.
+/// Counts the `_sum` of a histogram.
 impl HistogramFn for One {
     fn record(&self, value: f64) {
         self.push(|old| old + value);
@@ -92,7 +93,7 @@ impl Recorder for Book {
     }
 }
 
-/// What was counted while `work` ran.
+/// Values that were recorded during some work.
 pub struct Counted(BTreeMap<String, Vec<f64>>);
 
 impl Counted {
@@ -103,19 +104,19 @@ impl Counted {
         (Counted(all), out)
     }
 
-    /// The last value of every series of a metric, added up.
+    /// Returns the sum over the last values of every series of a metric.
     pub fn sum(&self, name: &str) -> f64 {
         let of_it = self.0.iter().filter(|(series, _)| series.split(' ').next() == Some(name));
         of_it.filter_map(|(_, values)| values.last()).sum()
     }
 
-    /// The same for the series of one actor.
+    /// Returns the same sum for the series of one actor.
     pub fn of_actor(&self, name: &str, actor: &str) -> f64 {
         let begin = format!("{name} actor={actor} ");
         self.0.iter().filter(|(series, _)| series.starts_with(&begin)).filter_map(|(_, values)| values.last()).sum()
     }
 
-    /// All values that a series had, oldest first. `labels` as in " cause=failed".
+    /// Returns all values of a series, oldest first. `labels` as in " cause=failed".
     pub fn values(&self, name: &str, labels: &str) -> Vec<f64> {
         self.0.get(&format!("{name}{labels}")).cloned().unwrap_or_default()
     }
@@ -134,7 +135,7 @@ fn a_job_that_comes_back_is_counted_by_its_cause() {
         (Wrong::Panic, "failed"),
         (Wrong::Lose, "failed"),
     ] {
-        // Five and ten of the target's forwards go wrong, and none after them.
+        // Forwards five and ten of the target fail, and none after them.
         let world = with_target(Breakage { until: Some(10), ..broken(5, wrong) });
         let (counted, ended) = Counted::during(|| world.run());
         ended.report();
@@ -166,7 +167,7 @@ fn a_target_is_up_while_it_serves_and_its_restarts_are_counted() {
     ended.report();
     assert_eq!(counted.values(m::TARGET_UP, " index=0"), [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
     assert_eq!(counted.values(m::TARGET_UP, " index=1"), [1.0, 0.0]);
-    // The one in vain is none.
+    // The failed restart does not count.
     assert_eq!(counted.values(m::TARGET_RESTARTS, " index=0"), [1.0, 2.0]);
     assert!(counted.values(m::TARGET_RESTARTS, " index=1").is_empty());
 }
@@ -182,7 +183,7 @@ fn a_forward_that_hangs_is_one_straggler_however_long_it_hangs() {
 
 #[test]
 fn a_late_result_is_dropped_and_counted_and_is_nobodys_work() {
-    // So slow that each of its forwards is a straggler, and another target is done before it.
+    // So slow that each of its forwards is a straggler, and another target finishes before it.
     let slow = Breakage { slowness: Some(20.0), ..Breakage::default() };
     let lengths = (0..2000).map(|i| 10 + (i * 37) % 300).collect();
     let world = World { targets: vec![slow, Breakage::default(), Breakage::default()], lengths, ..long_forwards() };
@@ -196,7 +197,7 @@ fn a_late_result_is_dropped_and_counted_and_is_nobodys_work() {
 
 #[test]
 fn checkpoints_are_counted_by_result() {
-    let world = World { checkpoint_every: 3, bad_saves: vec![3, 9], ..World::default() };
+    let world = World { checkpoint_every: 3, bad_checkpoints: vec![3, 9], ..World::default() };
     let (counted, ended) = Counted::during(|| world.run());
     assert_eq!(counted.last(m::CHECKPOINTS, " result=failed"), 2.0);
     assert_eq!(counted.last(m::CHECKPOINTS, " result=written"), ended.ledger().checkpoints.len() as f64);
@@ -257,8 +258,8 @@ fn steps_limits_and_settings_are_told_while_the_run_goes_on() {
     assert_eq!(counted.last(m::POOL_MIN_READY, ""), limits.min_ready as f64);
     assert_eq!(counted.last(m::POOL_MAX_BATCHES, ""), limits.max_batches as f64);
     assert_eq!(counted.last(m::POOL_MAX_BYTES, ""), limits.max_bytes as f64);
-    // Nothing is left over at the end, and each of these moved meanwhile.
-    for name in [m::POOL_RESERVED_BATCHES, m::POOL_LOANED_BATCHES] {
+    // All are 0 at the end, and each of these changed meanwhile.
+    for name in [m::POOL_RESERVED_BATCHES, m::POOL_CHECKED_OUT_BATCHES] {
         assert_eq!(counted.last(name, ""), 0.0, "{name}");
         assert!(counted.values(name, "").iter().any(|&held| held > 0.0), "{name}");
     }

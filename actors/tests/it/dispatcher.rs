@@ -1,9 +1,9 @@
-//! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, and the order to drain.
+//! Properties of the dispatcher's `State`: D1, D2, L3, order, attempts, and the drain.
 
 use crate::counted::Counted;
 use draftmill_actors::{
     dispatcher::{
-        Failure, LeaseId, Policy, Return, Settings,
+        Failure, LeaseId, Return, Settings,
         state::{Action, State},
     },
     messages::{
@@ -37,7 +37,6 @@ pub fn settings() -> Settings {
         max_attempts: 2,
         straggler_factor: 4.0,
         offer_stragglers: true,
-        policy: Policy::Pull,
         paused: false,
         paused_targets: Vec::new(),
     }
@@ -47,7 +46,7 @@ pub fn settings() -> Settings {
 pub enum Event {
     Job,
     Pull(usize),
-    /// A pull whose answer finds nobody.
+    /// A pull whose target is gone when it is answered.
     LostPull(usize),
     Padded(usize, bool),
     Start(usize),
@@ -71,7 +70,7 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// The longest queue that there ever is.
+/// Longest queue of any settings.
 const LONGEST: usize = 6;
 
 fn changed() -> impl Strategy<Value = Settings> {
@@ -90,16 +89,16 @@ pub struct Held {
     pub started: bool,
 }
 
-/// What the outside knows: the targets, and what became of every job.
+/// Model of the surroundings: the targets, and the fate of every job.
 pub struct Outside {
     pub state: State,
     settings: Settings,
-    /// The fewest that were ever in force.
+    /// Smallest limit that was ever in force.
     pub max_attempts: u32,
     pub now: Instant,
     pub next: u32,
     pub pulls: u64,
-    /// Waiting pulls: their target, and whether the answer will find nobody.
+    /// Waiting pulls: the target, and true if it is gone when answered.
     pub waiting: BTreeMap<u64, (usize, bool)>,
     pub padding: Vec<JobId>,
     pub held: Vec<Held>,
@@ -250,10 +249,10 @@ impl Outside {
         let (queued, padded) = self.state.depth();
         let waiting = self.waiting.values().filter(|(target, _)| self.serves(*target)).count();
         assert!(padded == 0 || waiting == 0, "D2: {waiting} pulls wait while {padded} padded jobs are ready");
-        assert!(queued <= LONGEST + TARGETS);
+        assert!(queued <= LONGEST.max(self.settings.queue_jobs) + TARGETS);
     }
 
-    /// The targets work until the pool is told to drain.
+    /// Lets the targets work until the pool drains.
     pub fn finish(&mut self) {
         let actions = self.state.on_end();
         self.apply(actions);
@@ -277,7 +276,7 @@ proptest! {
             outside.step(e);
         }
         prop_assert!(outside.drained.is_empty());
-        // Paused, a run waits for whoever goes on with it.
+        // A paused run waits until it is resumed.
         outside.step(Event::Reconfigure(settings()));
         outside.finish();
         prop_assert_eq!(outside.drained.len(), 1);
@@ -288,7 +287,7 @@ proptest! {
             let failures = outside.failures.get(&id).copied().unwrap_or(0);
             prop_assert!(outside.done.contains(&id) || failures >= outside.max_attempts, "job {} is lost after {} failures", id, failures);
         }
-        // What nobody waits for may still come.
+        // Late results may still arrive.
         while !outside.held.is_empty() {
             outside.step(Event::Finish(0));
         }
@@ -311,7 +310,7 @@ fn a_failed_job_comes_back_first_and_is_given_up_after_max_attempts() {
     outside.step(Event::Fail(0));
     outside.step(Event::Pull(0));
     outside.step(Event::Padded(0, true));
-    assert_eq!(outside.held[0].job.index, 2, "job 1 was given up");
+    assert_eq!(outside.held[0].job.index, 2, "job 1 was skipped");
 }
 
 #[test]
@@ -324,14 +323,14 @@ fn a_failed_job_prefers_another_target() {
     outside.step(Event::Pull(0));
     outside.step(Event::Pull(1));
     assert_eq!(outside.held.iter().map(|h| (h.target, h.job.index)).collect::<Vec<_>>(), [(0, 2), (1, 1)]);
-    // It is at the head again, before the jobs that waited all along.
+    // The job is at the head again, before the jobs that were waiting.
     let mut outside = Outside::new(settings());
     for e in [Event::Job, Event::Job, Event::Padded(0, true), Event::Padded(0, true), Event::Pull(0), Event::Fail(0)] {
         outside.step(e);
     }
     outside.step(Event::Pull(1));
     assert_eq!((outside.held[0].target, outside.held[0].job.index), (1, 1));
-    // Both wait, and the one that has not failed at it gets it, although the other one asked first.
+    // Both wait, and the one that has not failed at the job gets it, although the other one pulled first.
     let mut outside = Outside::new(settings());
     for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Pull(1)] {
         outside.step(e);
@@ -383,23 +382,27 @@ fn jobs_leave_in_plan_order_when_padding_keeps_up() {
     assert_eq!(order, (1..=20).collect::<Vec<_>>());
 }
 
+/// A dispatcher that scans its queue at every message takes minutes for this.
 #[test]
-fn round_robin_makes_a_job_wait_for_its_own_target() {
-    let policy = Policy::RoundRobin { targets: 2, depth: 1 };
-    let mut outside = Outside::new(Settings { policy, ..settings() });
-    outside.step(Event::Job);
-    outside.step(Event::Job);
-    assert!(!outside.state.has_room(), "one for each target");
-    let padded = outside.padding.clone();
-    for _ in padded {
-        let id = outside.padding.remove(0);
-        let actions = outside.state.on_padded(id, Ok(PaddedBatch::default()));
+fn a_queue_of_100_000_jobs_costs_no_more_per_message_than_a_short_one() {
+    const JOBS: u32 = 100_000;
+    let mut outside = Outside::new(Settings { queue_jobs: JOBS as usize, ..settings() });
+    for index in 0..JOBS {
+        let actions = outside.state.on_job(job(index));
         outside.apply(actions);
     }
-    outside.pull(1, false);
-    assert_eq!(outside.held[0].job.index, 2, "target 1 has the second job");
-    outside.pull(1, false);
-    assert_eq!(outside.held.len(), 1, "and nothing of target 0's");
+    assert!(!outside.state.has_room());
+    let mut order = Vec::new();
+    while outside.state.depth().0 > 0 {
+        for id in std::mem::take(&mut outside.padding) {
+            let actions = outside.state.on_padded(id, Ok(PaddedBatch::default()));
+            outside.apply(actions);
+        }
+        outside.pull(0, false);
+        order.extend(outside.held.iter().map(|held| held.job.index));
+        outside.step(Event::Finish(0));
+    }
+    assert_eq!(order, (0..JOBS).collect::<Vec<_>>());
 }
 
 #[test]

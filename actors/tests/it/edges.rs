@@ -1,4 +1,5 @@
-//! Settings and moments at the edges: the smallest queues, barriers beside checkpoints, stops between jobs, uneven numbers of workers.
+//! Edge cases of settings and moments: the smallest queues, barriers alongside checkpoints, stops between jobs, uneven
+//! numbers of workers.
 
 use crate::{
     faults::{broken, long_forwards},
@@ -9,7 +10,7 @@ use draftmill_actors::pool::Settings;
 use proptest::prelude::*;
 use std::time::Duration;
 
-/// The smallest of everything, and a checkpoint after every step: the planner is asked while it wants to hand out.
+/// Returns the smallest node, with a checkpoint after every step: the planner gets requests while it hands out jobs.
 fn narrow() -> World {
     let pool = Settings { max_batches: 1, min_ready: 1, ..World::default().pool };
     World { pool, queue_jobs: 1, pad_ahead: 1, checkpoint_every: 1, epochs: 3, accumulation: 1, ..World::default() }
@@ -45,7 +46,7 @@ fn a_resume_with_barriers_passes_epochs_that_are_done() {
     }
 }
 
-/// A node whose first target hangs in its `at`-th forward.
+/// Returns a node whose first target hangs in its `at`-th forward.
 fn hanging(at: u64, world: World) -> World {
     let hang = Breakage { until: Some(at), ..broken(at, Wrong::Hang) };
     World { targets: vec![hang, Breakage::default(), Breakage::default()], costs: long_forwards().costs, ..world }
@@ -67,7 +68,7 @@ fn a_target_that_hangs_in_its_first_forward_keeps_nobody_from_finishing() {
 
 #[test]
 fn a_forward_that_hangs_in_a_bucket_of_its_own_keeps_nobody_from_finishing() {
-    // The only two jobs of the longest bucket: nothing is ever known of it.
+    // The only two jobs of the longest bucket: it never gets an estimate.
     let mut lengths = vec![100; 400];
     lengths[7] = 900;
     let bounds = vec![100, 900];
@@ -100,7 +101,7 @@ fn a_stop_does_not_wait_for_a_restart() {
 
 #[test]
 fn a_target_that_is_out_holds_neither_room_nor_job() {
-    // One place in the pool, and a pause of a minute and more: the others go on meanwhile.
+    // A pool of one batch, and a pause of a minute and more: the other targets continue meanwhile.
     let world = narrow();
     let out = Breakage { until: Some(2), bad_restarts: 7, ..broken(2, Wrong::Lose) };
     let targets = vec![out, Breakage::default()];
@@ -122,7 +123,7 @@ fn a_report_tells_a_plan_that_ended_from_one_that_was_stopped() {
     let world = World { epochs: 2, ..World::default() };
     let whole = world.clone().run();
     assert!(whole.report().jobs.plan_ended);
-    // Before the first job: nothing is under way, and yet nothing is finished.
+    // Before the first job: nothing is in flight, and yet nothing is finished.
     for stop_at in [Duration::ZERO, whole.took / 2] {
         let ended = World { stop_at: Some(stop_at), ..world.clone() }.run();
         assert!(!ended.report().jobs.plan_ended, "stopped at {stop_at:?}");
@@ -133,7 +134,7 @@ fn a_report_tells_a_plan_that_ended_from_one_that_was_stopped() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// Any numbers of workers against any queue: every job is trained once, and nobody waits for ever.
+    /// Any numbers of workers with any queue: every job is trained once, and nothing waits forever.
     #[test]
     fn no_shape_of_a_node_hangs(
         samples in 1_usize..40, targets in 1_usize..5, drafters in 1_usize..7, accumulation in 1_usize..40,
@@ -150,7 +151,7 @@ proptest! {
         assert_all_trained(&world, &world.clone().run(), 3);
     }
 
-    /// A stop at any moment is orderly, and going on from there trains the rest, each job once.
+    /// A stop at any moment is orderly, and a resumed run trains the rest, each job once.
     #[test]
     fn a_stop_at_any_moment_loses_nothing(
         drafters in 1_usize..5, accumulation in 1_usize..5, queue_jobs in 1_usize..4, epoch_barrier: bool,

@@ -1,4 +1,4 @@
-//! Draw `replay` in whole runs: the steps are those of the plan, whatever the node is like and however it is interrupted.
+//! Draw policy `replay` in whole runs: the steps are those of the plan, on any node and with any interruption.
 
 use crate::{
     pipeline::failing,
@@ -7,12 +7,12 @@ use crate::{
 use draftmill_actors::{
     messages::types::{JobId, Outcome},
     planner::ledger::MemoryLedger,
-    pool::Draw,
+    pool::DrawPolicy,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The jobs of each step.
+/// Returns the jobs of each step.
 fn steps(outcomes: &Outcomes) -> BTreeMap<u64, BTreeSet<JobId>> {
     let mut steps = BTreeMap::<u64, BTreeSet<JobId>>::new();
     for (job, outcome) in outcomes.outcomes() {
@@ -23,7 +23,7 @@ fn steps(outcomes: &Outcomes) -> BTreeMap<u64, BTreeSet<JobId>> {
     steps
 }
 
-/// A node whose order is `replay`, of 4 micro-batches a step.
+/// Returns a node with draw policy `replay` and 4 micro-batches per step.
 fn replaying(targets: Vec<Breakage>, drafters: Vec<Breakage>) -> World {
     let accumulation = 4 / drafters.len();
     let mut world = World {
@@ -35,9 +35,9 @@ fn replaying(targets: Vec<Breakage>, drafters: Vec<Breakage>) -> World {
         max_attempts: 1000,
         ..World::default()
     };
-    // No engine is to blame for a job: after a kill all that were given up are open again, and come one behind the other.
+    // No engine is to blame for a job: after a kill all skipped jobs are open again, one directly after the other.
     world.max_failures_in_a_row = u32::MAX;
-    world.pool.draw = Draw::Replay;
+    world.pool.draw_policy = DrawPolicy::Replay;
     world
 }
 
@@ -49,18 +49,18 @@ fn replay_trains_the_same_steps_whatever_the_node() {
         replaying(vec![slow.clone(), Breakage::default(), failing(4, Wrong::Nan)], vec![slow, failing(3, Wrong::Fail)]);
     let many = many.run();
     assert_eq!(steps(&one), steps(&many));
-    // It is no other order in disguise: the jobs of a step are shuffled, epochs follow each other without a gap.
+    // The order differs from the plan's: the jobs of a step are shuffled, and epochs follow each other without a gap.
     let plan_order: Vec<JobId> = one.ledger().plans.iter().flat_map(|p| p.jobs.iter().map(|j| j.id)).collect();
     let by_plan = plan_order.chunks(4).map(|jobs| jobs.iter().copied().collect::<BTreeSet<_>>());
     let same = steps(&one).into_values().zip(by_plan).filter(|(a, b)| a == b).count();
     assert!(same < 5, "{same} steps are those of the plan's order");
-    assert!(one.records.iter().rev().skip(1).all(|r| r.micro_batches == 4), "T1, over the borders of epochs too");
+    assert!(one.records.iter().rev().skip(1).all(|r| r.micro_batches == 4), "T1, over the boundaries of epochs too");
 }
 
-/// A node, and how its run is interrupted.
+/// Node, and the interruptions of its run.
 #[derive(Clone, Debug)]
 struct Case {
-    /// How slow each is, and every which job it fails.
+    /// Slowness and failure interval of each.
     targets: Vec<(f64, u64)>,
     drafters: Vec<(f64, u64)>,
     window: usize,
@@ -69,13 +69,13 @@ struct Case {
     barrier: bool,
     prefetch: usize,
     queue_jobs: usize,
-    /// In thousandths of the time that the run takes.
+    /// Moments of the stops, in thousandths of the run's duration.
     stops: Vec<u32>,
     killed: bool,
     close: bool,
 }
 
-/// The steps are those of a plain run.
+/// Checks that the steps are those of a plain run.
 fn replays(case: Case) -> Result<(), TestCaseError> {
     let Case { targets, drafters, window, poison, indigestible, barrier, prefetch, queue_jobs, stops, killed, close } =
         case;
@@ -117,7 +117,7 @@ fn replays(case: Case) -> Result<(), TestCaseError> {
         ledger = ended.result.unwrap().ledger.unwrap();
         start = ledger.checkpoints.last().map_or(0, |(step, _)| *step);
         if killed {
-            // As after a kill: back to an earlier checkpoint; what was trained or skipped since is open again.
+            // Same as after a kill: back to an earlier checkpoint; jobs trained or skipped since are open again.
             ledger.checkpoints.pop();
             start = ledger.checkpoints.last().map_or(0, |(step, _)| *step);
             ledger.outcomes.retain(|_, o| matches!(o, Outcome::Trained { step } if *step <= start));
@@ -149,7 +149,7 @@ proptest! {
     }
 }
 
-/// A kill opens every job again that was given up: more of them behind each other than a target may fail in a row elsewhere.
+/// A kill reopens every skipped job: more in a row than a target may fail elsewhere.
 #[test]
 fn replay_goes_on_where_all_that_comes_first_was_given_up_before() {
     let case = Case {

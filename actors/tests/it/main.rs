@@ -4,21 +4,25 @@
 
 mod checkpoints;
 mod closing;
+mod control;
 #[allow(clippy::disallowed_types, reason = "a recorder of metrics is shared by its nature")]
 mod counted;
 mod dispatcher;
+mod drafter;
 mod edges;
 mod faults;
+mod imports;
 mod in_order;
+mod layers;
 mod mix;
 mod pipeline;
 mod planner;
 mod pool;
 mod replayed;
 mod replicas;
-mod slow_saver;
+mod round_robin;
+mod slow_checkpoints;
 mod soak;
-mod steered;
 mod stragglers;
 mod tags;
 mod trace;

@@ -1,11 +1,11 @@
-//! What a step sees of the lengths: whole runs of the design's node over a skewed length distribution, measured by which job
-//! became part of which step.
+//! Mix of lengths in a step: whole runs of the design's node over a skewed length distribution, measured by the jobs of
+//! each step.
 
 use crate::world::{Breakage, Outcomes, World, Wrong};
 use draftmill_actors::{
     messages::types::{JobSpec, Outcome},
-    planner::plan::Order,
-    pool::state::{Draw, Settings},
+    planner::plan::JobOrder,
+    pool::state::{DrawPolicy, Settings},
     runtime::random::stream_seed,
     simulated::CostModel,
 };
@@ -17,7 +17,7 @@ const BUCKETS: usize = 8;
 /// Micro-batches of a step.
 const STEP: usize = 12;
 
-/// Lognormal lengths of up to 8192 tokens, by the method of Box and Muller.
+/// Returns lognormal lengths of up to 8192 tokens, by the method of Box and Muller.
 fn lognormal(samples: usize, seed: u64) -> Vec<u32> {
     let mut rng = ChaCha8Rng::from_seed(stream_seed(seed, "lengths", &[]));
     let mut uniform = move || (rng.next_u32() as f64 + 0.5) / 4_294_967_296.0;
@@ -25,8 +25,9 @@ fn lognormal(samples: usize, seed: u64) -> Vec<u32> {
     (0..samples).map(|_| ((7.2 + 0.7 * normal()).exp() as u32).clamp(16, 8192)).collect()
 }
 
-/// The node of the design: 5 targets, 3 drafters, jobs of 49 152 tokens, a drafter whose cost does not depend on the length.
-fn node(draw: Draw, order: Order) -> World {
+/// Returns the node of the design: 5 targets, 3 drafters, jobs of 49 152 tokens, a drafter whose cost does not depend
+/// on the length.
+fn node(draw_policy: DrawPolicy, order: JobOrder) -> World {
     let costs = CostModel { seconds_per_token: 20e-6, seconds_per_micro_batch: 0.65, ..CostModel::default() };
     World {
         lengths: lognormal(60_000, 3),
@@ -42,7 +43,7 @@ fn node(draw: Draw, order: Order) -> World {
             max_bytes: 32 * costs.bytes(49_152),
             max_batches: 32,
             min_ready: 16,
-            draw,
+            draw_policy,
             replay_window: 32,
             start_step: 0,
             seed: 7,
@@ -56,7 +57,7 @@ fn node(draw: Draw, order: Order) -> World {
 struct Mix {
     /// Jobs of each full step.
     steps: Vec<Vec<JobSpec>>,
-    /// Share of each bucket in the plan.
+    /// Fraction of each bucket in the plan.
     shares: Vec<f64>,
 }
 
@@ -75,7 +76,8 @@ impl Mix {
         Mix { steps, shares }
     }
 
-    /// Most batches by which a bucket differs from its share of the plan over any `window` consecutive steps.
+    /// Returns the maximum difference, in batches, between a bucket and its planned share over any `window` consecutive
+    /// steps.
     fn worst_share(&self, window: usize) -> f64 {
         let of_window = |steps: &[Vec<JobSpec>]| {
             let seen = counts(steps.iter().flatten());
@@ -85,7 +87,7 @@ impl Mix {
         self.steps.windows(window).map(of_window).fold(0.0, f64::max)
     }
 
-    /// Mean length of the samples of each step.
+    /// Returns the mean length of the samples of each step.
     fn mean_lengths(&self) -> Vec<f64> {
         let mean = |jobs: &Vec<JobSpec>| {
             let samples: usize = jobs.iter().map(|j| j.samples.len()).sum();
@@ -128,7 +130,7 @@ fn deviation(values: &[f64]) -> f64 {
     (values.iter().map(|v| (v - m).powi(2)).sum::<f64>() / values.len() as f64).sqrt()
 }
 
-/// Of each value with the next one.
+/// Returns the correlation of each value with the next one.
 fn correlation(values: &[f64]) -> f64 {
     let m = mean(values);
     let together: f64 = values.windows(2).map(|w| (w[0] - m) * (w[1] - m)).sum();
@@ -139,7 +141,7 @@ fn mix(world: &World) -> Mix {
     Mix::of(&world.clone().run())
 }
 
-/// The lines that proportional draws from a spread plan have to keep.
+/// Checks the limits for proportional draws from a spread plan.
 fn assert_mixed(mix: &Mix, most: f64, name: &str) {
     mix.report(name);
     assert!(mix.worst_share(50) <= most, "{name}: a bucket's share strays");
@@ -147,24 +149,24 @@ fn assert_mixed(mix: &Mix, most: f64, name: &str) {
     assert!(mix.distinct_buckets() >= 6.5, "{name}: a step sees too few lengths");
 }
 
-/// ms-swift#10111: batches of grouped lengths that follow each other resemble each other (correlation 0.76 there), and the loss
+/// ms-swift#10111: consecutive batches of grouped lengths resemble each other (correlation 0.76 there), and the loss
 /// shows it. Here targets get grouped lengths, and steps see all of them.
 #[test]
 fn ms_swift_10111_steps_mix_the_lengths_of_a_skewed_distribution() {
-    let spread = mix(&node(Draw::Proportional, Order::Spread));
+    let spread = mix(&node(DrawPolicy::Proportional, JobOrder::Spread));
     let rarest = spread.shares.iter().copied().fold(1.0, f64::min);
     assert!((0.008..0.013).contains(&rarest), "the rarest bucket has about 1 %: {:.3?}", spread.shares);
     assert_mixed(&spread, 2.0, "spread + proportional");
 
-    let shuffled = mix(&node(Draw::Uniform, Order::Shuffle));
+    let shuffled = mix(&node(DrawPolicy::Uniform, JobOrder::Shuffle));
     shuffled.report("shuffle + uniform");
     let (ours, theirs) = (deviation(&spread.mean_lengths()), deviation(&shuffled.mean_lengths()));
     assert!(ours <= 0.75 * theirs, "a step's mean length deviates by {ours:.1} tokens, {theirs:.1} by chance alone");
-    // The measures can tell: by chance alone neither line holds.
+    // The checks can fail: with random draws neither limit holds.
     assert!(shuffled.worst_share(50) > 5.0 && shuffled.distinct_buckets() < 6.2);
 
-    // Replay fixes the order and gives up the proportions; a bucket still never strays as far as by chance.
-    let replayed = mix(&node(Draw::Replay, Order::Spread));
+    // Replay fixes the order and sacrifices the proportions; a bucket still strays less than with random draws.
+    let replayed = mix(&node(DrawPolicy::Replay, JobOrder::Spread));
     replayed.report("spread + replay");
     assert!(replayed.worst_share(50) < 0.7 * shuffled.worst_share(50));
     assert!(correlation(&replayed.mean_lengths()) <= 0.1);
@@ -173,24 +175,24 @@ fn ms_swift_10111_steps_mix_the_lengths_of_a_skewed_distribution() {
 /// Rare lengths must not pile up at the end, where the pool drains.
 #[test]
 fn the_last_tenth_of_an_epoch_has_the_mix_of_the_whole() {
-    for draw in [Draw::Proportional, Draw::Uniform, Draw::Replay] {
-        let Mix { steps, shares } = mix(&node(draw, Order::Spread));
+    for draw_policy in [DrawPolicy::Proportional, DrawPolicy::Uniform, DrawPolicy::Replay] {
+        let Mix { steps, shares } = mix(&node(draw_policy, JobOrder::Spread));
         let tenth = Mix { steps: steps[steps.len() * 9 / 10..].to_vec(), shares };
         let strays = tenth.worst_share(tenth.steps.len());
-        let most = if draw == Draw::Proportional { 2.0 } else { 8.0 };
-        assert!(strays <= most, "{draw:?}: {strays:.2} batches of {}", tenth.steps.len() * STEP);
+        let most = if draw_policy == DrawPolicy::Proportional { 2.0 } else { 8.0 };
+        assert!(strays <= most, "{draw_policy:?}: {strays:.2} batches of {}", tenth.steps.len() * STEP);
     }
 }
 
-/// The mix is the pool's doing, not that of a node in balance: it holds with a pool that is always full, or never, with a target
-/// of another speed, and over the borders of continuous epochs. Drafters that are slow or fail move batches that are in their
-/// hands to a later step: each of them may add one batch to what a window strays.
+/// The pool produces the mix, not the balance of the node: it holds with a full or empty pool, with a target of another
+/// speed, and across the boundaries of continuous epochs. Slow or failing drafters move the batches that they hold to a
+/// later step: each of them may add one batch to the deviation of a window.
 #[test]
 fn the_mix_does_not_depend_on_who_is_slow() {
     let slow = Breakage { slowness: Some(3.0), ..Breakage::default() };
     let failing = Breakage { every: Some((9, Wrong::Fail)), ..Breakage::default() };
     for seconds_per_token in [10e-6, 66e-6, 200e-6] {
-        let mut world = World { epochs: 3, max_attempts: 100, ..node(Draw::Proportional, Order::Spread) };
+        let mut world = World { epochs: 3, max_attempts: 100, ..node(DrawPolicy::Proportional, JobOrder::Spread) };
         world.lengths.truncate(20_000);
         world.costs.seconds_per_token = seconds_per_token;
         (world.pool.max_batches, world.pool.min_ready) = (24, 8);

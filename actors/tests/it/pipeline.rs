@@ -1,9 +1,9 @@
-//! Whole runs on paused time: every job ends exactly once, waits are where they should be, stops and resumes lose nothing.
+//! Whole runs on paused time: every job ends exactly once, waits have the right cause, stops and resumes lose nothing.
 
 use crate::world::{Breakage, World, Wrong};
 use draftmill_actors::{
     messages::types::Outcome,
-    pool::state::{Draw, Settings},
+    pool::state::{DrawPolicy, Settings},
     runtime::{causes::Cause, meter::Totals},
 };
 use proptest::prelude::*;
@@ -13,7 +13,7 @@ fn waited(totals: &Totals, cause: Cause) -> Duration {
     totals.waits.iter().find(|(c, _)| *c == cause).map(|(_, d)| *d).unwrap()
 }
 
-/// Every job of every planned epoch was trained, and each sample of an epoch exactly once.
+/// Checks that every job of every planned epoch was trained, and each sample of an epoch exactly once.
 pub fn assert_all_trained(world: &World, ended: &crate::world::Outcomes, epochs: u32) {
     let ledger = ended.ledger();
     assert_eq!(ledger.plans.len(), epochs as usize);
@@ -70,7 +70,7 @@ fn continuous_epochs_never_drain_the_pool_between_them() {
 
 #[test]
 fn specforge_678_leftovers_of_a_window_are_trained_and_the_run_ends() {
-    // Every count of jobs modulo the step size, the barrier in between: the end of an epoch never waits for a full step.
+    // Every count of jobs modulo the step size, with the barrier: the end of an epoch never waits for a full step.
     for samples in [1, 2, 3, 7, 50, 51, 52, 53] {
         for epoch_barrier in [false, true] {
             let lengths = vec![900; samples];
@@ -88,8 +88,8 @@ fn specforge_656_nothing_stays_behind_in_the_pool() {
     let limit = world.pool;
     let ended = world.run();
     let report = ended.report();
-    assert!(report.pool.bytes <= limit.max_bytes, "L1: {} bytes", report.pool.bytes);
-    assert!(report.pool.batches <= limit.max_batches, "L1: {} batches", report.pool.batches);
+    assert!(report.pool.peak_bytes <= limit.max_bytes, "L1: {} bytes", report.pool.peak_bytes);
+    assert!(report.pool.peak_batches <= limit.max_batches, "L1: {} batches", report.pool.peak_batches);
     assert_eq!(report.jobs.unfinished, 0);
 }
 
@@ -112,25 +112,25 @@ fn slow_drafters_hold_targets_back_by_room_and_slow_targets_hold_drafters_back_b
 
 #[test]
 fn torchspec_42_everything_at_once_stays_within_the_pool() {
-    // A hundred fast targets against drafters that take their time: there, a wave of two windows overflowed the store.
+    // A hundred fast targets against slow drafters: in the report, a wave of two windows overflowed the store.
     let slow = Breakage { slowness: Some(50.0), ..Breakage::default() };
     let mut world = World { targets: vec![Breakage::default(); 100], drafters: vec![slow; 2], ..World::default() };
     (world.queue_jobs, world.pad_ahead) = (200, 100);
     (world.pool.max_bytes, world.pool.max_batches) = (200_000, 1000);
     let ended = world.clone().run();
     assert_all_trained(&world, &ended, 1);
-    let peak = ended.report().pool.bytes;
+    let peak = ended.report().pool.peak_bytes;
     assert!((160_000..=200_000).contains(&peak), "the promise is used and kept: {peak}");
 }
 
 #[test]
 fn backpressure_is_arithmetic() {
-    // Drafters that never finish: targets fill exactly max_batches places, less what the drafters took.
+    // Drafters that never finish: targets fill exactly max_batches positions, less the batches that the drafters took.
     let never = Breakage { every: Some((1, crate::world::Wrong::Hang)), ..Breakage::default() };
     let world = World { drafters: vec![never; 2], stop_at: Some(Duration::from_secs(3600)), ..World::default() };
     let (max_batches, prefetch, drafters) = (world.pool.max_batches, 1, world.drafters.len());
     let ended = World { stop_at: None, ..world }.run_for(Duration::from_secs(3600));
-    // In work and prefetched batches left the pool; one more draw of each waits for min_ready only.
+    // Batches in work and prefetched ones left the pool; one more draw of each waits for min_ready only.
     let extracted: u64 = ended.iter().sum();
     assert_eq!(extracted as usize, max_batches + drafters * (1 + prefetch));
 }
@@ -228,8 +228,8 @@ proptest! {
     }
 }
 
-/// transformers#40691, ms-swift#10050: a resume in a later epoch must not replay the order of the first one;
-/// SimpleTuner#2986: the numbers of targets and drafters may change between runs, the set of ids stays exact.
+/// transformers#40691, ms-swift#10050: a resume in a later epoch must not replay the order of the first one.
+/// SimpleTuner#2986: the numbers of targets and drafters may change between runs; the set of ids stays exact.
 #[test]
 fn transformers_40691_simpletuner_2986_a_resume_in_a_later_epoch_with_other_workers_is_exact() {
     let world = World { epochs: 3, ..World::default() };
@@ -252,7 +252,7 @@ fn transformers_40691_simpletuner_2986_a_resume_in_a_later_epoch_with_other_work
     }
 }
 
-/// verl#7401: a resume exactly at the border of an epoch goes on with the next one.
+/// verl#7401: a resume exactly at the boundary of an epoch continues with the next one.
 #[test]
 fn verl_7401_a_resume_at_the_border_of_an_epoch_trains_the_next_one() {
     let one = World::default().run();
@@ -264,14 +264,14 @@ fn verl_7401_a_resume_at_the_border_of_an_epoch_trains_the_next_one() {
     assert_eq!(two.records.first().map(|r| r.step), Some(steps + 1));
 }
 
-/// lhotse#785: looking at a plan before the run must not advance it.
+/// lhotse#785: inspecting a plan before the run must not advance it.
 #[test]
 fn lhotse_785_planning_for_a_look_changes_nothing() {
     let world = World { epochs: 2, ..World::default() };
     let settings = draftmill_actors::planner::plan::PlanSettings {
         seed: 1,
         job_tokens: 1000,
-        order: draftmill_actors::planner::plan::Order::Spread,
+        order: draftmill_actors::planner::plan::JobOrder::Spread,
         bounds: draftmill_actors::planner::buckets::optimal_bounds(&world.lengths, 4),
     };
     let looked: Vec<_> =
@@ -279,8 +279,8 @@ fn lhotse_785_planning_for_a_look_changes_nothing() {
     assert_eq!(world.run().ledger().plans, looked);
 }
 
-/// TorchSpec#126, Automodel#2468: batches without a valid anchor count as micro-batches of weight zero; nobody waits for
-/// anybody's decision, and every step stays full. (The world's drafters find no anchor in every seventeenth job.)
+/// TorchSpec#126, Automodel#2468: batches without a valid anchor count as micro-batches of weight zero; no actor waits
+/// for another's decision, and every step stays full. The world's drafters find no anchor in every seventeenth job.
 #[test]
 fn torchspec_126_automodel_2468_a_batch_without_an_anchor_is_a_micro_batch_of_weight_zero() {
     let world = World { epochs: 2, ..World::default() };
@@ -313,25 +313,27 @@ fn a_failed_micro_batch_gives_its_ticket_and_its_batch_back_and_is_trained() {
         let (_, full) = ended.records.split_last().unwrap();
         let size = world.accumulation * world.drafters.len();
         assert!(full.iter().all(|r| r.micro_batches as usize == size), "T1");
-        assert!(ended.report().pool.bytes <= world.pool.max_bytes, "L1");
+        assert!(ended.report().pool.peak_bytes <= world.pool.max_bytes, "L1");
     }
 }
 
 #[test]
 fn a_batch_that_no_drafter_can_train_is_skipped_with_its_reason_after_max_attempts() {
     let poison = Breakage { poison: Some(7), ..Breakage::default() };
-    for (draw, drafters) in [(Draw::Proportional, 1), (Draw::Replay, 1), (Draw::Uniform, 3), (Draw::Replay, 3)] {
-        // The batches are broken, not the drafters: chance may draw several of them in a row.
+    for (draw_policy, drafters) in
+        [(DrawPolicy::Proportional, 1), (DrawPolicy::Replay, 1), (DrawPolicy::Uniform, 3), (DrawPolicy::Replay, 3)]
+    {
+        // The batches are broken, not the drafters: random draws may hit several of them in a row.
         let drafters = vec![poison.clone(); drafters];
         let mut world = World { drafters, max_skip_fraction: 1.0, max_failures_in_a_row: 100, ..World::default() };
-        world.pool.draw = draw;
+        world.pool.draw_policy = draw_policy;
         let ended = world.run();
         let all: usize = ended.ledger().plans.iter().map(|p| p.jobs.len()).sum();
         assert_eq!(ended.outcomes().len(), all);
         for (job, outcome) in ended.outcomes() {
             match outcome {
                 Outcome::Skipped { reason, attempts } => {
-                    assert!(reason.contains("the drafter could not train it: poison"), "{reason}");
+                    assert!(reason.contains("the drafter failed to train the job: poison"), "{reason}");
                     assert_eq!((job.index % 7, *attempts), (3, 3));
                 }
                 Outcome::Trained { .. } => assert_ne!(job.index % 7, 3),
@@ -347,7 +349,7 @@ fn a_drafter_that_only_fails_stops_the_run_with_the_cause() {
     assert!(ended.fault().message.contains("5 batches failed in a row"), "{}", ended.fault());
 }
 
-/// Where the engine lost the features there is nothing to give back.
+/// If the engine lost the features there is nothing to return.
 #[test]
 fn a_job_whose_features_are_lost_is_skipped_at_once() {
     let drafters = vec![failing(9, Wrong::LoseFeatures), Breakage::default()];
@@ -356,6 +358,6 @@ fn a_job_whose_features_are_lost_is_skipped_at_once() {
     assert!(!lost.is_empty());
     for outcome in lost {
         let Outcome::Skipped { reason, attempts: 1 } = outcome else { panic!("{outcome:?}") };
-        assert!(reason.contains("its hidden states are lost"), "{reason}");
+        assert!(reason.contains("lost its hidden states"), "{reason}");
     }
 }

@@ -1,4 +1,4 @@
-//! The planner beside a slow disk: jobs leave while a transaction is under way, and what ends meanwhile shares the next one.
+//! Planner with a slow disk: jobs leave during a transaction, and outcomes that arrive meanwhile share the next one.
 
 use draftmill_actors::{
     dispatcher::Feed,
@@ -9,10 +9,10 @@ use draftmill_actors::{
     planner::{
         self, Settings,
         ledger::{Ledger, Note},
-        plan::{Order, Plan, PlanSettings},
+        plan::{JobOrder, Plan, PlanSettings},
     },
-    pool::{self, Draw},
-    runtime::fault::Stops,
+    pool::{self, DrawPolicy},
+    runtime::fault::Shutdown,
 };
 use std::{
     sync::{Arc, mpsc::Receiver},
@@ -20,7 +20,7 @@ use std::{
 };
 use tokio::sync::{mpsc, watch};
 
-/// A disk that writes when it is told to, and says what it was given.
+/// Disk that writes on command and reports its input.
 struct Slow {
     go: Receiver<()>,
     wrote: mpsc::Sender<Wrote>,
@@ -28,7 +28,7 @@ struct Slow {
 
 #[derive(Debug, PartialEq)]
 enum Wrote {
-    /// The steps of one transaction.
+    /// Steps of one transaction.
     Began(Vec<u64>),
     Checkpoint(u64),
 }
@@ -52,7 +52,7 @@ impl Ledger for Slow {
     }
 
     fn note(&mut self, note: &Note) -> Result<(), String> {
-        Err(format!("nobody notes anything here: {note:?}"))
+        Err(format!("unexpected note: {note:?}"))
     }
 }
 
@@ -65,13 +65,13 @@ async fn job(fed: &mut mpsc::Receiver<Feed>) -> Receipt {
 
 #[tokio::test]
 async fn jobs_leave_while_the_disk_is_busy_and_a_checkpoint_waits_for_every_outcome() {
-    // Broken, it waits for ever.
+    // A broken disk waits forever.
     tokio::time::timeout(Duration::from_secs(120), beside_a_slow_disk()).await.expect("the planner waits for the disk");
 }
 
 async fn beside_a_slow_disk() {
     let settings = Settings {
-        plan: PlanSettings { seed: 1, job_tokens: 10, order: Order::Spread, bounds: vec![10] },
+        plan: PlanSettings { seed: 1, job_tokens: 10, order: JobOrder::Spread, bounds: vec![10] },
         lengths: Arc::from([10; 8]),
         epochs: 1,
         epoch_barrier: false,
@@ -81,11 +81,11 @@ async fn beside_a_slow_disk() {
     let (wrote, mut written) = mpsc::channel(16);
     let (handle, inbox) = planner::channel();
     let (feed, mut fed) = mpsc::channel(1);
-    let (course, _seen) = pool::course(&pool::Settings {
+    let (course, _seen) = pool::plan_notices(&pool::Settings {
         max_bytes: 1000,
         max_batches: 8,
         min_ready: 1,
-        draw: Draw::Uniform,
+        draw_policy: DrawPolicy::Uniform,
         replay_window: 0,
         start_step: 0,
         seed: 1,
@@ -98,13 +98,13 @@ async fn beside_a_slow_disk() {
         feed,
         course,
         mpsc::channel(1).1,
-        Stops::default(),
+        Shutdown::default(),
     ));
 
     let first = job(&mut fed).await;
     handle.trained(1, vec![first]).await.unwrap();
     assert_eq!(written.recv().await, Some(Wrote::Began(vec![1])));
-    // The transaction of step 1 hangs; seven jobs leave and are trained all the same.
+    // The transaction of step 1 hangs; seven jobs leave and are trained nevertheless.
     for step in 2..=8 {
         let receipt = job(&mut fed).await;
         handle.trained(step, vec![receipt]).await.unwrap();
@@ -115,8 +115,8 @@ async fn beside_a_slow_disk() {
         async move { handle.checkpoint(8, "step-8".into()).await }
     });
     drop(handle);
-    // Step 1's transaction ends, then the others' in one or two, according to what the planner had heard by then; only after
-    // the last of them the checkpoint exists.
+    // Step 1's transaction ends, then the others' in one or two, depending on the outcomes that the planner had by
+    // then. The checkpoint exists only after the last of them.
     go.send(()).unwrap();
     let mut steps = Vec::new();
     while let Some(Wrote::Began(more)) = written.recv().await {

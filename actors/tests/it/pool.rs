@@ -2,22 +2,22 @@
 
 use draftmill_actors::{
     messages::types::JobId,
-    pool::state::{Action, Draw, Entry, Settings, State},
+    pool::state::{Action, DrawPolicy, Entry, Settings, State},
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What a history does next; numbers choose among what is possible at that moment.
+/// Next event of a history; numbers choose among the possible options.
 #[derive(Clone, Debug)]
 enum Event {
     Reserve(u64),
     Fill(usize, u16),
     Cancel(usize),
     Draw,
-    /// A draw whose answer finds nobody.
+    /// A draw whose drafter is gone when it is answered.
     LostDraw,
     Done(usize),
-    /// A drafter gives a batch back.
+    /// A drafter returns a batch.
     GiveBack(usize),
     Reconfigure(Settings),
 }
@@ -35,22 +35,22 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// What the outside knows: it answers for the same numbers by other means.
+/// Model of the surroundings: it computes the same numbers by other means.
 struct Model {
     state: State<u64>,
     settings: Settings,
-    /// What is held above lowered limits must only become less.
+    /// Ceiling for bytes and batches above lowered limits: they must only fall.
     ceiling: (u64, usize),
     next: u64,
     asked: BTreeMap<u64, u64>,
     granted: Vec<u64>,
-    loaned: Vec<Entry<u64>>,
+    checked_out: Vec<Entry<u64>>,
     ready: BTreeSet<u64>,
     ready_bytes: u64,
     draws: BTreeSet<u64>,
     lost: BTreeSet<u64>,
     given: BTreeSet<u64>,
-    /// Ready batches that came back.
+    /// Ready batches that were returned.
     returned: BTreeSet<u64>,
     refused: usize,
     draining: bool,
@@ -69,7 +69,7 @@ impl Model {
             next: 0,
             asked: BTreeMap::new(),
             granted: Vec::new(),
-            loaned: Vec::new(),
+            checked_out: Vec::new(),
             ready: BTreeSet::new(),
             ready_bytes: 0,
             draws: BTreeSet::new(),
@@ -111,7 +111,7 @@ impl Model {
                         self.returned.remove(&batch);
                         assert!(self.given.insert(batch), "D1: batch {batch} was given twice");
                         self.ready_bytes -= bytes;
-                        self.loaned.push(entry);
+                        self.checked_out.push(entry);
                         self.state.on_delivered()
                     };
                     leaving += more.iter().filter(|a| matches!(a, Action::Give { .. })).count();
@@ -119,30 +119,30 @@ impl Model {
                 }
                 Action::NoMore { request } => {
                     assert!(self.draws.remove(&request) && self.ready.is_empty());
-                    assert!(self.loaned.is_empty(), "told that there is no more while a batch may come back");
+                    assert!(self.checked_out.is_empty(), "told that there is no more while a batch may come back");
                     self.ended += 1;
                 }
                 Action::Drained => {
-                    assert!(self.ready.is_empty() && self.loaned.is_empty(), "L3: {} left", self.ready.len());
+                    assert!(self.ready.is_empty() && self.checked_out.is_empty(), "L3: {} left", self.ready.len());
                     self.drained += 1;
                 }
             }
         }
         let bytes =
-            self.granted.iter().sum::<u64>() + self.ready_bytes + self.loaned.iter().map(|e| e.bytes).sum::<u64>();
+            self.granted.iter().sum::<u64>() + self.ready_bytes + self.checked_out.iter().map(|e| e.bytes).sum::<u64>();
         assert_eq!(leaving, 0);
-        assert_eq!(self.state.held().bytes(), bytes, "accounting follows a batch through every owner");
+        assert_eq!(self.state.occupancy().bytes(), bytes, "accounting follows a batch through every owner");
         assert!(bytes <= self.settings.max_bytes.max(self.ceiling.0), "L1");
         let batches = self.granted.len() + self.ready.len() - self.returned.len();
         assert!(batches <= self.settings.max_batches.max(self.ceiling.1), "L1");
         self.ceiling = (self.ceiling.0.min(bytes), self.ceiling.1.min(batches));
-        let ready = self.state.held().ready_batches;
+        let ready = self.state.occupancy().ready_batches;
         assert!(self.draws.is_empty() || ready < self.settings.min_ready.max(1), "{ready} are ready, and a draw waits");
-        let room = |&&bytes: &&u64| self.state.held().bytes() + bytes <= self.settings.max_bytes;
+        let room = |&&bytes: &&u64| self.state.occupancy().bytes() + bytes <= self.settings.max_bytes;
         let first = self.asked.values().next().filter(room);
         assert!(first.is_none() || batches >= self.settings.max_batches, "there is room, and a reservation waits");
-        assert_eq!(self.state.held().batches(), batches);
-        assert_eq!(self.state.held().loaned_batches, self.loaned.len());
+        assert_eq!(self.state.occupancy().batches(), batches);
+        assert_eq!(self.state.occupancy().checked_out_batches, self.checked_out.len());
     }
 
     fn step(&mut self, event: Event) {
@@ -169,21 +169,21 @@ impl Model {
                 }
                 self.state.on_draw(self.next)
             }
-            Event::Done(i) if !self.loaned.is_empty() => {
-                let entry = self.loaned.swap_remove(i % self.loaned.len());
+            Event::Done(i) if !self.checked_out.is_empty() => {
+                let entry = self.checked_out.swap_remove(i % self.checked_out.len());
                 self.state.on_done(entry.bytes)
             }
-            Event::GiveBack(i) if !self.loaned.is_empty() => {
-                let entry = self.loaned.swap_remove(i % self.loaned.len());
+            Event::GiveBack(i) if !self.checked_out.is_empty() => {
+                let entry = self.checked_out.swap_remove(i % self.checked_out.len());
                 self.given.remove(&entry.batch);
                 self.ready.insert(entry.batch);
                 self.returned.insert(entry.batch);
                 self.ready_bytes += entry.bytes;
-                self.state.on_given_back(entry)
+                self.state.on_returned(entry)
             }
             Event::Reconfigure(settings) => {
                 self.settings = settings;
-                self.ceiling = (self.state.held().bytes(), self.state.held().batches());
+                self.ceiling = (self.state.occupancy().bytes(), self.state.occupancy().batches());
                 self.state.reconfigure(settings)
             }
             _ => return,
@@ -198,7 +198,7 @@ fn settings() -> impl Strategy<Value = Settings> {
         max_bytes,
         max_batches,
         min_ready,
-        draw: if uniform { Draw::Uniform } else { Draw::Proportional },
+        draw_policy: if uniform { DrawPolicy::Uniform } else { DrawPolicy::Proportional },
         replay_window: 1,
         start_step: 0,
         seed,
@@ -216,11 +216,11 @@ proptest! {
         for e in events {
             m.step(e);
         }
-        // The plan ends: what was asked for is granted, filled and drawn, and then nothing is left anywhere.
+        // The plan ends: everything requested is granted, filled and drawn, and then nothing is left anywhere.
         for _ in 0..10_000 {
             if !m.granted.is_empty() {
                 m.step(Event::Fill(0, 1));
-            } else if !m.loaned.is_empty() {
+            } else if !m.checked_out.is_empty() {
                 m.step(Event::Done(0));
             } else if !m.asked.is_empty() {
                 m.step(Event::Draw);
@@ -228,34 +228,34 @@ proptest! {
                 break;
             }
         }
-        prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.loaned.is_empty(), "a request waits for ever");
+        prop_assert!(m.asked.is_empty() && m.granted.is_empty() && m.checked_out.is_empty(), "a request waits forever");
         m.draining = true;
         m.next += 1;
         let actions = m.state.on_drain(true, 0);
         m.apply(actions);
         for turn in 0..10_000 {
-            if m.ready.is_empty() && m.loaned.is_empty() {
+            if m.ready.is_empty() && m.checked_out.is_empty() {
                 break;
             }
             m.step(Event::Draw);
-            // Draining, too, some come back.
+            // Batches may be returned during the drain too.
             m.step(if turn < 5 { Event::GiveBack(0) } else { Event::Done(0) });
         }
         prop_assert_eq!(m.drained, 1);
-        prop_assert!(m.draws.is_empty(), "a draw waits for ever");
+        prop_assert!(m.draws.is_empty(), "a draw waits forever");
         let before = m.ended;
         m.step(Event::Draw);
         prop_assert_eq!(m.ended, before + 1, "a draw after the end is answered at once");
-        while !m.loaned.is_empty() {
+        while !m.checked_out.is_empty() {
             m.step(Event::Done(0));
         }
-        prop_assert_eq!(m.state.held().bytes(), 0);
+        prop_assert_eq!(m.state.occupancy().bytes(), 0);
     }
 
     /// Reverb's size test ignored the minimum: here no draw is answered below it, and every one at it.
     #[test]
     fn a_draw_is_answered_exactly_at_min_ready(min_ready in 1_usize..10, seed in any::<u64>()) {
-        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw: Draw::Uniform, replay_window: 1, start_step: 0, seed };
+        let settings = Settings { max_bytes: 1000, max_batches: 10, min_ready, draw_policy: DrawPolicy::Uniform, replay_window: 1, start_step: 0, seed };
         let mut m = Model::new(settings);
         m.step(Event::Draw);
         for i in 0..min_ready {
@@ -267,12 +267,12 @@ proptest! {
     }
 }
 
-fn filled(draw: Draw, seed: u64, depth: usize) -> State<u64> {
+fn filled(draw_policy: DrawPolicy, seed: u64, depth: usize) -> State<u64> {
     let settings = Settings {
         max_bytes: u64::MAX,
         max_batches: usize::MAX,
         min_ready: 1,
-        draw,
+        draw_policy,
         replay_window: 1,
         start_step: 0,
         seed,
@@ -288,7 +288,7 @@ fn filled(draw: Draw, seed: u64, depth: usize) -> State<u64> {
 
 #[test]
 fn ms_swift_10111_proportional_draws_keep_the_plans_mix_in_every_window() {
-    let mut state = filled(Draw::Proportional, 5, 600);
+    let mut state = filled(DrawPolicy::Proportional, 5, 600);
     let mut drawn = Vec::new();
     for request in 0..900 {
         for action in state.on_draw(10_000 + request) {
@@ -310,7 +310,7 @@ fn ms_swift_10111_proportional_draws_keep_the_plans_mix_in_every_window() {
 fn uniform_draws_choose_every_batch_equally_often() {
     let mut counts = [0_u32; 6];
     for seed in 0..6000 {
-        let mut state = filled(Draw::Uniform, seed, 2);
+        let mut state = filled(DrawPolicy::Uniform, seed, 2);
         for action in state.on_draw(99) {
             if let Action::Give { entry, .. } = action {
                 counts[entry.batch as usize] += 1;
@@ -322,13 +322,20 @@ fn uniform_draws_choose_every_batch_equally_often() {
     assert!(chi < 25.7, "{counts:?}");
 }
 
-/// Reverb's `MinSize(8)` over 20 items that are taken once yields 13: the other 7 can never be read. Here the end of the plan is
-/// told, and then the minimum no longer counts; a batch that comes back meanwhile is given again.
+/// Reverb's `MinSize(8)` over 20 items that are taken once yields 13: the other 7 can never be read. Here the end of
+/// the plan is reported, and then the minimum no longer counts; a batch that is returned meanwhile is given out again.
 #[test]
 fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
-    for draw in [Draw::Uniform, Draw::Proportional] {
-        let settings =
-            Settings { max_bytes: 1000, max_batches: 20, min_ready: 8, draw, replay_window: 1, start_step: 0, seed: 1 };
+    for draw_policy in [DrawPolicy::Uniform, DrawPolicy::Proportional] {
+        let settings = Settings {
+            max_bytes: 1000,
+            max_batches: 20,
+            min_ready: 8,
+            draw_policy,
+            replay_window: 1,
+            start_step: 0,
+            seed: 1,
+        };
         let mut m = Model::new(settings);
         for _ in 0..20 {
             m.step(Event::Reserve(10));
@@ -342,13 +349,13 @@ fn reverb_strands_7_of_20_items_below_its_minimum_and_a_drain_gives_them_out() {
         let actions = m.state.on_drain(true, 0);
         m.apply(actions);
         assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 1, 0));
-        // The last draw waits for what may come back, and gets it.
+        // The last draw waits for a batch that may be returned, and gets it.
         m.step(Event::GiveBack(3));
         assert_eq!((m.given.len(), m.draws.len(), m.ended), (20, 0, 0));
-        while !m.loaned.is_empty() {
+        while !m.checked_out.is_empty() {
             m.step(Event::Done(0));
         }
         m.step(Event::Draw);
-        assert_eq!((m.drained, m.ended, m.state.held().bytes()), (1, 1, 0));
+        assert_eq!((m.drained, m.ended, m.state.occupancy().bytes()), (1, 1, 0));
     }
 }

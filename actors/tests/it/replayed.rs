@@ -1,16 +1,16 @@
-//! Properties of the pool's `State` that replays: the order of the plan, and room for whoever comes next.
+//! Properties of the pool's `State` with policy `replay`: the order of the plan, and space for the next job.
 
 use draftmill_actors::{
     messages::types::JobId,
     pool::{
-        replay::Order,
-        state::{Action, Draw, Entry, Settings, State},
+        replay::ReplayOrder,
+        state::{Action, DrawPolicy, Entry, Settings, State},
     },
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What happens to a job on its way through a pool that replays.
+/// Event of a job in a pool that replays.
 #[derive(Clone, Copy, Debug)]
 enum Turn {
     Hand,
@@ -34,16 +34,16 @@ fn turn() -> impl Strategy<Value = Turn> {
     ]
 }
 
-/// A plan that is replayed through the smallest pool that the settings allow.
+/// Plan that is replayed through the smallest pool that the settings allow.
 struct Replayed {
     state: State<u64>,
     jobs: u64,
     handed: u64,
     window: u64,
-    /// Requests and jobs that wait for room, have it, or are on loan.
+    /// Requests and jobs that wait for bytes, have them, or are checked out.
     asked: BTreeMap<u64, u64>,
     extracting: Vec<u64>,
-    loaned: Vec<Entry<u64>>,
+    checked_out: Vec<Entry<u64>>,
     seen: Vec<u64>,
     given_up: BTreeSet<u64>,
     requests: u64,
@@ -61,22 +61,22 @@ impl Replayed {
             match action {
                 Action::Grant { request, .. } => self.extracting.extend(self.asked.remove(&request)),
                 Action::Give { entry, .. } => {
-                    let order = entry.order.expect("a draw of an order has its place") as usize;
+                    let order = entry.position.expect("a draw of an order has its position") as usize;
                     if order == self.seen.len() {
                         self.seen.push(entry.batch);
                     }
                     assert_eq!(self.seen[order], entry.batch, "a batch that came back keeps its place");
-                    self.loaned.push(entry);
+                    self.checked_out.push(entry);
                     let more = self.state.on_delivered();
                     self.apply(more);
                 }
                 Action::NoMore { .. } | Action::Drained => {
-                    assert!(self.loaned.is_empty() && self.extracting.is_empty(), "L3");
+                    assert!(self.checked_out.is_empty() && self.extracting.is_empty(), "L3");
                 }
                 Action::Refuse { .. } => panic!("every job fits"),
             }
         }
-        let held = self.state.held();
+        let held = self.state.occupancy();
         assert!(held.bytes() <= self.window * LARGEST && held.batches() as u64 <= self.window, "L1: {held:?}");
     }
 
@@ -112,13 +112,13 @@ impl Replayed {
             }
             Turn::Draw => self.state.on_draw(self.requests),
             Turn::Done(i) => {
-                let Some(i) = pick(i, self.loaned.len()) else { return false };
-                self.state.on_done(self.loaned.swap_remove(i).bytes)
+                let Some(i) = pick(i, self.checked_out.len()) else { return false };
+                self.state.on_done(self.checked_out.swap_remove(i).bytes)
             }
             Turn::GiveBack(i) => {
-                let Some(i) = pick(i, self.loaned.len()) else { return false };
-                let entry = self.loaned.swap_remove(i);
-                self.state.on_given_back(entry)
+                let Some(i) = pick(i, self.checked_out.len()) else { return false };
+                let entry = self.checked_out.swap_remove(i);
+                self.state.on_returned(entry)
             }
             Turn::Hand => return false,
         };
@@ -128,20 +128,20 @@ impl Replayed {
 }
 
 proptest! {
-    /// A pool of `window` jobs of the largest size never waits for ever, whatever comes in which order, is retried, given up or
-    /// given back; and what it gives is the order of the plan, without what was given up.
+    /// A pool of `window` jobs of the largest size never waits forever, whatever the order of arrivals, retries, skips
+    /// and returns. Its output is the order of the plan, without the skipped jobs.
     #[test]
     fn replay_never_waits_for_a_job_that_has_no_room(
         window in 1_usize..8, jobs in 0_u64..40, seed: u64, turns in prop::collection::vec(turn(), 0..200),
     ) {
         let max_bytes = window as u64 * LARGEST;
         let settings =
-            Settings { max_bytes, max_batches: window, min_ready: 1, draw: Draw::Replay, replay_window: window, start_step: 0, seed };
+            Settings { max_bytes, max_batches: window, min_ready: 1, draw_policy: DrawPolicy::Replay, replay_window: window, start_step: 0, seed };
         prop_assert_eq!(settings.deadlock(LARGEST), None);
         let mut state = State::new(settings);
         state.on_epoch(0, &[jobs], vec![false; jobs as usize].into());
         let mut r = Replayed {
-            state, jobs, handed: 0, window: window as u64, asked: BTreeMap::new(), extracting: Vec::new(), loaned: Vec::new(),
+            state, jobs, handed: 0, window: window as u64, asked: BTreeMap::new(), extracting: Vec::new(), checked_out: Vec::new(),
             seen: Vec::new(), given_up: BTreeSet::new(), requests: 0,
         };
         for turn in turns {
@@ -154,7 +154,7 @@ proptest! {
                 break;
             }
         }
-        let mut order = Order::new(seed, window);
+        let mut order = ReplayOrder::new(seed, window);
         order.begin(0, vec![false; jobs as usize].into());
         let whole = std::iter::from_fn(|| {
             let job = order.wanted();

@@ -1,4 +1,4 @@
-//! Comparisons of the drafters' weights with those that they were given: when they are made, and what they find.
+//! Comparisons of the drafters' weights with the published ones: their schedule, and their results.
 
 use crate::{
     counted::Counted,
@@ -6,7 +6,7 @@ use crate::{
 };
 use draftmill_actors::runtime::metrics as m;
 
-/// Comparisons that found no difference, and those that found one.
+/// Returns the comparisons without and with a difference.
 fn compared(world: World) -> (Outcomes, f64, f64) {
     let (counted, ended) = Counted::during(|| world.run());
     ended.report();
@@ -25,7 +25,8 @@ fn every_replica_is_compared_every_so_many_steps_where_there_are_several() {
     }
 }
 
-/// A copy that brings zeros and no error (pytorch#84803) is found at the step that was trained with it, and the next copy mends it.
+/// A copy that writes zeros without an error (pytorch#84803) is found at the step that was trained with it, and the
+/// next copy repairs it.
 #[test]
 fn a_replica_that_is_not_what_was_given_is_counted_and_gets_the_weights_anew() {
     let garbled = Breakage { garbles: Some(4), ..Breakage::default() };
@@ -36,6 +37,6 @@ fn a_replica_that_is_not_what_was_given_is_counted_and_gets_the_weights_anew() {
         ..World::default()
     };
     let (_, same, different) = compared(world);
-    // Copies 4 and 8 of ten go wrong, and steps 5 and 9 are trained with them.
+    // Copies 4 and 8 of ten are corrupt, and steps 5 and 9 are trained with them.
     assert_eq!((same, different), (18.0, 2.0));
 }

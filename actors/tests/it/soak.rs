@@ -1,13 +1,13 @@
-//! A service that runs for hours of virtual time, with reloads, pauses, checkpoints and every kind of fault mixed in: it loses no
-//! job, and in the end it holds no more memory and no more tasks than in the beginning.
+//! Soak test: hours of virtual time with reloads, pauses, checkpoints and every kind of fault mixed in. No job is lost,
+//! and at the end the run holds no more memory and tasks than at the beginning.
 
 use crate::{
-    steered::any_settings,
+    control::any_settings,
     world::{Breakage, Outcomes, World, Wrong},
 };
 use draftmill_actors::{
     messages::types::{JobId, Outcome},
-    pipeline::{Settings, Steering},
+    pipeline::{ControlHandle, Settings},
     planner::{
         ledger::{Ledger, Note},
         plan::Plan,
@@ -28,7 +28,7 @@ use std::{
 };
 use tokio::{runtime::Handle, sync::oneshot, time::sleep};
 
-/// Counts what the thread holds: a mill under paused time has one thread.
+/// Allocator that counts the bytes of its thread: a pipeline under paused time has one thread.
 struct Counting;
 
 thread_local! {
@@ -36,11 +36,11 @@ thread_local! {
 }
 
 fn add(bytes: i64) {
-    // At the very end of a thread there is nothing to count any more.
+    // At the very end of a thread the counter no longer exists.
     let _ = HELD.try_with(|held| held.set(held.get() + bytes));
 }
 
-// SAFETY: the system's allocator does the work; a counter of the thread, which allocates nothing, is all that is added.
+// SAFETY: the system's allocator does the work; only a counter of the thread, which allocates nothing, is added.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         add(layout.size() as i64);
@@ -58,7 +58,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// A ledger that counts, as the disk is no memory.
+/// Ledger that only counts, so that it needs no memory.
 #[derive(Debug, Default)]
 struct Tally {
     epochs: u64,
@@ -95,7 +95,7 @@ impl Ledger for Tally {
     }
 }
 
-/// What was seen at one moment.
+/// Sample of one moment.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     bytes: i64,
@@ -109,12 +109,12 @@ impl Look {
 }
 
 const HOUR: Duration = Duration::from_secs(3600);
-/// Virtual hours, the first of which is for settling.
+/// Virtual hours; the first one is for settling.
 const HOURS: usize = 6;
-/// Steps a second and failures are what make a soak; the lengths stay small.
+/// Epochs: many steps per second and failures make the soak; the lengths stay small.
 const EPOCHS: u32 = 100_000;
 
-/// A node in which everything goes wrong now and then.
+/// Returns a node in which everything fails now and then.
 fn node(rng: &mut ChaCha8Rng) -> World {
     let mut every =
         |from, to, wrong| Breakage { every: Some((rng.random_range(from..to), wrong)), ..Breakage::default() };
@@ -132,8 +132,8 @@ fn node(rng: &mut ChaCha8Rng) -> World {
         costs: CostModel { seconds_per_micro_batch: 2.0, ..World::default().costs },
         epochs: EPOCHS,
         checkpoint_every: 25,
-        save_takes: Duration::from_secs(7),
-        bad_saves: (1..40).map(|n| n * 100).collect(),
+        checkpoint_takes: Duration::from_secs(7),
+        bad_checkpoints: (1..40).map(|n| n * 100).collect(),
         max_skip_fraction: 1.0,
         max_restarts: 1_000_000,
         forgetful: true,
@@ -142,13 +142,13 @@ fn node(rng: &mut ChaCha8Rng) -> World {
     }
 }
 
-/// Reloads, pauses and checkpoints at random moments; once an hour everything rests for a while, and is looked at.
+/// Reloads, pauses and requests checkpoints at random moments. Once an hour everything rests, and a sample is taken.
 fn soak(seed: u64) -> (Outcomes<Tally>, Vec<Look>) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let world = node(&mut rng);
     let looks: Arc<[[AtomicI64; 2]]> = (0..HOURS).map(|_| [AtomicI64::new(0), AtomicI64::new(0)]).collect();
     let seen = looks.clone();
-    let steer = move |steering: Steering, base: Settings| {
+    let control = move |handle: ControlHandle, base: Settings| {
         let (mut rng, seen) = (rng.clone(), seen.clone());
         Box::pin(async move {
             for look in seen.iter() {
@@ -157,28 +157,28 @@ fn soak(seed: u64) -> (Outcomes<Tally>, Vec<Look>) {
                     sleep(Duration::from_millis(rng.random_range(100..40_000))).await;
                     let mut settings = any_settings(&base, &mut rng, 4);
                     settings.max_restarts = base.max_restarts;
-                    steering.change(&settings);
+                    handle.change(&settings);
                     if rng.random_range(0..4) == 0 {
                         let (answer, answered) = oneshot::channel();
-                        let _ = steering.checkpoint(answer);
+                        let _ = handle.checkpoint(answer);
                         tokio::spawn(answered);
                     }
                 }
-                // Paused until nothing is under way: what is held then is held for good.
+                // Paused until nothing is in flight: memory held then is held permanently.
                 let mut quiet = base.clone();
                 quiet.dispatcher.paused = true;
                 quiet.pool.min_ready = 0;
-                steering.change(&quiet);
+                handle.change(&quiet);
                 sleep(Duration::from_secs(500)).await;
                 let Look { bytes, tasks } = Look::now();
                 look[0].store(bytes, Relaxed);
                 look[1].store(tasks as i64, Relaxed);
-                steering.change(&base);
+                handle.change(&base);
             }
             std::future::pending().await
         }) as std::pin::Pin<Box<dyn Future<Output = ()> + Send>>
     };
-    let ended = World { steer: Some(Arc::new(steer)), ..world }.run_with(Tally::default(), 0);
+    let ended = World { control: Some(Arc::new(control)), ..world }.run_with(Tally::default(), 0);
     let looks =
         looks.iter().map(|[bytes, tasks]| Look { bytes: bytes.load(Relaxed), tasks: tasks.load(Relaxed) as usize });
     (ended, looks.collect())

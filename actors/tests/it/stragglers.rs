@@ -1,4 +1,4 @@
-//! Stragglers in the dispatcher's `State`: when one is one, who is offered its job, and what becomes of late results.
+//! Stragglers in the dispatcher's `State`: their detection, the offers of their jobs, and late results.
 
 use crate::{
     counted::Counted,
@@ -7,7 +7,7 @@ use crate::{
 use draftmill_actors::{dispatcher::Settings, runtime::metrics as m};
 use std::time::Duration;
 
-/// Three forwards of a second each: from now on it is known what a forward should take.
+/// Runs three forwards of a second each, so that the forward-time estimate is known.
 fn warmed_up(settings: Settings) -> Outside {
     let mut outside = Outside::new(settings);
     for _ in 0..3 {
@@ -47,7 +47,7 @@ fn nothing_is_left_to_a_straggler_alone() {
     for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0), Event::Pull(1), Event::Pass(9)] {
         outside.step(e);
     }
-    // Target 0 hangs. Whoever gets its job fails at it, until it is given up.
+    // Target 0 hangs. Each target that gets its job fails at it, until the job is skipped.
     for attempt in 1..=3 {
         assert_eq!(outside.held.len(), 2, "attempt {attempt}");
         outside.step(Event::Fail(1));
@@ -81,7 +81,7 @@ fn a_stragglers_job_prefers_a_target_that_has_not_failed_at_it() {
         for e in more {
             outside.step(e.clone());
         }
-        // Target 1 got the job that target 0 does not get done, and fails at it.
+        // Target 1 got the job that target 0 does not finish, and fails at it.
         outside.step(Event::Fail(1));
         outside
     };
@@ -132,7 +132,7 @@ fn stragglers_and_late_results_are_counted_once_each_and_none_at_a_stop() {
             }
             outside.step(Event::Finish(0));
         });
-        // What comes after a stop is not late: nobody was faster.
+        // A result after a stop is not late: no other target was faster.
         let late = if stop { 0.0 } else { 1.0 };
         assert_eq!((counted.last(m::STRAGGLERS, ""), counted.last(m::LATE_RESULTS, "")), (1.0, late));
     }

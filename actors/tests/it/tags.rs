@@ -1,5 +1,5 @@
-//! Hidden states belong to their job: whatever targets do at the same time, a drafter gets what its job's ids gave, and has it brought
-//! closer before it asks.
+//! Hidden states belong to their job: a drafter gets the features of its job's ids, whatever targets do at the same
+//! time. Their copy to the device has been started before it asks for a ticket.
 
 use draftmill_actors::{
     dispatcher,
@@ -15,10 +15,10 @@ use draftmill_actors::{
         self,
         buckets::optimal_bounds,
         ledger::MemoryLedger,
-        plan::{Order, PlanSettings, plan_epoch},
+        plan::{JobOrder, PlanSettings, plan_epoch},
     },
-    pool::{self, Draw},
-    runtime::fault::Stops,
+    pool::{self, DrawPolicy},
+    runtime::fault::Shutdown,
     simulated::{CostModel, SimOptimizer},
     trainer,
 };
@@ -32,7 +32,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Pads with each sample's own number in the place of its tokens.
+/// Pads with each sample's own number as its tokens.
 struct Numbered;
 
 impl BatchSource for Numbered {
@@ -50,8 +50,8 @@ fn tag(ids: &[i32]) -> u64 {
 
 struct Tagged {
     tag: u64,
-    /// So often a drafter had it brought closer.
-    brought: u32,
+    /// Number of copies to the device that a drafter started.
+    copies: u32,
 }
 
 const SHAPE: FeatureShape = FeatureShape { tokens: 1, taps: 1, width: 1, dtype: FeatureDtype::F32 };
@@ -70,7 +70,7 @@ impl Features for Tagged {
     }
 }
 
-/// Takes its own time for every batch, so that results overtake each other. Sometimes it fails.
+/// Target with a different duration for every batch, so that results overtake each other. Sometimes it fails.
 struct Tagger {
     slowness: u64,
     done: u64,
@@ -93,7 +93,7 @@ impl TargetEngine for Tagger {
         tokio::time::sleep(Duration::from_millis(tag % 97 * self.slowness)).await;
         match self.done % 5 {
             0 => Err(EngineError::Failed("every fifth".into())),
-            _ => Ok(Tagged { tag, brought: 0 }),
+            _ => Ok(Tagged { tag, copies: 0 }),
         }
     }
 
@@ -105,11 +105,11 @@ impl TargetEngine for Tagger {
 #[derive(Default)]
 struct Seen {
     trained: AtomicU64,
-    /// Batches that were brought while the drafter was at work with another.
-    brought_beside: AtomicU64,
+    /// Batches whose copy started while the drafter was working on another one.
+    copied_meanwhile: AtomicU64,
 }
 
-/// Compares what it gets with what the job's ids must give.
+/// Drafter that compares its features with those that the job's ids must give.
 struct Judge {
     tags: Arc<BTreeMap<JobId, u64>>,
     seen: Arc<Seen>,
@@ -125,14 +125,14 @@ impl DraftEngine for Judge {
     fn staging(&mut self) -> Staging<Tagged> {
         let (seen, at_work) = (self.seen.clone(), self.at_work.clone());
         Box::new(move |features| {
-            features.brought += 1;
-            seen.brought_beside.fetch_add(at_work.load(Relaxed).into(), Relaxed);
+            features.copies += 1;
+            seen.copied_meanwhile.fetch_add(at_work.load(Relaxed).into(), Relaxed);
         })
     }
 
     async fn micro_batch(&mut self, job: JobId, features: Tagged) -> Result<MicroReport, MicroFailure<Tagged>> {
         assert_eq!(features.tag, self.tags[&job], "job {job} got the hidden states of another");
-        assert_eq!(features.brought, 1, "job {job}");
+        assert_eq!(features.copies, 1, "job {job}");
         self.at_work.store(true, Relaxed);
         tokio::time::sleep(Duration::from_millis(self.millis)).await;
         self.at_work.store(false, Relaxed);
@@ -149,54 +149,27 @@ impl DraftEngine for Judge {
     }
 }
 
-/// Trains some hundred jobs on drafters that take so many milliseconds for each.
+/// Trains some hundred jobs on drafters that take this number of milliseconds for each.
 fn train(millis: u64) -> (u64, Arc<Seen>) {
     let lengths: Arc<[u32]> = (0..500).map(|i| 10 + (i * 37) % 300).collect();
-    let plan = PlanSettings { seed: 3, job_tokens: 1000, order: Order::Spread, bounds: optimal_bounds(&lengths, 4) };
+    let plan = PlanSettings { seed: 3, job_tokens: 1000, order: JobOrder::Spread, bounds: optimal_bounds(&lengths, 4) };
     let jobs = plan_epoch(&lengths, &plan, 0).unwrap().jobs;
     let tags: BTreeMap<JobId, u64> = jobs.iter().map(|j| (j.id, tag(&Numbered.pad(j).unwrap().ids))).collect();
     let (tags, seen) = (Arc::new(tags), Arc::<Seen>::default());
+    let base = pipeline::Settings::for_test(lengths);
     let settings = pipeline::Settings {
-        planner: planner::Settings { plan, lengths, epochs: 1, epoch_barrier: false, max_skip_fraction: 0.0 },
+        planner: planner::Settings { plan, ..base.planner },
         dispatcher: dispatcher::Settings {
             queue_jobs: 16,
             pad_ahead: 4,
             max_attempts: 5,
             straggler_factor: 1.5,
-            offer_stragglers: true,
-            policy: dispatcher::Policy::Pull,
-            paused: false,
-            paused_targets: Vec::new(),
+            ..base.dispatcher
         },
-        pool: pool::Settings {
-            max_bytes: 64,
-            max_batches: 8,
-            min_ready: 4,
-            draw: Draw::Uniform,
-            replay_window: 8,
-            start_step: 0,
-            seed: 1,
-        },
-        trainer: trainer::Settings {
-            drafters: 3,
-            accumulation: 2,
-            learning_rate: Arc::new(|_| 1.0),
-            max_grad_norm: 1.0,
-            weight_decay: 0.0,
-            paused: Vec::new(),
-            anchors: 1,
-            start_micro_batches: 0,
-            start_step: 0,
-            max_steps: 0,
-            checkpoint_every: 0,
-            replica_check_every: 0,
-        },
+        pool: pool::Settings { max_bytes: 64, max_batches: 8, draw_policy: DrawPolicy::Uniform, ..base.pool },
+        trainer: trainer::Settings { drafters: 3, ..base.trainer },
         prefetch: 2,
-        max_failures_in_a_row: 5,
-        max_restarts: 1,
-        restart_pause: Duration::from_secs(1),
-        grace: Duration::from_secs(10),
-        kill: None,
+        ..base
     };
     let (records, mut recorded) = mpsc::channel(16);
     let costs = CostModel::default();
@@ -213,7 +186,7 @@ fn train(millis: u64) -> (u64, Arc<Seen>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     let report = runtime.block_on(async {
         tokio::spawn(async move { while recorded.recv().await.is_some() {} });
-        pipeline::run(settings, parts, Stops::default()).await.unwrap()
+        pipeline::run(settings, parts, Shutdown::default()).await.unwrap()
     });
     assert_eq!(report.jobs.trained as usize, tags.len());
     assert_eq!(seen.trained.load(Relaxed), report.jobs.trained);
@@ -225,11 +198,10 @@ fn automodel_2479_no_batch_gets_the_hidden_states_of_another() {
     train(3);
 }
 
-/// The next batch is on its way to a drafter while one is in work: where drafters are the slower stage, that is each but the first
-/// few.
+/// The copy of the next batch runs while one is in work: if drafters are the slower stage, for each but the first few.
 #[test]
 fn a_batch_is_brought_while_the_one_before_it_is_in_work() {
     let (trained, seen) = train(500);
-    let beside = seen.brought_beside.load(Relaxed);
-    assert!(beside > trained * 3 / 4, "{beside} of {trained}");
+    let meanwhile = seen.copied_meanwhile.load(Relaxed);
+    assert!(meanwhile > trained * 3 / 4, "{meanwhile} of {trained}");
 }

@@ -1,8 +1,9 @@
-//! Trace conformance: the journal of whole runs, replayed against a small model that shares the predicates of the actors.
+//! Trace conformance: the lifecycle trace of whole runs, replayed against a small model that shares the predicates of
+//! the actors.
 
 use crate::world::{Breakage, Outcomes, World, Wrong};
 use draftmill_actors::{
-    pool::Draw,
+    pool::DrawPolicy,
     runtime::{
         invariants::{d2, l1, l2, l3, t1},
         trace::LIFECYCLE,
@@ -27,15 +28,15 @@ use tracing::{
 };
 
 thread_local! {
-    /// Where this thread's journal goes: a world runs on one thread.
+    /// Receiver of this thread's trace: a world runs on one thread.
     static TELL: RefCell<Option<Sender<Fields>>> = const { RefCell::new(None) };
 }
 
-/// Hands every event of the journal on.
+/// Subscriber that forwards every event of the trace.
 struct Recorder;
 
-/// What a world's journal said while it ran. One recorder serves all tests: a subscriber for each would race with those of
-/// other threads for what is enabled.
+/// Returns the trace of a world's run. One recorder serves all tests: a subscriber for each would race with those of
+/// other threads for the enabled events.
 fn recorded(world: &World) -> (Outcomes, Vec<Fields>) {
     static RECORDER: Once = Once::new();
     RECORDER.call_once(|| tracing::subscriber::set_global_default(Recorder).unwrap());
@@ -90,20 +91,20 @@ impl Fields {
     }
 }
 
-/// Where a job is (D1). There is no other place.
+/// Owner of a job (D1). There is no other.
 #[derive(Clone, Debug, PartialEq)]
 enum Place {
     HandedOut,
     Queued,
     Padded,
-    /// With these targets; the first result takes it.
+    /// Leased by these targets; the first result claims it.
     Leased(BTreeSet<u64>),
     Claimed,
     Pool,
     Drafter,
     Reported(u64),
     Trained,
-    GivenUp,
+    SkipDecided,
     Skipped,
 }
 
@@ -111,11 +112,11 @@ struct Model<'a> {
     world: &'a World,
     places: BTreeMap<String, Place>,
     pulls: BTreeSet<u64>,
-    wants_room: usize,
+    requested: usize,
     reserved: Vec<u64>,
-    /// Bytes of ready batches; true where a drafter gave it back.
+    /// Bytes of ready batches; true if a drafter returned the batch.
     ready: BTreeMap<String, (u64, bool)>,
-    loaned: Vec<u64>,
+    checked_out: Vec<u64>,
     draining: bool,
     last: bool,
     step: u64,
@@ -128,10 +129,10 @@ impl<'a> Model<'a> {
             world,
             places: BTreeMap::new(),
             pulls: BTreeSet::new(),
-            wants_room: 0,
+            requested: 0,
             reserved: Vec::new(),
             ready: BTreeMap::new(),
-            loaned: Vec::new(),
+            checked_out: Vec::new(),
             draining: false,
             last: false,
             step: 0,
@@ -150,7 +151,7 @@ impl<'a> Model<'a> {
     }
 
     fn apply(&mut self, event: &Fields) {
-        let (what, job) = (event.text("what"), event.0.get("job").cloned().unwrap_or_default());
+        let (what, job) = (event.text("event"), event.0.get("job").cloned().unwrap_or_default());
         let target = || event.number("target_index");
         if what != "leased" {
             let padded = self.count(|p| *p == Place::Padded);
@@ -172,18 +173,18 @@ impl<'a> Model<'a> {
             }
             "claimed" => self.go(&job, |p| matches!(p, Place::Leased(t) if t.contains(&target())), Place::Claimed),
             "returned" => {
-                // The first result took the job along; a failure, or a late result, leaves it to the other lease.
+                // The first result took the job; a failure, or a late result, leaves it to the other lease.
                 if let Some(Place::Leased(targets)) = self.places.get_mut(&job) {
                     assert!(targets.remove(&target()));
                 }
             }
             "requeued" => self.go(&job, |p| matches!(p, Place::Leased(t) if t.is_empty()), Place::Padded),
-            "wants_room" => {
-                self.wants_room += 1;
+            "reservation_requested" => {
+                self.requested += 1;
                 self.draining = self.last;
             }
             "granted" => {
-                self.wants_room -= 1;
+                self.requested -= 1;
                 self.reserved.push(event.number("bytes"));
             }
             "cancelled" => self.unreserve(event),
@@ -193,19 +194,19 @@ impl<'a> Model<'a> {
                 self.ready.insert(job, (event.number("bytes"), false));
             }
             "drawn" => {
-                let ordered = self.world.pool.draw == Draw::Replay;
+                let ordered = self.world.pool.draw_policy == DrawPolicy::Replay;
                 assert!(l2(self.ready.len(), self.world.pool.min_ready, self.draining, ordered), "L2 at {event:?}");
                 self.go(&job, |p| *p == Place::Pool, Place::Drafter);
                 let (bytes, _) = self.ready.remove(&job).unwrap();
                 assert_eq!(bytes, event.number("bytes"));
-                self.loaned.push(bytes);
+                self.checked_out.push(bytes);
             }
-            "given_back" => {
-                self.unloan(event);
+            "batch_returned" => {
+                self.check_in(event);
                 self.go(&job, |p| *p == Place::Drafter, Place::Pool);
                 self.ready.insert(job, (event.number("bytes"), true));
             }
-            "done" => self.unloan(event),
+            "done" => self.check_in(event),
             "reported" => self.go(&job, |p| *p == Place::Drafter, Place::Reported(event.number("step"))),
             "reduced" => {
                 self.step += 1;
@@ -220,13 +221,13 @@ impl<'a> Model<'a> {
                 let step = event.number("step");
                 self.go(&job, |p| *p == Place::Reported(step), Place::Trained);
             }
-            "given_up" => {
-                self.go(&job, |p| matches!(p, Place::Leased(_) | Place::Queued | Place::Drafter), Place::GivenUp);
+            "skip_decided" => {
+                self.go(&job, |p| matches!(p, Place::Leased(_) | Place::Queued | Place::Drafter), Place::SkipDecided);
             }
-            "skipped" => self.go(&job, |p| *p == Place::GivenUp, Place::Skipped),
+            "skipped" => self.go(&job, |p| *p == Place::SkipDecided, Place::Skipped),
             "drains" => {
                 let late = event.number("late") as usize;
-                assert!(l3(self.reserved.len() + self.wants_room, late), "L3 at {event:?}");
+                assert!(l3(self.reserved.len() + self.requested, late), "L3 at {event:?}");
                 let before = |p: &Place| {
                     matches!(p, Place::HandedOut | Place::Queued | Place::Padded | Place::Leased(_) | Place::Claimed)
                 };
@@ -237,7 +238,7 @@ impl<'a> Model<'a> {
             other => panic!("the model does not know {other}"),
         }
         let bytes =
-            self.reserved.iter().chain(&self.loaned).sum::<u64>() + self.ready.values().map(|r| r.0).sum::<u64>();
+            self.reserved.iter().chain(&self.checked_out).sum::<u64>() + self.ready.values().map(|r| r.0).sum::<u64>();
         let batches = self.reserved.len() + self.ready.values().filter(|r| !r.1).count();
         assert!(l1(bytes, self.world.pool.max_bytes, batches, self.world.pool.max_batches), "L1 after {event:?}");
     }
@@ -245,28 +246,28 @@ impl<'a> Model<'a> {
     fn end(&self) {
         let ended = self.count(|p| matches!(p, Place::Trained | Place::Skipped));
         assert_eq!(ended, self.places.len(), "every job has its end");
-        assert_eq!((self.ready.len(), self.loaned.len()), (0, 0), "nothing stays behind");
+        assert_eq!((self.ready.len(), self.checked_out.len()), (0, 0), "nothing stays behind");
     }
 
     fn unreserve(&mut self, event: &Fields) {
         let at = self.reserved.iter().position(|&bytes| bytes == event.number("bytes"));
-        self.reserved.swap_remove(at.expect("L1: room comes back that nobody had"));
+        self.reserved.swap_remove(at.expect("L1: unknown reservation"));
     }
 
-    fn unloan(&mut self, event: &Fields) {
-        let at = self.loaned.iter().position(|&bytes| bytes == event.number("bytes"));
-        self.loaned.swap_remove(at.expect("L1: bytes come back that were not on loan"));
+    fn check_in(&mut self, event: &Fields) {
+        let at = self.checked_out.iter().position(|&bytes| bytes == event.number("bytes"));
+        self.checked_out.swap_remove(at.expect("L1: unknown checked-out bytes"));
     }
 }
 
-/// Runs a world that ends by itself and holds its journal to the model. Returns how often each event happened.
+/// Runs a world that ends by itself and checks its trace against the model. Returns the number of each event.
 fn conforms(world: &World) -> BTreeMap<String, usize> {
-    let (ended, journal) = recorded(world);
+    let (ended, trace) = recorded(world);
     let jobs: usize = ended.ledger().plans.iter().map(|plan| plan.jobs.len()).sum();
     let (mut model, mut seen) = (Model::new(world), BTreeMap::new());
-    for event in journal {
+    for event in trace {
         model.apply(&event);
-        *seen.entry(event.text("what")).or_default() += 1;
+        *seen.entry(event.text("event")).or_default() += 1;
     }
     model.end();
     assert_eq!(model.places.len(), jobs);
@@ -275,10 +276,10 @@ fn conforms(world: &World) -> BTreeMap<String, usize> {
 
 #[test]
 fn a_healthy_run_conforms() {
-    for draw in [Draw::Proportional, Draw::Uniform, Draw::Replay] {
+    for draw_policy in [DrawPolicy::Proportional, DrawPolicy::Uniform, DrawPolicy::Replay] {
         for epoch_barrier in [false, true] {
             let mut world = World { epoch_barrier, epochs: 2, ..World::default() };
-            world.pool.draw = draw;
+            world.pool.draw_policy = draw_policy;
             let seen = conforms(&world);
             assert_eq!((seen["trained"], seen["leased"]), (seen["handed_out"], seen["claimed"]));
         }
@@ -297,10 +298,10 @@ fn a_run_with_every_kind_of_trouble_conforms() {
         ..World::default()
     };
     let seen = conforms(&world);
-    for event in ["requeued", "given_back", "cancelled", "trained"] {
+    for event in ["requeued", "batch_returned", "cancelled", "trained"] {
         assert!(seen.contains_key(event), "{event} never happened: {seen:?}");
     }
-    assert!(seen["leased"] > seen["claimed"], "somebody failed or hung");
+    assert!(seen["leased"] > seen["claimed"], "a target failed or hung");
 }
 
 #[test]
@@ -310,11 +311,11 @@ fn a_run_whose_jobs_are_given_up_conforms() {
     assert!(conforms(&world)["skipped"] > 0);
 }
 
-/// The model must be able to say no: an event that is left out or comes twice does not pass.
+/// The model must be able to fail: an event that is missing or doubled does not pass.
 #[test]
 fn a_journal_that_was_tampered_with_does_not_conform() {
     let world = World { lengths: World::default().lengths[..60].to_vec(), ..World::default() };
-    let (_, journal) = recorded(&world);
+    let (_, trace) = recorded(&world);
     let passes = |events: Vec<&Fields>| {
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut model = Model::new(&world);
@@ -323,16 +324,18 @@ fn a_journal_that_was_tampered_with_does_not_conform() {
         }))
         .is_ok()
     };
-    assert!(passes(journal.iter().collect()));
+    assert!(passes(trace.iter().collect()));
     let mut kinds = BTreeSet::new();
-    for (at, event) in journal.iter().enumerate() {
-        let what = event.text("what");
-        // A pull more or less is nobody's job; a lease that ends twice leaves no trace.
-        if !kinds.insert(what.clone()) || ["pulls", "returned", "wants_room", "drains"].contains(&what.as_str()) {
+    for (at, event) in trace.iter().enumerate() {
+        let what = event.text("event");
+        // A pull more or less concerns no job; a lease that ends twice leaves no trace.
+        if !kinds.insert(what.clone())
+            || ["pulls", "returned", "reservation_requested", "drains"].contains(&what.as_str())
+        {
             continue;
         }
-        let without = journal.iter().enumerate().filter(|(i, _)| *i != at).map(|(_, e)| e).collect();
-        let twice = journal[..=at].iter().chain(&journal[at..]).collect();
+        let without = trace.iter().enumerate().filter(|(i, _)| *i != at).map(|(_, e)| e).collect();
+        let twice = trace[..=at].iter().chain(&trace[at..]).collect();
         assert!(!passes(without), "{what} may be missing");
         assert!(!passes(twice), "{what} may come twice");
     }
@@ -345,19 +348,19 @@ proptest! {
     fn any_run_conforms(
         samples in 1_usize..120, slow in prop::collection::vec(0.1_f64..20.0, 1..5), drafters in 1_usize..4,
         accumulation in 1_usize..4, max_batches in 1_usize..9, min_ready in 1_usize..9, prefetch in 0_usize..4,
-        draw in prop::sample::select(vec![Draw::Proportional, Draw::Uniform, Draw::Replay]), epoch_barrier: bool, failing: bool,
+        draw_policy in prop::sample::select(vec![DrawPolicy::Proportional, DrawPolicy::Uniform, DrawPolicy::Replay]), epoch_barrier: bool, failing: bool,
     ) {
         let every = failing.then_some((4, Wrong::Fail));
         let mut world = World {
             targets: slow.iter().map(|&s| Breakage { slowness: Some(s), every, ..Breakage::default() }).collect(),
             drafters: vec![Breakage { every, ..Breakage::default() }; drafters],
             accumulation, prefetch, epoch_barrier, epochs: 2, max_attempts: 9, max_skip_fraction: 1.0,
-            stop_at: None, save_takes: Duration::from_secs(1), checkpoint_every: 2, ..World::default()
+            stop_at: None, checkpoint_takes: Duration::from_secs(1), checkpoint_every: 2, ..World::default()
         };
         world.lengths.truncate(samples);
         world.pool.max_batches = max_batches;
         world.pool.min_ready = min_ready.min(max_batches);
-        world.pool.draw = draw;
+        world.pool.draw_policy = draw_policy;
         world.pool.replay_window = max_batches;
         conforms(&world);
     }

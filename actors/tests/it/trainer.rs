@@ -1,5 +1,5 @@
-//! Properties of the trainer's `State`: T1 for any mixture of fast, slow, finishing and failing drafters, and which batches of an
-//! order make which step.
+//! Properties of the trainer's `State`: T1 for any mixture of fast, slow, finishing and failing drafters, and the
+//! batches of each step with a draw order.
 
 use draftmill_actors::{
     messages::engine::MicroReport,
@@ -14,18 +14,18 @@ use std::collections::BTreeSet;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Doing {
     Idle,
-    /// Has the batch at this place of the order.
+    /// Holds the batch at this position of the order.
     Holding(u64),
     Waiting(u64),
     Training(u64, u64),
     Finished,
 }
 
-/// What becomes of a micro-batch.
+/// Fate of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fate {
     Trained,
-    /// The batch goes back to the pool.
+    /// The batch returns to the pool.
     Back,
     Skipped,
 }
@@ -34,22 +34,22 @@ fn fate() -> impl Strategy<Value = Fate> {
     prop_oneof![8 => Just(Fate::Trained), 1 => Just(Fate::Back), 1 => Just(Fate::Skipped)]
 }
 
-/// Drafters around the state, and a pool that gives batches in order.
+/// Drafters around the state, and a pool that gives out batches in order.
 struct Outside {
     state: State,
     doing: Vec<Doing>,
-    /// Places in the order that nobody has drawn, or that came back.
+    /// Positions in the order that are undrawn or returned.
     pool: BTreeSet<u64>,
     ordered: bool,
     below: u64,
-    /// Places that were trained, by step.
+    /// Trained positions, by step.
     steps: Vec<Vec<u64>>,
     collected: Vec<u64>,
     skipped: BTreeSet<u64>,
     over: bool,
     reducing: Option<u64>,
     paused: Vec<usize>,
-    /// Micro-batches of the running step, and of the next; what each step should have had.
+    /// Micro-batches of the running step and of the next, and the expected number of each step.
     size: usize,
     next: usize,
     wanted: Vec<usize>,
@@ -60,7 +60,7 @@ impl Outside {
         for action in actions {
             match action {
                 Action::Issue { drafter, step } => {
-                    let Doing::Waiting(place) = self.doing[drafter] else { panic!("a ticket for nobody") };
+                    let Doing::Waiting(place) = self.doing[drafter] else { panic!("an unexpected ticket") };
                     assert_eq!(self.reducing, None, "T1: a ticket while a step is reduced");
                     self.doing[drafter] = Doing::Training(step, place);
                 }
@@ -89,7 +89,7 @@ impl Outside {
         }
     }
 
-    /// Another accumulation, and other drafters that are paused, never all of them.
+    /// Changes accumulation and paused drafters, never pausing all of them.
     fn reconfigure(&mut self, accumulation: usize, paused: Vec<usize>) {
         let begun = !self.collected.is_empty() || self.doing.iter().any(|d| matches!(d, Doing::Training(..)));
         self.next = accumulation * (self.doing.len() - paused.len());
@@ -101,7 +101,7 @@ impl Outside {
         self.apply(actions);
     }
 
-    /// Drafter `d` does its next thing. True when a micro-batch had its fate.
+    /// Lets drafter `d` do its next thing. Returns true if a micro-batch had its fate.
     fn turn(&mut self, d: usize, fate: Fate) -> bool {
         if let Some(step) = self.reducing {
             for drafter in 0..self.doing.len() {
@@ -118,14 +118,14 @@ impl Outside {
                     self.doing[d] = Doing::Holding(place);
                     return false;
                 }
-                // What is on loan may come back.
+                // Checked-out batches may be returned.
                 None if self.doing.iter().any(on_loan) => return false,
                 None => {
                     self.doing[d] = Doing::Finished;
                     self.state.on_finished(d)
                 }
             },
-            // In an order, a drafter asks only for a batch whose step has come.
+            // With an order, a drafter requests a ticket only for a batch of the current step.
             Doing::Holding(place) if self.ordered && place >= self.below => return false,
             Doing::Holding(place) => {
                 self.doing[d] = Doing::Waiting(place);
@@ -142,11 +142,11 @@ impl Outside {
                     }
                     Fate::Back => {
                         self.pool.insert(place);
-                        self.state.on_give_back(&ticket, false)
+                        self.state.on_ticket_returned(&ticket, false)
                     }
                     Fate::Skipped => {
                         self.skipped.insert(place);
-                        self.state.on_give_back(&ticket, true)
+                        self.state.on_ticket_returned(&ticket, true)
                     }
                 }
             }
@@ -165,14 +165,14 @@ struct Case {
     ordered: bool,
 }
 
-/// What happens beside the drafters: at this turn, so much accumulation, and these are paused.
+/// Event in addition to the drafters' turns: the turn, the accumulation, and the paused drafters.
 type Change = (usize, usize, Vec<usize>);
 
 fn run(case: &Case, turns: &[(usize, Fate)], stop_at: usize, changes: &[Change]) -> Outside {
     run_until(case, turns, (stop_at, State::on_stop), changes)
 }
 
-/// At this turn the trainer hears that.
+/// Turn and event of the end.
 type End = (usize, fn(&mut State) -> Vec<Action>);
 
 fn run_until(case: &Case, turns: &[(usize, Fate)], (end_at, end): End, changes: &[Change]) -> Outside {
@@ -193,7 +193,7 @@ fn run_until(case: &Case, turns: &[(usize, Fate)], (end_at, end): End, changes: 
         next: drafters * accumulation,
         wanted: Vec::new(),
     };
-    let start = o.state.start();
+    let start = o.state.reconfigure(accumulation, &[]);
     o.apply(start);
     let endless = (0..).map(|i| (i % drafters, Fate::Trained));
     for (i, (d, fate)) in turns.iter().map(|&(d, f)| (d % drafters, f)).chain(endless).take(100_000).enumerate() {
@@ -235,7 +235,7 @@ proptest! {
             let trained = sizes.iter().sum::<usize>() as u64;
             prop_assert_eq!(trained + o.skipped.len() as u64, batches, "a batch that came back was stranded");
         }
-        // In an order, the steps follow from the order and from what was given up, whoever was how fast.
+        // With an order, the steps follow from the order and the skipped batches, whatever the speeds.
         if ordered {
             let kept: Vec<u64> = (0..batches).filter(|place| !o.skipped.contains(place)).collect();
             for (step, expected) in o.steps.iter().zip(kept.chunks(size)) {
@@ -265,14 +265,14 @@ proptest! {
         let o = run_until(&case, &turns, (close_at.unwrap_or(0), State::on_close), &[]);
         let size = drafters * accumulation;
         let trained = o.steps.iter().map(Vec::len).sum::<usize>() + o.skipped.len();
-        // The trainer may have been at its end before it heard of the close.
+        // The trainer may have ended before the close.
         if close_at.is_none() || trained as u64 != batches {
             prop_assert!(o.steps.iter().all(|step| step.len() == size), "T1");
             prop_assert!(batches - (trained as u64) < size as u64, "{} of {}", trained, batches);
         }
     }
 
-    /// A step has the size that was asked for before it began, and whoever is paused strands nothing.
+    /// A step has the size that was requested before it began, and a paused drafter strands nothing.
     #[test]
     fn steps_change_their_size_at_their_borders_only(
         drafters in 1_usize..5, accumulation in 1_usize..5, batches in 0_u64..100, stop_at in prop::option::of(0_usize..300),

@@ -1,20 +1,20 @@
-//! The test world: a whole pipeline with simulated engines on paused time, and knobs that break one part of it.
+//! Test world: a whole pipeline with simulated engines on paused time, and settings that break one part of it.
 
-use crate::slow_saver::SlowSaver;
+use crate::slow_checkpoints::SlowCheckpoints;
 use draftmill_actors::{
     dispatcher,
     messages::{
         engine::{DraftEngine, EngineError, FeatureShape, MicroFailure, MicroReport, TargetEngine},
         types::{JobId, Outcome, PaddedBatch},
     },
-    pipeline::{self, Parts, Report, Steering},
+    pipeline::{self, ControlHandle, Parts, Report},
     planner::{
         self,
         ledger::{Ledger, MemoryLedger},
-        plan::{Order, PlanSettings},
+        plan::{JobOrder, PlanSettings},
     },
     pool,
-    runtime::fault::{Fault, Kill, Stops},
+    runtime::fault::{FailAtPoll, Fault, Shutdown},
     simulated::{CostModel, SimDrafter, SimFeatures, SimOptimizer, SimSource, SimTarget},
     trainer::{self, StepRecord},
 };
@@ -31,14 +31,14 @@ use std::{
 };
 use tokio::{sync::mpsc, time::Instant};
 
-/// What can be set; the defaults are a small healthy node.
+/// Settings of the world; the defaults are a small healthy node.
 #[derive(Clone)]
 pub struct World {
     pub lengths: Vec<u32>,
     pub job_tokens: u32,
-    /// Longest sample of each bucket; empty: four buckets by the optimum.
+    /// Longest sample of each bucket; empty selects four optimal buckets.
     pub bounds: Vec<u32>,
-    pub order: Order,
+    pub order: JobOrder,
     pub targets: Vec<Breakage>,
     pub drafters: Vec<Breakage>,
     pub costs: CostModel,
@@ -53,50 +53,50 @@ pub struct World {
     pub max_restarts: u32,
     pub straggler_factor: f64,
     pub offer_stragglers: bool,
-    pub kill: Option<Kill>,
+    pub fail_at_poll: Option<FailAtPoll>,
     pub pool: pool::Settings,
     pub queue_jobs: usize,
     pub pad_ahead: usize,
     pub prefetch: usize,
-    /// Time that the writing of a checkpoint takes.
-    pub save_takes: Duration,
+    /// Duration of the write of a checkpoint.
+    pub checkpoint_takes: Duration,
     pub replica_check_every: u64,
-    /// Steps whose checkpoint cannot be written, each once.
-    pub bad_saves: Vec<u64>,
-    /// Asks for an orderly end at this time.
+    /// Steps whose checkpoint fails, each once.
+    pub bad_checkpoints: Vec<u64>,
+    /// Time of an orderly stop.
     pub stop_at: Option<Duration>,
-    /// Asks for an end that trains what is in the pool.
+    /// Time of a shutdown that trains the pool.
     pub close_at: Option<Duration>,
     pub abort_at: Option<Duration>,
-    /// Counts what each target has extracted.
+    /// Counters of the jobs that each target extracted.
     pub counts: Vec<Arc<AtomicU64>>,
-    /// Somebody steers.
-    pub steer: Option<Steer>,
-    /// Keeps no record but the last.
+    /// Script that controls the run.
+    pub control: Option<ControlScript>,
+    /// Keeps only the last record.
     pub forgetful: bool,
 }
 
-/// Steers a mill that began with these settings, for as long as it runs.
-pub type Steer = Arc<dyn Fn(Steering, pipeline::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
+/// Controls a pipeline that began with these settings, for as long as it runs.
+pub type ControlScript =
+    Arc<dyn Fn(ControlHandle, pipeline::Settings) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
-/// How an engine of the world misbehaves.
+/// Misbehaviour of an engine.
 #[derive(Clone, Default)]
 pub struct Breakage {
     pub slowness: Option<f64>,
-    /// Every n-th unit of work (1-based) does this.
+    /// Does this in every n-th unit of work (1-based).
     pub every: Option<(u64, Wrong)>,
-    /// A drafter cannot train the jobs whose index is 3 modulo this, however often it tries.
+    /// A drafter cannot train the jobs whose index is 3 modulo this, on any attempt.
     pub poison: Option<u32>,
-    /// A target cannot extract the jobs whose real tokens are 3 modulo this, however often it tries.
+    /// A target cannot extract the jobs whose real tokens are 3 modulo this, on any attempt.
     pub indigestible: Option<u64>,
-    /// No job is struck more often than this by one engine. Chance would spare it sooner or later; turns can fall on one job
-    /// for ever.
+    /// Limit on the failures that one engine causes for a job. Without it, turns can fall on one job forever.
     pub mercy: Option<u32>,
-    /// Only up to this unit of work.
+    /// Ends the misbehaviour after this unit of work.
     pub until: Option<u64>,
-    /// A drafter's copies of the weights go wrong, one of every so many.
+    /// Corrupts every n-th copy of a drafter's weights.
     pub garbles: Option<u64>,
-    /// Restarts that fail before one helps.
+    /// Restarts that fail before one succeeds.
     pub bad_restarts: u32,
 }
 
@@ -108,7 +108,7 @@ pub enum Wrong {
     Nan,
     Short,
     Panic,
-    /// A panic of which the test's output has nothing.
+    /// A panic that does not appear in the test's output.
     QuietPanic,
     Hang,
 }
@@ -119,7 +119,7 @@ impl Default for World {
             lengths: (0..400).map(|i| 10 + (i * 37) % 300).collect(),
             job_tokens: 1000,
             bounds: Vec::new(),
-            order: Order::Spread,
+            order: JobOrder::Spread,
             targets: vec![Breakage::default(); 3],
             drafters: vec![Breakage::default(); 2],
             costs: CostModel { taps: 2, hidden_size: 8, ..CostModel::default() },
@@ -135,41 +135,33 @@ impl Default for World {
             max_restarts: 3,
             straggler_factor: 4.0,
             offer_stragglers: true,
-            kill: None,
-            pool: pool::Settings {
-                max_bytes: 1 << 20,
-                max_batches: 16,
-                min_ready: 4,
-                draw: pool::Draw::Proportional,
-                replay_window: 16,
-                start_step: 0,
-                seed: 7,
-            },
+            fail_at_poll: None,
+            pool: pipeline::Settings::for_test([]).pool,
             queue_jobs: 8,
             pad_ahead: 2,
             prefetch: 1,
-            save_takes: Duration::ZERO,
-            bad_saves: Vec::new(),
+            checkpoint_takes: Duration::ZERO,
+            bad_checkpoints: Vec::new(),
             stop_at: None,
             close_at: None,
             abort_at: None,
             counts: Vec::new(),
-            steer: None,
+            control: None,
             forgetful: false,
         }
     }
 }
 
-/// What came out.
+/// Outcome of a run.
 pub struct Outcomes<L = MemoryLedger> {
     pub result: Result<Report<L>, Fault>,
     pub records: Vec<StepRecord>,
-    /// Virtual time.
+    /// Virtual duration.
     pub took: Duration,
 }
 
 impl<L> Outcomes<L> {
-    /// The report of a run that must have gone well.
+    /// Returns the report of a run that must have succeeded.
     pub fn report(&self) -> &Report<L> {
         match &self.result {
             Ok(report) => report,
@@ -196,7 +188,7 @@ impl Outcomes {
 }
 
 impl World {
-    /// Runs to the end under paused time; virtual days are the limit after which the run counts as hung.
+    /// Runs to the end under paused time; a limit of virtual days detects a hang.
     pub fn run(self) -> Outcomes {
         self.run_with(MemoryLedger::default(), 0)
     }
@@ -206,7 +198,7 @@ impl World {
         runtime.block_on(self.go(ledger, start_step))
     }
 
-    /// Runs for a while with everything in place, then aborts; returns the jobs that each target had extracted.
+    /// Runs for this time, then aborts. Returns the jobs that each target extracted.
     pub fn run_for(self, time: Duration) -> Vec<u64> {
         let counts: Vec<_> = self.targets.iter().map(|_| Arc::new(AtomicU64::new(0))).collect();
         let world = World { counts: counts.clone(), abort_at: Some(time), ..self };
@@ -221,13 +213,14 @@ impl World {
             false => self.bounds.clone(),
         };
         let lengths: Arc<[u32]> = self.lengths.clone().into();
+        let base = pipeline::Settings::for_test(lengths.clone());
         let settings = pipeline::Settings {
             planner: planner::Settings {
-                plan: PlanSettings { seed: 1, job_tokens: self.job_tokens, order: self.order, bounds },
-                lengths: lengths.clone(),
+                plan: PlanSettings { job_tokens: self.job_tokens, order: self.order, bounds, ..base.planner.plan },
                 epochs: self.epochs,
                 epoch_barrier: self.epoch_barrier,
                 max_skip_fraction: self.max_skip_fraction,
+                ..base.planner
             },
             dispatcher: dispatcher::Settings {
                 queue_jobs: self.queue_jobs,
@@ -235,31 +228,24 @@ impl World {
                 max_attempts: self.max_attempts,
                 straggler_factor: self.straggler_factor,
                 offer_stragglers: self.offer_stragglers,
-                policy: dispatcher::Policy::Pull,
-                paused: false,
-                paused_targets: Vec::new(),
+                ..base.dispatcher
             },
             pool: pool::Settings { start_step, ..self.pool },
             trainer: trainer::Settings {
                 drafters: self.drafters.len(),
                 accumulation: self.accumulation,
-                learning_rate: Arc::new(|_| 1e-3),
-                max_grad_norm: 1.0,
-                weight_decay: 0.0,
-                paused: Vec::new(),
-                anchors: 1,
                 start_micro_batches: start_step * (self.drafters.len() * self.accumulation) as u64,
                 start_step,
                 max_steps: self.max_steps,
                 checkpoint_every: self.checkpoint_every,
                 replica_check_every: self.replica_check_every,
+                ..base.trainer
             },
             prefetch: self.prefetch,
             max_failures_in_a_row: self.max_failures_in_a_row,
             max_restarts: self.max_restarts,
-            restart_pause: Duration::from_secs(1),
-            kill: self.kill.clone(),
-            grace: Duration::from_secs(10),
+            fail_at_poll: self.fail_at_poll.clone(),
+            ..base
         };
         let (records, mut recorded) = mpsc::channel(16);
         let slow = |b: &Breakage| b.slowness.unwrap_or(1.0);
@@ -271,21 +257,22 @@ impl World {
                 .map(|(i, b)| BreakableTarget::new(self.costs, slow(b), b.clone(), self.counts.get(i).cloned()))
                 .collect(),
             drafters: self.drafters.iter().map(|b| BreakableDrafter::new(self.costs, slow(b), b.clone())).collect(),
-            optimizer: SlowSaver {
+            optimizer: SlowCheckpoints {
                 inner: SimOptimizer::new(self.costs, 0.0),
-                takes: self.save_takes,
-                bad: self.bad_saves.clone(),
+                takes: self.checkpoint_takes,
+                bad: self.bad_checkpoints.clone(),
             },
             source: Arc::new(SimSource { lengths }),
             ledger,
             records,
         };
-        let stops = Stops::default();
+        let shutdown = Shutdown::default();
         let started = Instant::now();
-        let (steering, steered) = Steering::new(&settings);
-        let steering = self.steer.clone().map(|steer| tokio::spawn(steer(steering, settings.clone())));
-        let run = tokio::spawn(pipeline::run_steered(settings, parts, steered, stops.clone()));
-        let tokens = [(self.close_at, &stops.close), (self.stop_at, &stops.stop), (self.abort_at, &stops.abort)];
+        let (handle, controlled) = ControlHandle::new(&settings);
+        let handle = self.control.clone().map(|control| tokio::spawn(control(handle, settings.clone())));
+        let run = tokio::spawn(pipeline::run_with_control(settings, parts, controlled, shutdown.clone()));
+        let tokens =
+            [(self.close_at, &shutdown.drain), (self.stop_at, &shutdown.stop), (self.abort_at, &shutdown.abort)];
         for (after, token) in tokens {
             let (Some(after), token) = (after, token.clone()) else { continue };
             tokio::spawn(async move {
@@ -304,12 +291,12 @@ impl World {
             all
         });
         let days = Duration::from_secs(10 * 24 * 3600);
-        let result = tokio::time::timeout(days, run).await.expect("the run hangs").expect("the mill panicked");
+        let result = tokio::time::timeout(days, run).await.expect("the run hangs").expect("the pipeline panicked");
         let took = started.elapsed();
-        if let Some(steering) = steering {
-            steering.abort();
-            if let Err(error) = steering.await {
-                assert!(error.is_cancelled(), "whoever steers panicked: {error}");
+        if let Some(handle) = handle {
+            handle.abort();
+            if let Err(error) = handle.await {
+                assert!(error.is_cancelled(), "the control script panicked: {error}");
             }
         }
         Outcomes { result, records: collect.await.unwrap(), took }
@@ -347,11 +334,11 @@ impl Trouble {
     }
 }
 
-/// A simulated target that can misbehave.
+/// Simulated target that can misbehave.
 pub struct BreakableTarget {
     inner: SimTarget,
     trouble: Trouble,
-    /// Until a restart.
+    /// True until a restart.
     lost: bool,
     count: Option<Arc<AtomicU64>>,
 }
@@ -408,7 +395,7 @@ impl TargetEngine for BreakableTarget {
     }
 }
 
-/// A simulated drafter that can misbehave.
+/// Simulated drafter that can misbehave.
 pub struct BreakableDrafter {
     inner: SimDrafter,
     trouble: Trouble,

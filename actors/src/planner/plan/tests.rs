@@ -1,4 +1,4 @@
-//! What a plan promises: P1, P2, evenness of `spread`, and the public reports of endless or lopsided epochs.
+//! Properties of plans: P1, P2, evenness of `spread`, and public reports of endless or lopsided epochs.
 
 use super::*;
 use crate::planner::buckets::{optimal_bounds, padding_share};
@@ -6,7 +6,7 @@ use crate::runtime::random::below;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
-fn settings(lengths: &[u32], buckets: usize, job_tokens: u32, order: Order, seed: u64) -> PlanSettings {
+fn settings(lengths: &[u32], buckets: usize, job_tokens: u32, order: JobOrder, seed: u64) -> PlanSettings {
     PlanSettings { seed, job_tokens, order, bounds: optimal_bounds(lengths, buckets) }
 }
 
@@ -14,11 +14,11 @@ fn samples(plan: &Plan) -> Vec<Vec<SampleId>> {
     plan.jobs.iter().map(|job| job.samples.clone()).collect()
 }
 
-fn any_order() -> impl Strategy<Value = Order> {
-    prop::sample::select(vec![Order::Shuffle, Order::Spread])
+fn any_order() -> impl Strategy<Value = JobOrder> {
+    prop::sample::select(vec![JobOrder::Shuffle, JobOrder::Spread])
 }
 
-/// Lengths, and settings with a budget that fits the longest of them.
+/// Generates lengths, and settings with a budget that fits the longest of them.
 fn any_input() -> impl Strategy<Value = (Vec<u32>, PlanSettings)> {
     (prop::collection::vec(1u32..2000, 1..300), 1usize..12, 0u32..6000, any_order(), any::<u64>()).prop_map(
         |(lengths, buckets, spare, order, seed)| {
@@ -66,7 +66,7 @@ proptest! {
             let loose = plan.jobs.iter().filter(|j| usize::from(j.bucket) == bucket).filter(|j| {
                 (j.samples.len() as u64 + 1) * bound <= u64::from(settings.job_tokens)
             });
-            prop_assert!(loose.count() <= 1, "only the last job of a bucket may have room for any sample of it");
+            prop_assert!(loose.count() <= 1, "only the last job of a bucket may fit any sample of it");
         }
     }
 
@@ -81,7 +81,7 @@ proptest! {
         (lengths, settings) in any_input(),
         epoch in any::<u32>(),
     ) {
-        let settings = PlanSettings { order: Order::Spread, ..settings };
+        let settings = PlanSettings { order: JobOrder::Spread, ..settings };
         let plan = plan_epoch(&lengths, &settings, epoch).unwrap();
         let total = plan.jobs.len() as i64;
         let counts = plan.jobs_per_bucket();
@@ -119,11 +119,11 @@ proptest! {
     }
 }
 
-/// NeMo labs-molt#85: 30 prompts in batches of 16 never ended, and the first batch was trained for ever.
+/// NeMo labs-molt#85: 30 prompts in batches of 16 never ended, and the first batch was trained forever.
 #[test]
 fn molt_85_every_id_once() {
     for (count, rows) in [(30u32, 16u32), (30, 1), (30, 30), (31, 16), (1, 16), (32, 16)] {
-        for order in [Order::Shuffle, Order::Spread] {
+        for order in [JobOrder::Shuffle, JobOrder::Spread] {
             let lengths = vec![10; count as usize];
             let plan = plan_epoch(&lengths, &settings(&lengths, 3, rows * 10, order, 7), 0).unwrap();
             assert_eq!(plan.jobs.len() as u32, count.div_ceil(rows), "the epoch ends after its last sample");
@@ -134,12 +134,12 @@ fn molt_85_every_id_once() {
     }
 }
 
-/// speculators#867: one rank got 2.4 times the samples, because a tie-break always gave the same slot the big one.
-/// Drafters take tickets in turn and draw at random from a small pool; nobody may get more than its share.
+/// speculators#867: one rank got 2.4 times the samples, because a tie-break always gave the same slot the largest one.
+/// Drafters take tickets in turn and draw at random from a small pool; no drafter may get more than its share.
 #[test]
 fn speculators_867_no_drafter_gets_more_than_its_share() {
     let lengths: Vec<u32> = (0..40_000u32).map(|i| 32 + i * i % 2017).collect();
-    for order in [Order::Shuffle, Order::Spread] {
+    for order in [JobOrder::Shuffle, JobOrder::Spread] {
         let plan = plan_epoch(&lengths, &settings(&lengths, 8, 8192, order, 11), 0).unwrap();
         for drafters in 2..=4 {
             let mut rng = ChaCha8Rng::from_seed(stream_seed(3, "draw", &[drafters as u64]));
@@ -160,20 +160,20 @@ fn speculators_867_no_drafter_gets_more_than_its_share() {
     }
 }
 
-/// Part-full jobs must not close every epoch: over many seeds, each bucket's short job stands anywhere.
+/// Part-full jobs must not close every epoch: over many seeds, each bucket's short job is at any position.
 #[test]
 fn spread_does_not_end_on_the_part_full_job() {
     let lengths = vec![10u32; 95];
     let closing = (0..200)
         .filter(|&seed| {
-            let plan = plan_epoch(&lengths, &settings(&lengths, 1, 100, Order::Spread, seed), 0).unwrap();
+            let plan = plan_epoch(&lengths, &settings(&lengths, 1, 100, JobOrder::Spread, seed), 0).unwrap();
             plan.jobs.last().unwrap().samples.len() == 5
         })
         .count();
     assert!((5..=45).contains(&closing), "1 epoch in 10 should end on it, not {closing} of 200");
 }
 
-/// Equal places: with one phase for all, buckets of 4, 2 and 4 jobs meet at 0 and at 1/2.
+/// Equal positions: with one phase for all, buckets of 4, 2 and 4 jobs meet at 0 and at 1/2.
 #[test]
 fn spread_puts_the_shorter_bucket_first_where_places_are_equal() {
     struct Same;
@@ -223,14 +223,14 @@ fn plans_never_change_between_releases() {
     };
     let shuffled: [&[u32]; _] = [&[7], &[1], &[6, 3], &[0, 2, 9, 11], &[4], &[8], &[5, 10]];
     let spread: [&[u32]; _] = [&[6, 3], &[4], &[5, 10], &[8], &[0, 2, 9, 11], &[7], &[1]];
-    assert_eq!(plan(Order::Shuffle), shuffled);
-    assert_eq!(plan(Order::Spread), spread);
+    assert_eq!(plan(JobOrder::Shuffle), shuffled);
+    assert_eq!(plan(JobOrder::Spread), spread);
 }
 
 #[test]
 fn what_cannot_be_planned_is_named() {
     let text = |lengths: &[u32], bounds: &[u32]| {
-        let settings = PlanSettings { seed: 0, job_tokens: 100, order: Order::Spread, bounds: bounds.to_vec() };
+        let settings = PlanSettings { seed: 0, job_tokens: 100, order: JobOrder::Spread, bounds: bounds.to_vec() };
         plan_epoch(lengths, &settings, 0).unwrap_err().to_string()
     };
     assert!(text(&[], &[100]).contains("no sample to plan"));
@@ -243,7 +243,7 @@ fn what_cannot_be_planned_is_named() {
 #[test]
 fn p1_predicate_sees_each_kind_of_breach() {
     let lengths = [5, 5, 9, 9];
-    let settings = PlanSettings { seed: 0, job_tokens: 20, order: Order::Shuffle, bounds: vec![5, 9] };
+    let settings = PlanSettings { seed: 0, job_tokens: 20, order: JobOrder::Shuffle, bounds: vec![5, 9] };
     let good = plan_epoch(&lengths, &settings, 0).unwrap();
     let breach = |change: fn(&mut Plan)| {
         let mut plan = good.clone();
@@ -253,21 +253,21 @@ fn p1_predicate_sees_each_kind_of_breach() {
     assert_eq!(good.p1_violation(&lengths, 20), None);
     assert!(good.p1_violation(&lengths, 17).unwrap().contains("more than 17"));
     assert!(breach(|p| drop(p.jobs.pop())).contains("in no job"));
-    assert!(breach(|p| p.jobs.swap(0, 1)).contains("stands at place"));
+    assert!(breach(|p| p.jobs.swap(0, 1)).contains("is at index"));
     assert!(breach(|p| p.jobs[0].bucket ^= 1).contains("another bucket"));
     assert!(breach(|p| p.jobs[0].tokens += 1).contains("miscounts"));
     assert!(breach(|p| p.jobs[0].samples[0] = 99).contains("does not exist"));
     assert!(breach(|p| p.jobs[0].samples[0] = p.jobs[0].samples[1]).contains("planned twice"));
 }
 
-/// Run by hand: `cargo test --release -p draftmill-actors -- --ignored --nocapture million`.
+/// Manual run: `cargo test --release -p draftmill-actors -- --ignored --nocapture million`.
 #[test]
 #[ignore = "a measurement"]
 fn a_million_samples() {
     let mut rng = ChaCha8Rng::from_seed(stream_seed(1, "test", &[]));
     let lengths: Vec<u32> = (0..1_000_000).map(|_| 1 + below(below(32_768, &mut rng) + 1, &mut rng) as u32).collect();
     let start = tokio::time::Instant::now();
-    let settings = settings(&lengths, 16, 65_536, Order::Spread, 1);
+    let settings = settings(&lengths, 16, 65_536, JobOrder::Spread, 1);
     let bounds_took = start.elapsed();
     let plan = plan_epoch(&lengths, &settings, 0).unwrap();
     println!(

@@ -1,4 +1,4 @@
-//! An optimizer of the world whose checkpoints are not at once there.
+//! Optimizer of the world whose checkpoints take time.
 
 use draftmill_actors::{
     messages::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing},
@@ -6,14 +6,14 @@ use draftmill_actors::{
 };
 use std::time::Duration;
 
-/// A simulated optimizer whose checkpoints take time and can fail.
-pub struct SlowSaver {
+/// Simulated optimizer whose checkpoints take time and can fail.
+pub struct SlowCheckpoints {
     pub inner: SimOptimizer,
     pub takes: Duration,
     pub bad: Vec<u64>,
 }
 
-impl Optimizer for SlowSaver {
+impl Optimizer for SlowCheckpoints {
     type Gradient = f64;
     type Weights = f64;
 

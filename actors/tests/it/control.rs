@@ -1,14 +1,14 @@
-//! A mill that is steered while it runs, on paused time: reload storms, pauses, settings that waiters see at once, checkpoints on
-//! demand. Nothing is lost, nothing hangs, every invariant holds.
+//! Control of a running pipeline, on paused time: reload storms, pauses, settings that waiting requests see at once,
+//! checkpoints on demand. Nothing is lost, nothing hangs, every invariant holds.
 
 use crate::{
     pipeline::assert_all_trained,
-    world::{Breakage, Outcomes, Steer, World, Wrong},
+    world::{Breakage, ControlScript, Outcomes, World, Wrong},
 };
 use draftmill_actors::{
     messages::types::Outcome,
-    pipeline::{Settings, Steering},
-    pool::{self, Draw},
+    pipeline::{ControlHandle, Settings},
+    pool::{self, DrawPolicy},
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
@@ -27,13 +27,13 @@ use tokio::{
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn steer<F: Future<Output = ()> + Send + 'static>(
-    how: impl Fn(Steering, Settings) -> F + Send + Sync + 'static,
-) -> Option<Steer> {
-    Some(Arc::new(move |steering, settings| Box::pin(how(steering, settings))))
+fn control<F: Future<Output = ()> + Send + 'static>(
+    how: impl Fn(ControlHandle, Settings) -> F + Send + Sync + 'static,
+) -> Option<ControlScript> {
+    Some(Arc::new(move |handle, settings| Box::pin(how(handle, settings))))
 }
 
-/// Other settings at random, such as a reload lets through.
+/// Returns random settings that a reload accepts.
 pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Settings {
     let mut changed = base.clone();
     changed.pool = loop {
@@ -42,7 +42,7 @@ pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Se
             max_bytes: rng.random_range(32_000..400_000),
             max_batches: rng.random_range(1..20),
             min_ready,
-            draw: if rng.random() { Draw::Uniform } else { Draw::Proportional },
+            draw_policy: if rng.random() { DrawPolicy::Uniform } else { DrawPolicy::Proportional },
             ..base.pool
         };
         // A job of 1000 tokens has 32 000 bytes.
@@ -67,25 +67,25 @@ pub fn any_settings(base: &Settings, rng: &mut ChaCha8Rng, targets: usize) -> Se
     changed
 }
 
-/// A change a second, a checkpoint now and then, and at the end the settings of the beginning.
-fn storm(seed: u64, seconds: u64, targets: usize) -> Option<Steer> {
-    steer(move |steering, base| async move {
+/// Changes settings every second, requests a checkpoint now and then, and finally restores the first settings.
+fn storm(seed: u64, seconds: u64, targets: usize) -> Option<ControlScript> {
+    control(move |handle, base| async move {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         for _ in 0..seconds {
             sleep(Duration::from_millis(rng.random_range(1..2000))).await;
-            steering.change(&any_settings(&base, &mut rng, targets));
+            handle.change(&any_settings(&base, &mut rng, targets));
             if rng.random_range(0..5) == 0 {
                 let (answer, answered) = oneshot::channel();
-                let _ = steering.checkpoint(answer);
+                let _ = handle.checkpoint(answer);
                 tokio::spawn(answered);
             }
         }
-        steering.change(&base);
+        handle.change(&base);
         std::future::pending().await
     })
 }
 
-/// Every job has exactly one outcome, and a step holds what the settings of some moment say, the last one aside.
+/// Checks that every job has exactly one outcome, and that every step but the last has the size of some settings.
 fn assert_nothing_is_lost(ended: &Outcomes, epochs: usize) {
     let planned: usize = ended.ledger().plans.iter().map(|plan| plan.jobs.len()).sum();
     assert_eq!(ended.ledger().plans.len(), epochs);
@@ -97,12 +97,12 @@ fn assert_nothing_is_lost(ended: &Outcomes, epochs: usize) {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
-    /// Slow drafters keep the pool full, slow targets keep it empty; barriers make it drain again and again; checkpoints take
-    /// longer than steps; targets fail, hang and come back.
+    /// Slow drafters keep the pool full, slow targets keep it empty; barriers make it drain again and again;
+    /// checkpoints take longer than steps; targets fail, hang and return.
     #[test]
     fn a_reload_storm_loses_no_job_and_hangs_nobody(
         seed: u64, seconds in 1_u64..300, slow in prop::sample::select(vec![0.2, 1.0, 5.0]), epoch_barrier: bool, faults: bool,
-        save_takes in 0_u64..20,
+        checkpoint_takes in 0_u64..20,
     ) {
         let broken = |every, wrong| Breakage { every: Some((every, wrong)), ..Breakage::default() };
         let (failing, lost) = (broken(7, Wrong::Fail), broken(11, Wrong::Lose));
@@ -112,43 +112,43 @@ proptest! {
             targets: if faults { vec![failing, lost, Breakage::default()] } else { vec![Breakage::default(); 3] },
             drafters: vec![Breakage { slowness: Some(slow), ..Breakage::default() }; 2],
             checkpoint_every: 2,
-            save_takes: Duration::from_secs(save_takes),
+            checkpoint_takes: Duration::from_secs(checkpoint_takes),
             max_skip_fraction: 1.0,
             max_restarts: 1000,
-            steer: storm(seed, seconds, 3),
+            control: storm(seed, seconds, 3),
             ..World::default()
         };
         assert_nothing_is_lost(&world.run(), 3);
     }
 
-    /// What a storm did until a stop is whole steps, and another start goes on from there.
+    /// Steps until a stop in a storm are whole, and another start continues from there.
     #[test]
     fn a_stop_in_a_reload_storm_loses_nothing(seed: u64, stop_at in 0_u64..60, close: bool) {
         let at = Some(Duration::from_secs(stop_at));
-        let steered = World {
+        let controlled = World {
             epochs: 2,
             stop_at: if close { None } else { at },
             close_at: if close { at } else { None },
-            steer: storm(seed, 1000, 3),
+            control: storm(seed, 1000, 3),
             ..World::default()
         };
-        let first = steered.clone().run();
+        let first = controlled.clone().run();
         let steps = first.records.len() as u64;
         let trained: u64 = first.records.iter().map(|r| r.micro_batches).sum();
         prop_assert_eq!(first.outcomes().len() as u64, trained, "half a step was recorded");
         if steps > 0 {
             prop_assert_eq!(first.ledger().checkpoints.last().map(|(s, _)| *s), Some(steps), "a stop writes a checkpoint");
         }
-        let world = World { stop_at: None, close_at: None, steer: None, ..steered };
+        let world = World { stop_at: None, close_at: None, control: None, ..controlled };
         let second = world.clone().run_with(first.result.unwrap().ledger.unwrap(), steps);
         assert_all_trained(&world, &second, 2);
     }
 }
 
-/// Asks for a checkpoint and waits for the answer.
-async fn checkpoint(steering: &Steering) -> Result<String, String> {
+/// Requests a checkpoint and waits for the reply.
+async fn checkpoint(handle: &ControlHandle) -> Result<String, String> {
     let (answer, answered) = oneshot::channel();
-    steering.checkpoint(answer).expect("there is room for a wish");
+    handle.checkpoint(answer).expect("there is room for a wish");
     answered.await.expect("a wish is answered")
 }
 
@@ -160,10 +160,10 @@ fn waiting_draws_see_a_lowered_minimum_at_once() {
     let world = World { pool, costs, targets: vec![Breakage::default()], ..World::default() };
     let plain = world.clone().run().records[0].seconds;
     let lowered = World {
-        steer: steer(|steering, mut settings| async move {
+        control: control(|handle, mut settings| async move {
             sleep(5 * SECOND).await;
             settings.pool.min_ready = 1;
-            steering.change(&settings);
+            handle.change(&settings);
             std::future::pending().await
         }),
         ..world.clone()
@@ -183,17 +183,17 @@ fn waiting_reservations_see_a_raised_limit_at_once_and_a_lowered_one_drops_nothi
     let slow = Breakage { slowness: Some(1000.0), ..Breakage::default() };
     let world = World { pool, drafters: vec![slow], prefetch: 1, ..World::default() };
     let extracted = |change: Option<(usize, u64)>| -> u64 {
-        let steered = steer(move |steering, mut settings| async move {
+        let controlled = control(move |handle, mut settings| async move {
             if let Some((max_batches, max_bytes)) = change {
                 sleep(20 * SECOND).await;
                 (settings.pool.max_batches, settings.pool.max_bytes) = (max_batches, max_bytes);
-                steering.change(&settings);
+                handle.change(&settings);
             }
             std::future::pending().await
         });
-        World { steer: steered, ..world.clone() }.run_for(30 * SECOND).iter().sum()
+        World { control: controlled, ..world.clone() }.run_for(30 * SECOND).iter().sum()
     };
-    // Two in hand of the drafter, and two in the pool.
+    // Two held by the drafter, and two in the pool.
     assert_eq!(extracted(None), 4);
     assert_eq!(extracted(Some((7, 1 << 20))), 9);
     assert_eq!(extracted(Some((1, 1 << 20))), 4);
@@ -206,22 +206,22 @@ fn a_pause_hands_out_nothing_and_checkpoints_are_written_all_the_same() {
     let world = World {
         epochs: 4,
         counts: (0..3).map(|_| during.clone()).collect(),
-        steer: steer(move |steering, mut settings| {
+        control: control(move |handle, mut settings| {
             let (count, after) = seen.clone();
             async move {
                 sleep(20 * SECOND).await;
                 settings.dispatcher.paused = true;
-                steering.change(&settings);
-                // What is under way is finished, and draws wait for their minimum.
+                handle.change(&settings);
+                // Running work is finished, and draws wait for their minimum.
                 sleep(30 * SECOND).await;
                 let paused = count.load(Relaxed);
-                let said = checkpoint(&steering).await.expect("a checkpoint of what is trained");
+                let said = checkpoint(&handle).await.expect("a checkpoint of what is trained");
                 assert!(said.contains("is written"), "{said}");
-                assert!(checkpoint(&steering).await.is_ok_and(|said| said.contains("already")));
+                assert!(checkpoint(&handle).await.is_ok_and(|said| said.contains("already")));
                 sleep(3600 * SECOND).await;
                 assert_eq!(count.load(Relaxed), paused, "a job left during the pause");
                 settings.dispatcher.paused = false;
-                steering.change(&settings);
+                handle.change(&settings);
                 sleep(10 * SECOND).await;
                 after.store(count.load(Relaxed) - paused, Relaxed);
                 std::future::pending().await
@@ -230,28 +230,28 @@ fn a_pause_hands_out_nothing_and_checkpoints_are_written_all_the_same() {
         ..World::default()
     };
     let ended = world.clone().run();
-    assert!(after.load(Relaxed) > 0, "it goes on at once");
+    assert!(after.load(Relaxed) > 0, "it resumes at once");
     assert!(ended.took > 3600 * SECOND);
     assert_eq!(ended.ledger().checkpoints.len(), 2, "the one that was asked for, and the last one");
-    assert_all_trained(&World { steer: None, ..world }, &ended, 4);
+    assert_all_trained(&World { control: None, ..world }, &ended, 4);
 }
 
 #[test]
 fn a_checkpoint_that_was_asked_for_is_told_as_it_went() {
     let world = World {
-        bad_saves: vec![4],
-        save_takes: 3 * SECOND,
-        steer: steer(|steering, _| async move {
-            let early = checkpoint(&steering).await;
+        bad_checkpoints: vec![4],
+        checkpoint_takes: 3 * SECOND,
+        control: control(|handle, _| async move {
+            let early = checkpoint(&handle).await;
             assert!(early.is_err_and(|why| why.contains("no step is complete yet")));
             sleep(5 * SECOND).await;
-            let failed = checkpoint(&steering).await;
+            let failed = checkpoint(&handle).await;
             assert!(failed.is_err_and(|why| why.contains("step 4 ") && why.contains("no space left")));
-            // Two at once are one, and one that comes meanwhile is the next.
-            let (first, second) = (checkpoint(&steering), checkpoint(&steering));
+            // Two requests at once are one checkpoint, and one that arrives meanwhile is the next.
+            let (first, second) = (checkpoint(&handle), checkpoint(&handle));
             let third = async {
                 sleep(2 * SECOND).await;
-                checkpoint(&steering).await
+                checkpoint(&handle).await
             };
             let (first, second, third) = tokio::join!(first, second, third);
             assert!(first.is_ok() && first == second && third.as_ref().is_ok_and(|said| Ok(said) != first.as_ref()));
@@ -261,22 +261,22 @@ fn a_checkpoint_that_was_asked_for_is_told_as_it_went() {
         ..World::default()
     };
     let ended = world.clone().run();
-    assert_all_trained(&World { steer: None, ..world }, &ended, 1);
+    assert_all_trained(&World { control: None, ..world }, &ended, 1);
     assert_eq!(ended.ledger().checkpoints.len(), 3);
 }
 
-/// Automodel and others stop all ranks for one that is taken away; here the others go on, with smaller steps.
+/// Automodel and others stop all ranks if one is removed; here the others continue, with smaller steps.
 #[test]
 fn a_paused_drafter_draws_nothing_and_the_steps_are_those_of_the_others() {
     let world = World {
         epochs: 3,
-        steer: steer(|steering, base| async move {
+        control: control(|handle, base| async move {
             sleep(10 * SECOND).await;
             let mut settings = base.clone();
             (settings.trainer.paused, settings.dispatcher.paused_targets) = (vec![1], vec![0, 2]);
-            steering.change(&settings);
+            handle.change(&settings);
             sleep(20 * SECOND).await;
-            steering.change(&base);
+            handle.change(&base);
             std::future::pending().await
         }),
         ..World::default()
@@ -290,12 +290,12 @@ fn a_paused_drafter_draws_nothing_and_the_steps_are_those_of_the_others() {
     assert!(sizes(0.0, 10.0).iter().all(|n| *n == 4));
     assert!(sizes(12.0, 30.0).iter().all(|n| *n == 2) && sizes(12.0, 30.0).len() > 10);
     assert!(sizes(33.0, f64::MAX).iter().rev().skip(1).all(|n| *n == 4));
-    // To the end of the plan with one that is paused for good: nobody waits for it.
+    // To the end of the plan with one that stays paused: the end does not wait for it.
     let paused = World {
-        steer: steer(|steering, mut settings| async move {
+        control: control(|handle, mut settings| async move {
             sleep(3 * SECOND).await;
             settings.trainer.paused = vec![0];
-            steering.change(&settings);
+            handle.change(&settings);
             std::future::pending().await
         }),
         ..World::default()
@@ -309,14 +309,14 @@ fn a_paused_drafter_draws_nothing_and_the_steps_are_those_of_the_others() {
 #[test]
 fn what_shapes_a_step_changes_at_its_border_and_all_of_it_together() {
     let world = World {
-        steer: steer(|steering, base| async move {
+        control: control(|handle, base| async move {
             for n in 1_u32..12 {
                 sleep(Duration::from_millis(900)).await;
                 let mut settings = base.clone();
                 settings.trainer.accumulation = 1 + n as usize % 3;
                 let rate = settings.trainer.accumulation as f64;
                 settings.trainer.learning_rate = Arc::new(move |_| rate);
-                steering.change(&settings);
+                handle.change(&settings);
             }
             std::future::pending().await
         }),
@@ -337,13 +337,13 @@ fn a_target_that_rests_before_its_restart_minds_a_shorter_pause() {
     let took = |shorter: bool| {
         let world = World {
             targets: vec![lost.clone()],
-            steer: steer(move |steering, mut settings| async move {
+            control: control(move |handle, mut settings| async move {
                 settings.restart_pause = 1000 * SECOND;
-                steering.change(&settings);
+                handle.change(&settings);
                 sleep(60 * SECOND).await;
                 if shorter {
                     settings.restart_pause = 10 * SECOND;
-                    steering.change(&settings);
+                    handle.change(&settings);
                 }
                 std::future::pending().await
             }),
