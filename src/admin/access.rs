@@ -1,8 +1,4 @@
 //! Access control of commands: checks Origin, Host and token of a request.
-//! Who may give commands: a page of this server, or a program of a person who knows the token.
-=======
-//! Access control of commands: checks Origin, Host and token of a request.
->>>>>>> stash
 
 use crate::common::token::Token;
 use axum::http::{HeaderMap, header};

@@ -239,7 +239,7 @@ fn pool(samples: &Samples) -> Pool {
         max_batches: value(m::POOL_MAX_BATCHES),
         bytes: value(m::POOL_BYTES),
         reserved_bytes: value(m::POOL_RESERVED_BYTES),
-        checked_out_bytes: value(m::POOL_LOANED_BYTES),
+        checked_out_bytes: value(m::POOL_CHECKED_OUT_BYTES),
         max_bytes: value(m::POOL_MAX_BYTES),
         draining: value(m::POOL_DRAINING) > 0,
         buckets,

@@ -10,7 +10,7 @@ use crate::{
     },
     config::Config,
 };
-use draftmill_actors::runtime::{fault::Stops, metrics};
+use draftmill_actors::runtime::{fault::Shutdown, metrics};
 use tokio::{net::TcpListener, sync::watch};
 
 /// Channels between the admin port and the configuration controller.
@@ -29,7 +29,7 @@ pub fn serve(
     forecast: &Forecast,
     checkpoint_time: f64,
     AdminChannels { commands, info }: AdminChannels,
-    stops: &Stops,
+    shutdown: &Shutdown,
 ) -> Result<tokio_util::task::AbortOnDropHandle<()>, Failure> {
     let token =
         config.admin.token().transpose().map_err(|why| format!("admin.token_file: {why}")).failed(Exit::Config)?;
@@ -50,7 +50,7 @@ pub fn serve(
     let faults = admin::recent_warnings::recent();
     let server =
         admin::Server { listener, metrics: handle, info, faults, commands, token, limits: admin::Limits::default() };
-    let serving = server.run(stops.abort.clone());
+    let serving = server.run(shutdown.abort.clone());
     Ok(tokio_util::task::AbortOnDropHandle::new(tokio::spawn(async move {
         tokio::select! {
             () = serving => {}

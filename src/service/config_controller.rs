@@ -19,7 +19,7 @@ use crate::{
     run_dir::{db::STEP_SIZE, eval_log::EvalHistory},
 };
 use draftmill_actors::{
-    pipeline::Steering,
+    pipeline::ControlHandle,
     planner::ledger::{Change, Note},
     runtime::metrics as m,
 };
@@ -51,7 +51,7 @@ pub struct ConfigController {
     pub policy: ReloadPolicy,
     pub lengths: Arc<[u32]>,
     pub folder: RunDir,
-    pub control: Steering,
+    pub control: ControlHandle,
     /// Settings in force, for readers that are not actors.
     pub in_force: watch::Sender<Loaded>,
     pub checkpoint_settings: watch::Sender<CheckpointSettings>,
@@ -365,8 +365,8 @@ mod tests {
         let lengths: Arc<[u32]> = (40..340).collect();
         let forecast = forecast(&loaded.config, &lengths, None).unwrap();
         let machine = Machine::detect(&loaded.config);
-        let (control, steered) =
-            Steering::new(&pipeline_settings(&loaded.config, &forecast, &lengths, RunProgress::default()));
+        let (control, inbox) =
+            ControlHandle::new(&pipeline_settings(&loaded.config, &forecast, &lengths, RunProgress::default()));
         let folder = tempfile::tempdir().unwrap();
         let (commands, requests) = commands::channel();
         let (info, published) = watch::channel(RunInfo::default());
@@ -389,7 +389,7 @@ mod tests {
         };
         let (close, ended) = (CancellationToken::new(), CancellationToken::new());
         let task = tokio::spawn(controller.run(close.clone(), ended.clone()));
-        let dispatcher = steered.dispatcher_settings();
+        let dispatcher = inbox.dispatcher_settings();
         for (command, paused) in
             [(Command::Pause, true), (Command::Pause, true), (Command::Resume, false), (Command::Pause, true)]
         {

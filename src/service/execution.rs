@@ -26,8 +26,8 @@ use crate::{
 };
 use draftmill_actors::{
     messages::engine::{DraftEngine, Optimizer, TargetEngine},
-    pipeline::{self, Parts, Steering},
-    runtime::fault::Stops,
+    pipeline::{self, ControlHandle, Parts},
+    runtime::fault::Shutdown,
 };
 use std::sync::Arc;
 use tokio::{net::TcpListener, signal::unix::Signal, sync::watch, time::Instant};
@@ -49,7 +49,7 @@ pub async fn execute<T, D, O>(
     engines: EngineSet<T, D, O>,
     listener: Option<TcpListener>,
     (live, checkpoint_settings): (Live, watch::Sender<CheckpointSettings>),
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> Result<Summary, Failure>
 where
     T: TargetEngine,
@@ -66,24 +66,24 @@ where
             let checkpoint_time = prepared.opened.state.checkpoint_time().failed(Exit::Run)?.unwrap_or(0.0);
             let channels = AdminChannels { commands, info: info_reader.clone() };
             let PreparedRun { loaded, forecast, .. } = &prepared;
-            Some(admin_port::serve(listener, &loaded.config, forecast, checkpoint_time, channels, &stops)?)
+            Some(admin_port::serve(listener, &loaded.config, forecast, checkpoint_time, channels, &shutdown)?)
         }
         None => None,
     };
     let folder = prepared.opened.folder.clone();
     let in_force = live.in_force.subscribe();
     let progress = Progress::new(position.step, in_force.clone(), info_reader);
-    let (recorder, records, position) = StepRecorder::start(&folder, position, progress, stops.clone())?;
-    let manager = ServiceManager::from_env().map(|m| m.run(info.subscribe(), position.clone(), stops.close.clone()));
+    let (recorder, records, position) = StepRecorder::start(&folder, position, progress, shutdown.clone())?;
+    let manager = ServiceManager::from_env().map(|m| m.run(info.subscribe(), position.clone(), shutdown.drain.clone()));
     let manager = manager.map(|task| AbortOnDropHandle::new(tokio::spawn(task)));
 
-    let (steering, steered) = Steering::new(&settings);
+    let (control, inbox) = ControlHandle::new(&settings);
     let controller = ConfigController {
         source: live.start.source,
         policy: ReloadPolicy { forecast: prepared.forecast, machine: prepared.machine },
         lengths: prepared.lengths,
         folder: folder.clone(),
-        control: steering,
+        control,
         in_force: live.in_force,
         checkpoint_settings,
         info,
@@ -95,13 +95,13 @@ where
         notes: Default::default(),
     };
     let ended = CancellationToken::new();
-    let controller_task = tokio::spawn(controller.run(stops.close.clone(), ended.clone()));
+    let controller_task = tokio::spawn(controller.run(shutdown.drain.clone(), ended.clone()));
 
     let EngineSet { targets, drafters, optimizer, evaluator } = engines;
     let source = Arc::new(prepared.source);
     let parts = Parts { targets, drafters, optimizer, source, ledger: prepared.opened.state, records };
     let started = Instant::now();
-    let report = pipeline::run_steered(settings, parts, steered, stops).await;
+    let report = pipeline::run_with_control(settings, parts, inbox, shutdown).await;
     let seconds = started.elapsed().as_secs_f64();
     ended.cancel();
     controller_task.await.failed(Exit::Internal)?;

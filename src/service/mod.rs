@@ -37,7 +37,7 @@ use crate::{
     config::{Engine, Loaded, Source},
     engines::checkpointing::CheckpointSettings,
 };
-use draftmill_actors::runtime::fault::Stops;
+use draftmill_actors::runtime::fault::Shutdown;
 use std::fmt::Display;
 use tokio::{
     net::TcpListener,
@@ -71,13 +71,13 @@ pub struct Ended {
 /// # Errors
 /// The first fault or unusable input with its exit code, or an interruption.
 pub async fn train(loaded: Loaded, start: Start) -> Result<Ended, Failure> {
-    let stops = Stops::default();
+    let shutdown = Shutdown::default();
     let (in_force, watching) = watch::channel(loaded);
-    let signals = signals::listen(stops.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
+    let signals = signals::listen(shutdown.clone(), watching, start.logs.clone()).failed(Exit::Internal)?;
     // Installs the handler: the default action of SIGHUP ends the process.
     let hangup = signal(SignalKind::hangup()).failed(Exit::Internal)?;
-    let trained = train_until(in_force, start, hangup, &stops).await;
-    let terminated = signals.first() == Some(signals::StopSignal::Terminate) && !stops.abort.is_cancelled();
+    let trained = train_until(in_force, start, hangup, &shutdown).await;
+    let terminated = signals.first() == Some(signals::StopSignal::Terminate) && !shutdown.abort.is_cancelled();
     match trained {
         Ok(summary) => Ok(Ended { summary: Some(summary), terminated }),
         Err(failure) if failure.exit == Exit::Interrupted && terminated => {
@@ -92,13 +92,13 @@ async fn train_until(
     in_force: watch::Sender<Loaded>,
     start: Start,
     hangup: Signal,
-    stops: &Stops,
+    shutdown: &Shutdown,
 ) -> Result<Summary, Failure> {
     let loaded = in_force.borrow().clone();
     let options = start.clone();
     // On a blocking thread, because it reads gigabytes and a signal must not wait for it.
     let open = tokio::task::spawn_blocking(move || PreparedRun::open(loaded, options));
-    let mut prepared = unless_stopped(stops, open).await?.failed(Exit::Internal)??;
+    let mut prepared = unless_stopped(shutdown, open).await?.failed(Exit::Internal)??;
     if let Some(summary) = prepared.finished()? {
         tracing::info!(run = %summary.run_dir.display(), "the run is finished already");
         return Ok(summary);
@@ -108,7 +108,7 @@ async fn train_until(
         None => None,
     };
     let (folder, number) = (prepared.opened.folder.clone(), prepared.opened.started.run);
-    let ended = run(prepared, listener, Live { in_force, start, hangup }, stops).await;
+    let ended = run(prepared, listener, Live { in_force, start, hangup }, shutdown).await;
     if let Err(failure) = &ended {
         folder.record_failure(number, failure);
     }
@@ -116,8 +116,8 @@ async fn train_until(
 }
 
 /// Output of `work`, or a failure if the run is stopped before training begins.
-async fn unless_stopped<T>(stops: &Stops, work: impl Future<Output = T>) -> Result<T, Failure> {
-    let done = stops.close.run_until_cancelled(work).await;
+async fn unless_stopped<T>(shutdown: &Shutdown, work: impl Future<Output = T>) -> Result<T, Failure> {
+    let done = shutdown.drain.run_until_cancelled(work).await;
     done.ok_or_else(|| {
         Failure::new(Exit::Interrupted, "interrupted before training began; the last checkpoint is kept")
     })
@@ -128,7 +128,7 @@ async fn run(
     mut prepared: PreparedRun,
     listener: Option<TcpListener>,
     live: Live,
-    stops: &Stops,
+    shutdown: &Shutdown,
 ) -> Result<Summary, Failure> {
     let address = listener.as_ref().and_then(|listener| listener.local_addr().ok());
     startup_banner::StartupBanner::log(&prepared, address, live.start.source.file.as_deref(), live.start.logs.human);
@@ -136,15 +136,15 @@ async fn run(
     match prepared.loaded.config.run.engine {
         Engine::Simulated => {
             let engines = EngineSet::simulated(&prepared, checkpoint_reader)?;
-            execution::execute(prepared, engines, listener, (live, checkpoint_settings), stops.clone()).await
+            execution::execute(prepared, engines, listener, (live, checkpoint_settings), shutdown.clone()).await
         }
         Engine::Torch => {
             let models = prepared.models.take().ok_or_else(|| Failure::new(Exit::Internal, "models not loaded"))?;
             let (folder, from) = (prepared.opened.folder.clone(), prepared.opened.verified.take());
             let in_force = live.in_force.subscribe();
             let load = torch_engines::load(in_force, models, folder, from, checkpoint_reader, prepared.store.clone());
-            let engines = unless_stopped(stops, load).await??;
-            execution::execute(prepared, engines, listener, (live, checkpoint_settings), stops.clone()).await
+            let engines = unless_stopped(shutdown, load).await??;
+            execution::execute(prepared, engines, listener, (live, checkpoint_settings), shutdown.clone()).await
         }
     }
 }

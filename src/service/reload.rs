@@ -6,7 +6,7 @@ use crate::{
         self, Apply, Config, Device, FIELDS, Loaded, Problem, Problems, pool_problem, replay_window, step_problem,
     },
 };
-use draftmill_actors::{planner::ledger::Change, pool::Draw};
+use draftmill_actors::{planner::ledger::Change, pool::DrawPolicy};
 
 const RESTART: &str = "restore it, or restart the service: it resumes from its last checkpoint";
 
@@ -92,7 +92,8 @@ fn fixed(change: &Change, new: &Loaded) -> Option<Problem> {
 
 /// Problems with draw policy `replay`, for which plan and seed determine the jobs of each step.
 fn replay_problems(old: &Loaded, new: &Loaded, changes: &[Change], forecast: &Forecast) -> Vec<Problem> {
-    let (was, is) = (old.config.pool.draw_policy == Draw::Replay, new.config.pool.draw_policy == Draw::Replay);
+    let (was, is) =
+        (old.config.pool.draw_policy == DrawPolicy::Replay, new.config.pool.draw_policy == DrawPolicy::Replay);
     let changed = |key: &str| changes.iter().find(|change| change.key == key);
     let problem = |change: &Change, why: String, remedy: &str| {
         new.written.problem(&change.key, format!("it is {} in the running service, and {why}", change.old), remedy)

@@ -5,7 +5,7 @@ use crate::{
     common::exit::Exit,
     config::{Loaded, PoolAtShutdown},
 };
-use draftmill_actors::runtime::fault::Stops;
+use draftmill_actors::runtime::fault::Shutdown;
 use std::{fmt, io, time::Duration};
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -54,7 +54,7 @@ impl Signals {
 ///
 /// # Errors
 /// A signal handler that cannot be installed.
-pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
+pub fn listen(shutdown: Shutdown, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let mut next = async move || {
         tokio::select! {
@@ -66,14 +66,14 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io
     let listening = tokio::spawn(async move {
         let signal = next().await;
         sender.send_replace(Some(signal));
-        let shutdown = in_force.borrow().config.shutdown.clone();
-        let (pool, stop) = match shutdown.pool {
-            PoolAtShutdown::Reopen => ("reopen", &stops.stop),
-            PoolAtShutdown::Train => ("train", &stops.close),
+        let settings = in_force.borrow().config.shutdown.clone();
+        let (pool, stop) = match settings.pool {
+            PoolAtShutdown::Reopen => ("reopen", &shutdown.stop),
+            PoolAtShutdown::Train => ("train", &shutdown.drain),
         };
         tracing::info!(%signal, pool, "shutting down with a checkpoint; a second signal stops at once");
         stop.cancel();
-        let (begun, grace) = (Instant::now(), shutdown.grace.0);
+        let (begun, grace) = (Instant::now(), settings.grace.0);
         let debounce = sleep(DEBOUNCE.min(grace));
         tokio::pin!(debounce);
         loop {
@@ -85,9 +85,9 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io
         loop {
             tokio::select! {
                 // Reserves half of the time for the checkpoint.
-                () = sleep_until(begun + grace / 2), if !stops.stop.is_cancelled() => {
+                () = sleep_until(begun + grace / 2), if !shutdown.stop.is_cancelled() => {
                     tracing::warn!(?grace, "half of shutdown.grace elapsed; batches in the pool are reopened");
-                    stops.stop.cancel();
+                    shutdown.stop.cancel();
                 }
                 signal = next() => {
                     tracing::warn!(%signal, "second signal; stopping at once");
@@ -99,7 +99,7 @@ pub fn listen(stops: Stops, in_force: watch::Receiver<Loaded>, logs: Logs) -> io
                 }
             }
         }
-        stops.abort.cancel();
+        shutdown.abort.cancel();
         // Work on a device cannot be cancelled; the process must not wait for it.
         sleep(ABORT_TIME).await;
         logs.settle();

@@ -5,7 +5,7 @@ use crate::{
     common::text::counted,
     config::{ByteSize, Engine, PoolAtShutdown, TimeSpan},
 };
-use draftmill_actors::pool::Draw;
+use draftmill_actors::pool::DrawPolicy;
 use std::{
     fmt::{self, Display},
     net::SocketAddr,
@@ -92,8 +92,8 @@ impl StartupBanner {
                 counted(config.pool.max_batches.into(), "batch"),
                 ByteSize(config.pool.max_bytes.0).rounded(),
                 match config.pool.draw_policy {
-                    Draw::Replay => "plan and seed determine the draw order".into(),
-                    Draw::Proportional | Draw::Uniform =>
+                    DrawPolicy::Replay => "plan and seed determine the draw order".into(),
+                    DrawPolicy::Proportional | DrawPolicy::Uniform =>
                         format!("a draw needs {}", counted(config.pool.min_ready.into(), "ready batch")),
                 }
             ),

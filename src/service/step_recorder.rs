@@ -6,7 +6,7 @@ use crate::{
     common::exit::{Exit, Failure},
     run_dir::{RunDir, step_log::StepLog},
 };
-use draftmill_actors::{runtime::fault::Stops, trainer::StepRecord};
+use draftmill_actors::{runtime::fault::Shutdown, trainer::StepRecord};
 use std::io;
 use tokio::{
     sync::{mpsc, watch},
@@ -32,13 +32,13 @@ impl StepRecorder {
         folder: &RunDir,
         position: RunProgress,
         progress: Progress,
-        stops: Stops,
+        shutdown: Shutdown,
     ) -> Result<(StepRecorder, mpsc::Sender<StepRecord>, watch::Receiver<RunProgress>), Failure> {
         let log = StepLog::open(folder.root(), position.step)
             .map_err(|error| folder.cannot_write(&StepLog::file(folder.root()), &error))?;
         let (records, recorded) = mpsc::channel(QUEUE);
         let (reached, reader) = watch::channel(position);
-        let task = tokio::spawn(record(recorded, log, progress, reached, stops));
+        let task = tokio::spawn(record(recorded, log, progress, reached, shutdown));
         Ok((StepRecorder { task, folder: folder.clone() }, records, reader))
     }
 
@@ -52,13 +52,13 @@ impl StepRecorder {
     }
 }
 
-/// Records steps until the trainer drops the sender. A failed write stops the run.
+/// Records steps until the trainer drops the sender. A failed write shutdown the run.
 async fn record(
     mut records: mpsc::Receiver<StepRecord>,
     mut log: StepLog,
     mut progress: Progress,
     position: watch::Sender<RunProgress>,
-    stops: Stops,
+    shutdown: Shutdown,
 ) -> io::Result<StepLog> {
     let mut result = Ok(());
     while let Some(record) = records.recv().await {
@@ -70,7 +70,7 @@ async fn record(
             result = log.push(record);
             if let Err(error) = &result {
                 tracing::error!(%error, path = %log.path().display(), "step log not written; stopping the run");
-                stops.stop.cancel();
+                shutdown.stop.cancel();
             }
         }
     }

@@ -157,7 +157,7 @@ impl Summary {
             target_tokens_per_second: ratio(real as f64, seconds),
             drafter_tokens_per_second: ratio(trained as f64, seconds),
             padding_share: ratio(padded.saturating_sub(real) as f64, padded as f64),
-            pool_peak_bytes: report.pool.bytes,
+            pool_peak_bytes: report.pool.peak_bytes,
             jobs_trained: report.jobs.trained,
             jobs_skipped: report.jobs.skipped,
             jobs_unfinished: report.jobs.unfinished,
