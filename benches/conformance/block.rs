@@ -18,7 +18,7 @@ pub fn dump_block(target: &Path, draft: &Path, prompt: &[u32], out: &Path) -> Re
     let _no_grad = tch::no_grad_guard();
     let bench = LoadedTarget::load(target, Kind::Float, Device::Cpu)?;
     let folder = DraftFolder::open(draft, Some(bench.target.config().num_hidden_layers))?;
-    folder.config.fits(bench.target.config()).map_err(ModelError::Input)?;
+    folder.config.check_target(bench.target.config()).map_err(ModelError::Input)?;
     let weights = folder_params(&folder)?;
     let drafter = bench.drafter(folder.config, weights, None)?;
     if prompt.is_empty() {

@@ -1,6 +1,6 @@
 //! Retention of checkpoints: a pure function from the stored checkpoints and the settings to the ones to keep.
 
-use crate::config::Keep;
+use crate::config::RetentionPolicy;
 
 /// A checkpoint on disk.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,7 +29,7 @@ pub enum Decision {
 ///
 /// `keep.every` keeps the checkpoint of each multiple, or the next later one: a checkpoint that falls due while another is
 /// written comes some steps late. It stays the first of its interval, so it is kept permanently.
-pub fn retention(checkpoints: &[StoredCheckpoint], keep: Keep) -> Vec<(u64, Decision)> {
+pub fn retention(checkpoints: &[StoredCheckpoint], keep: RetentionPolicy) -> Vec<(u64, Decision)> {
     let mut checkpoints = checkpoints.to_vec();
     checkpoints.sort_by_key(|checkpoint| checkpoint.step);
     let mut scores: Vec<(f64, u64)> =
