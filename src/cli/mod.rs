@@ -10,7 +10,6 @@ mod import;
 mod interruptible;
 mod json_lines;
 mod ledger;
-mod json_lines;
 mod log_throttle;
 mod logging;
 mod output;

@@ -158,7 +158,7 @@ impl AtomicDir {
         Ok(self.path.clone())
     }
 
-    /// Puts the new folder in the place of the present one. Returns where the present one is now.
+    /// Replaces the present folder by the new one. Returns the new path of the present one.
     fn replace(&self) -> io::Result<PathBuf> {
         match exchange(&self.partial, &self.path) {
             Ok(()) => return Ok(self.partial.clone()),
@@ -291,7 +291,7 @@ fn destination(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// The hidden sibling of `path` with this ending. The whole name is kept, so that different names have different siblings.
+/// Hidden sibling of `path` with this ending. It contains the whole name, so that different names have different siblings.
 fn hidden(path: &Path, ending: &str) -> PathBuf {
     let mut name = std::ffi::OsString::from(".");
     name.push(path.file_name().unwrap_or_default());

@@ -23,7 +23,7 @@ impl Splittable for PaddedBatch {
         whole: "a batch",
         unit: "row",
         units: "rows",
-        remedy: "Lower plan.job_tokens or data.max_length, or give the target a device of its own (target.devices)",
+        remedy: "Lower plan.job_tokens or data.max_length, or give the target its own device (target.devices)",
     };
 
     fn count(&self) -> usize {
