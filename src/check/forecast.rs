@@ -10,7 +10,7 @@ use draftmill_actors::{
         buckets::optimal_bounds,
         plan::{Plan, PlanError, PlanSettings, plan_epoch},
     },
-    pool::Draw,
+    pool::DrawPolicy,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -151,7 +151,7 @@ pub fn forecast(
             max_bytes: config.pool.max_bytes.0,
             min_ready_bytes: largest_job_bytes.saturating_mul(config.pool.min_ready.into()),
             typical_batches: (config.pool.max_bytes.0 / mean_job_bytes.max(1)).min(config.pool.max_batches.into()),
-            replay_window: (config.pool.draw_policy == Draw::Replay)
+            replay_window: (config.pool.draw_policy == DrawPolicy::Replay)
                 .then(|| replay_window(&config.pool, largest_job_bytes)),
         },
         drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),

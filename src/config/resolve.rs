@@ -9,7 +9,7 @@ use super::{
     wire::{self, Wire},
 };
 use crate::common::{device::Device, token::Token};
-use draftmill_actors::{messages::engine::FeatureDtype, planner::plan::Order};
+use draftmill_actors::{messages::engine::FeatureDtype, planner::plan::JobOrder};
 use std::{collections::BTreeSet, num::NonZeroUsize, path::PathBuf};
 
 /// Resolved settings of a run. Sections without "auto" keys keep their wire type.
@@ -75,7 +75,7 @@ pub struct Plan {
     pub buckets: u16,
     /// `None`: the planner computes them from the lengths.
     pub bucket_bounds: Option<Vec<u32>>,
-    pub order: Order,
+    pub order: JobOrder,
     pub epoch_barrier: bool,
 }
 

@@ -11,7 +11,7 @@ use crate::hf::{
 };
 use draftmill_actors::{
     messages::engine::FeatureDtype,
-    pool::{self, Deadlock, Draw},
+    pool::{self, Deadlock, DrawPolicy},
 };
 
 /// Bytes of an i32 token id and a u8 loss mask, which the pool stores with the hidden states.
@@ -131,7 +131,7 @@ pub fn pool_problem(config: &Config, written: &Written, largest_job_bytes: u64) 
         Deadlock::FewBatches => return None,
         Deadlock::FewBytes { needed } => {
             let (name, why) = match config.pool.draw_policy {
-                Draw::Replay => ("pool.replay_window", "the next batch to draw may be the last to arrive of"),
+                DrawPolicy::Replay => ("pool.replay_window", "the next batch to draw may be the last to arrive of"),
                 _ => ("pool.min_ready", "draws wait for"),
             };
             let needed = mebibytes(needed);
@@ -154,7 +154,7 @@ pub fn pool_settings(config: &Config, largest_job_bytes: u64, start_step: u64) -
         max_bytes: pool.max_bytes.0,
         max_batches: pool.max_batches as usize,
         min_ready: pool.min_ready as usize,
-        draw: pool.draw_policy,
+        draw_policy: pool.draw_policy,
         replay_window: replay_window(pool, largest_job_bytes) as usize,
         start_step,
         seed: config.run.seed,

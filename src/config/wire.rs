@@ -8,7 +8,7 @@ use super::values::{
     PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
-use draftmill_actors::{planner::plan::Order, pool::Draw};
+use draftmill_actors::{planner::plan::JobOrder, pool::DrawPolicy};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -148,8 +148,8 @@ sections! {
         Restart buckets: u16 = 8;
         /// Maximum sample length of each bucket, ascending: [512, 1024, 3072]. "auto" = the bounds with the least padding.
         Restart bucket_bounds: Auto<Vec<u32>> = Auto::Auto;
-        /// Order of the jobs: "spread" distributes each length evenly over the epoch, "shuffle" is uniformly random.
-        Restart order: Order = Order::Spread;
+        /// JobOrder of the jobs: "spread" distributes each length evenly over the epoch, "shuffle" is uniformly random.
+        Restart order: JobOrder = JobOrder::Spread;
         /// true = an epoch starts after all jobs of the previous one have ended. false keeps the pool full between epochs.
         Restart epoch_barrier: bool = false;
     }
@@ -183,11 +183,11 @@ sections! {
         Live max_batches: u32 = 16;
         /// Number of ready batches that a draw waits for. More ready batches mix more lengths into a step.
         Live min_ready: u32 = 4;
-        /// Order in which batches leave the pool. "proportional" = the bucket that is furthest behind its fraction of the
+        /// JobOrder in which batches leave the pool. "proportional" = the bucket that is furthest behind its fraction of the
         /// plan, a random batch in it. "uniform" = any batch. "replay" = an order fixed by plan and seed, so two runs train
         /// the same steps; a draw waits for one exact batch and ignores min_ready. A change to or from "replay" needs a
         /// restart.
-        Live draw_policy: Draw = Draw::Proportional;
+        Live draw_policy: DrawPolicy = DrawPolicy::Proportional;
         /// For draw_policy = "replay": size of the window in which jobs are shuffled. "auto" = the number of largest jobs
         /// that fit into max_bytes, at most max_batches.
         Restart replay_window: Auto<u32> = Auto::Auto;

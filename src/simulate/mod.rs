@@ -89,7 +89,7 @@ impl Scenario {
         self
     }
 
-    pub fn draw(mut self, draw: Draw) -> Scenario {
+    pub fn draw(mut self, draw: DrawPolicy) -> Scenario {
         self.loaded.config.pool.draw_policy = draw;
         self
     }

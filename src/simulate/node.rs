@@ -8,17 +8,16 @@ use crate::{
         pipeline_settings::{RunProgress, pipeline_settings},
     },
     common::exit::{Exit, Failure},
-    config::{Problems, pool_problem, step_problem},
+    config::{Config, Problems, pool_problem, step_problem},
 };
 use draftmill_actors::{
-    dispatcher,
     messages::{
         engine::{EngineError, FeatureShape, TargetEngine},
         types::PaddedBatch,
     },
-    pipeline::{self, Parts},
+    pipeline::{self, ControlHandle, ControlInbox, Parts},
     planner::ledger::MemoryLedger,
-    runtime::fault::Stops,
+    runtime::fault::{Fault, Shutdown},
     simulated::{self as sim, SimFeatures, SimOptimizer, SimSource, SimTarget},
     trainer::StepRecord,
 };
@@ -48,12 +47,6 @@ pub(super) fn run(scenario: &Scenario, lengths: &Arc<[u32]>) -> Result<Report, F
     }
     let mut settings = pipeline_settings(config, &forecast, lengths, RunProgress::default());
     settings.trainer.checkpoint_every = 0;
-    settings.dispatcher.policy = match scenario.policy {
-        Policy::Pull => dispatcher::Policy::Pull,
-        Policy::RoundRobin { queue_depth } => {
-            dispatcher::Policy::RoundRobin { targets: config.target.devices.len(), depth: queue_depth }
-        }
-    };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.map_err(|e| Failure::new(Exit::Internal, format!("the runtime cannot start: {e}")))?;
     let simulated = runtime.block_on(simulate(scenario, settings, lengths.clone()))?;
@@ -70,19 +63,48 @@ async fn simulate(
     let (born, last_lease) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     let timed = |target| TimedTarget { target, born, last_lease: last_lease.clone() };
     let (records, recorded) = mpsc::channel(RECORDS);
-    let parts = Parts {
-        targets: sim::targets(costs, &target_speeds(config)).into_iter().map(timed).collect(),
-        drafters: sim::drafters(costs, &drafter_speeds(config)),
-        optimizer: SimOptimizer::new(costs, 0.0),
-        source: Arc::new(SimSource { lengths }),
-        ledger: MemoryLedger::default(),
-        records,
-    };
+    let targets: Vec<_> = sim::targets(costs, &target_speeds(config)).into_iter().map(timed).collect();
     let recording = tokio::spawn(collect(recorded));
-    let report = pipeline::run(settings, parts, Stops::default()).await.map_err(Failure::of(Exit::Run))?;
+    let node = Node { config, settings, lengths, records };
+    let (control, inbox) = ControlHandle::new(&node.settings);
+    let report = match scenario.policy {
+        Policy::Pull => node.run(targets, inbox).await,
+        Policy::RoundRobin { queue_depth } => {
+            let targets = sim::round_robin(targets, queue_depth, control, node.settings.clone());
+            node.run(targets.map_err(Failure::of(Exit::Data))?, inbox).await
+        }
+    }
+    .map_err(Failure::of(Exit::Run))?;
     let elapsed = born.elapsed();
     let steps = recording.await.map_err(Failure::of(Exit::Internal))?;
     Ok(SimulatedRun { report, steps, elapsed, last_lease: Duration::from_nanos(last_lease.load(Ordering::Relaxed)) })
+}
+
+/// A node without its targets.
+struct Node<'a> {
+    config: &'a Config,
+    settings: pipeline::Settings,
+    lengths: Arc<[u32]>,
+    records: mpsc::Sender<StepRecord>,
+}
+
+impl Node<'_> {
+    async fn run<T: TargetEngine<Features = SimFeatures>>(
+        self,
+        targets: Vec<T>,
+        inbox: ControlInbox,
+    ) -> Result<pipeline::Report<MemoryLedger>, Fault> {
+        let costs = costs(self.config);
+        let parts = Parts {
+            targets,
+            drafters: sim::drafters(costs, &drafter_speeds(self.config)),
+            optimizer: SimOptimizer::new(costs, 0.0),
+            source: Arc::new(SimSource { lengths: self.lengths }),
+            ledger: MemoryLedger::default(),
+            records: self.records,
+        };
+        pipeline::run_with_control(self.settings, parts, inbox, Shutdown::default()).await
+    }
 }
 
 async fn collect(mut records: mpsc::Receiver<StepRecord>) -> Vec<StepRecord> {

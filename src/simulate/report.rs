@@ -36,7 +36,7 @@ pub struct Report {
     /// Relative extra time of the slower stage: 0.1 = 10 % more than the other stage.
     pub imbalance: f64,
     pub policy: Policy,
-    pub draw: Draw,
+    pub draw: DrawPolicy,
     pub targets: Workers,
     pub drafters: Workers,
     pub trainer: Actor,

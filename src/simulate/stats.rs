@@ -63,7 +63,7 @@ impl SimulatedRun {
                 .collect(),
             trainer: actor(&trainer.totals, 1.0, trainer.step),
             pool: Pool {
-                peak_bytes: pool.bytes,
+                peak_bytes: pool.peak_bytes,
                 max_bytes: config.pool.max_bytes.0,
                 depth_p50: pool.ready_p50 as u64,
                 depth_p95: pool.ready_p95 as u64,
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn the_report_contains_the_pool_stats() {
-        let pool = draftmill_actors::pool::Peaks { bytes: 11, batches: 5, ready_p50: 3, ready_p95: 4 };
+        let pool = draftmill_actors::pool::Stats { bytes: 11, batches: 5, ready_p50: 3, ready_p95: 4 };
         let loaded = crate::config::load_text("", "x.toml", &[]).unwrap();
         let max_bytes = loaded.config.pool.max_bytes.0;
         let report =

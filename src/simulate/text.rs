@@ -5,7 +5,7 @@ use crate::{
     common::text::{counted, grouped, percent},
     config::ByteSize,
 };
-use draftmill_actors::pool::Draw;
+use draftmill_actors::pool::DrawPolicy;
 use std::fmt::{self, Write};
 
 /// Maximum workers of a stage with one line each. In a larger stage, workers of equal speed share a line.
@@ -217,7 +217,7 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-fn draw_name(draw: Draw) -> String {
+fn draw_name(draw: DrawPolicy) -> String {
     // The TOML word.
     toml::Value::try_from(draw).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
 }
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn durations_and_policies_have_words() {
         assert_eq!([8.46, 252.0, 12_300.0].map(duration), ["8.5 s", "4 min 12 s", "3 h 25 min"]);
-        assert_eq!(draw_name(Draw::Proportional), "proportional");
+        assert_eq!(draw_name(DrawPolicy::Proportional), "proportional");
     }
 
     #[test]
