@@ -148,9 +148,9 @@ fn whoever_holds_the_end_is_named_and_half_of_the_grace_ends_the_training_of_the
     running.says("epoch planned");
     std::thread::sleep(Duration::from_millis(500));
     terminate(&running.child);
-    let line: Value = serde_json::from_str(&running.says("still running")).unwrap();
-    let named = line["message"].as_str().unwrap();
-    assert!(named.starts_with("ending; still running: ") && named.contains("drafter 0"), "{named}");
+    let line: Value = serde_json::from_str(&running.says("shutdown in progress")).unwrap();
+    let named = line["still_running"].as_str().unwrap();
+    assert!(named.contains("drafter 0"), "{named}");
     assert!(named.contains("trainer") && !named.contains("target"), "targets have nothing to do: {named}");
     running.says("half of shutdown.grace elapsed");
     let (status, said) = running.ends();
@@ -255,7 +255,7 @@ fn a_storm_of_warnings_is_counted_and_nothing_is_lost() {
     assert_eq!(status.code(), Some(0), "{said:#?}");
     let events: Vec<Value> = said.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
     // The event has a field of the name `message`, which JSON shows in the place of its text.
-    let shown = |event: &&Value| event["module"] == "draftmill_actors::target" && event["job"].is_string();
+    let shown = |event: &&Value| event["module"] == "draftmill_actors::target::actor" && event["job"].is_string();
     let failed = events.iter().filter(shown).count() as u64;
     let counted = |event: &&Value| event["last"].as_str().is_some_and(|last| last.starts_with("extraction failed"));
     let held: u64 = events.iter().filter(counted).filter_map(|event| event["lines"].as_u64()).sum();
