@@ -1,7 +1,7 @@
-//! Reads the architecture from GGUF metadata and writes it as a Hugging Face `config.json`.
+//! Reads the architecture from GGUF metadata and returns it as a Hugging Face `config.json`.
 
 use super::ImportError;
-use super::gguf::{Gguf, first_line};
+use super::gguf::Gguf;
 use super::special_tokens::SpecialTokens;
 use crate::hf::{
     Dtype,
@@ -10,13 +10,13 @@ use crate::hf::{
 };
 use serde_json::{Value, json};
 
-/// Constants of Llama 3.1's scaling, equal in every published model: a frequency with fewer than `LOW` rotations within
-/// `ORIGINAL` positions is divided by the factor, and one with more than `HIGH` is kept.
+/// Constants of Llama 3.1's scaling, equal in every published model. A frequency is low if it completes fewer than
+/// `LLAMA3_LOW` turns in `LLAMA3_ORIGINAL` positions, and high if it completes more than `LLAMA3_HIGH`.
 const LLAMA3_LOW: f64 = 1.0;
 const LLAMA3_HIGH: f64 = 4.0;
 const LLAMA3_ORIGINAL: usize = 8192;
 
-/// The shape of the model.
+/// Architecture of a model: sizes, rotary embedding and biases.
 #[derive(Clone, Debug)]
 pub(super) struct Architecture {
     pub family: Family,
@@ -31,28 +31,32 @@ pub(super) struct Architecture {
     pub norm_eps: f64,
     pub rope_theta: f64,
     pub rope_scaling: RopeScaling,
-    /// The output head is the embedding table.
+    /// `true` if the output head is the embedding table.
     pub tied: bool,
-    /// Biases on q, k, v (Qwen2), and in Llama on the output projection too.
+    /// `true` if q, k and v have biases. In the llama and qwen3 families the output projection has one too.
     pub attention_bias: bool,
 }
 
 impl Architecture {
-    pub(super) fn read(gguf: &mut Gguf) -> Result<Self, ImportError> {
+    /// Reads the architecture.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a required key is missing or inconsistent, or if the model has an unsupported family or setting.
+    pub(super) fn read(gguf: &Gguf) -> Result<Self, ImportError> {
         let mut model = Self::read_metadata(gguf)?;
         model.rope_scaling = read_rope_scaling(gguf, &model)?;
         Ok(model)
     }
 
     fn read_metadata(gguf: &Gguf) -> Result<Self, ImportError> {
-        let name = gguf.text("general.architecture")?;
-        let name = name.ok_or_else(|| gguf.inconsistent("the key general.architecture is missing"))?;
+        let name = gguf.text("general.architecture")?.ok_or_else(|| gguf.missing_key("general.architecture"))?;
         let Some(family) = Family::from_name(name) else {
             return Err(gguf.unsupported("the architecture", name, "llama, qwen2 and qwen3"));
         };
         if let Some(parts @ 2..) = gguf.count("split.count")? {
-            let found = format!("1 of {parts} parts of a split model");
-            return Err(gguf.unsupported("only", found, "whole files: join the parts with llama-gguf-split --merge"));
+            let found = format!("1 of {parts} files of a split model");
+            return Err(gguf.unsupported("only", found, "single files: join them with llama-gguf-split --merge"));
         }
         let key = |name: &str| format!("{}.{name}", family.name());
         let need = |name: &str| match gguf.need_count(&key(name))? {
@@ -68,16 +72,20 @@ impl Architecture {
         }
         let head_dim = gguf.count(&key("attention.key_length"))?.unwrap_or(hidden / heads);
         if head_dim == 0 || head_dim % 2 != 0 {
-            return Err(gguf.inconsistent(format!("a head width of {head_dim} has no halves to rotate")));
+            return Err(gguf.inconsistent(format!("the head dimension {head_dim} is not a positive even number")));
         }
         for name in ["attention.value_length", "rope.dimension_count"] {
             if let Some(other) = gguf.count(&key(name))?.filter(|&n| n != head_dim) {
-                let found = format!("{other} beside a head width of {head_dim}");
-                return Err(gguf.unsupported(key(name), found, "one width for keys, values and rotary positions"));
+                let found = format!("{other} and the head dimension {head_dim}");
+                return Err(gguf.unsupported(
+                    key(name),
+                    found,
+                    "one head dimension for keys, values and rotary embedding",
+                ));
             }
         }
         let Some(&[vocab, _]) = gguf.shape("token_embd.weight") else {
-            return Err(gguf.inconsistent("the tensor token_embd.weight is missing or not a table"));
+            return Err(gguf.inconsistent("the tensor token_embd.weight is missing or not a matrix"));
         };
         let eps = key("attention.layer_norm_rms_epsilon");
         Ok(Self {
@@ -90,7 +98,7 @@ impl Architecture {
             intermediate: need("feed_forward_length")?,
             vocab,
             context: need("context_length")?,
-            norm_eps: gguf.real(&eps)?.ok_or_else(|| gguf.inconsistent(format!("the key {eps} is missing")))?,
+            norm_eps: gguf.real(&eps)?.ok_or_else(|| gguf.missing_key(&eps))?,
             rope_theta: gguf.real(&key("rope.freq_base"))?.unwrap_or(10_000.0),
             rope_scaling: RopeScaling::None,
             tied: gguf.shape("output.weight").is_none(),
@@ -98,8 +106,8 @@ impl Architecture {
         })
     }
 
-    /// `config.json` in both spellings: transformers 5 reads `rope_parameters` and `dtype`, transformers 4 and the other
-    /// readers `rope_theta`, `rope_scaling` and `torch_dtype`.
+    /// Content of `config.json` with the keys of two versions: transformers 5 reads `rope_parameters` and `dtype`.
+    /// transformers 4 and other readers read `rope_theta`, `rope_scaling` and `torch_dtype`.
     pub(super) fn config(&self, special: &SpecialTokens, dtype: Dtype) -> Value {
         let mut config = json!({
             "architectures": [class(self.family)],
@@ -126,7 +134,7 @@ impl Architecture {
         });
         let extra = match self.family {
             Family::Llama => json!({"attention_bias": self.attention_bias, "mlp_bias": false}),
-            // Qwen2 has its biases by definition: transformers knows no key for them.
+            // transformers has no key for the biases of Qwen2, which are part of its definition.
             Family::Qwen2 => full_attention(self.layers),
             Family::Qwen3 => {
                 let mut extra = full_attention(self.layers);
@@ -149,7 +157,7 @@ fn class(family: Family) -> &'static str {
     }
 }
 
-fn read_rope_scaling(gguf: &mut Gguf, model: &Architecture) -> Result<RopeScaling, ImportError> {
+fn read_rope_scaling(gguf: &Gguf, model: &Architecture) -> Result<RopeScaling, ImportError> {
     let key = |name: &str| format!("{}.rope.{name}", model.family.name());
     let factor = match gguf.real(&key("scaling.factor"))? {
         None => gguf.real(&key("scale_linear"))?,
@@ -160,10 +168,10 @@ fn read_rope_scaling(gguf: &mut Gguf, model: &Architecture) -> Result<RopeScalin
         (Some("none"), _) | (None, None | Some(1.0)) => RopeScaling::None,
         (Some("linear") | None, Some(factor)) => RopeScaling::Linear { factor },
         (Some("linear"), None) => {
-            return Err(gguf.inconsistent(format!("the key {} is missing", key("scaling.factor"))));
+            return Err(gguf.missing_key(&key("scaling.factor")));
         }
         (Some(kind), _) => {
-            return Err(gguf.unsupported("the rope scaling", kind, "none, linear and that of Llama 3.1"));
+            return Err(gguf.unsupported("the rope scaling", kind, "none, linear and Llama 3.1's"));
         }
     };
     let Some(shape) = gguf.shape("rope_freqs.weight") else { return Ok(scaling) };
@@ -171,13 +179,12 @@ fn read_rope_scaling(gguf: &mut Gguf, model: &Architecture) -> Result<RopeScalin
         return Err(gguf.unsupported(
             "the rope scaling",
             "by rope_freqs.weight",
-            "one factor for each rotated pair, and no other scaling",
+            "one divisor for each rotated pair and no other scaling",
         ));
     }
-    let freqs = gguf.dequantize("rope_freqs.weight")?.to_vec1::<f32>();
-    let freqs = freqs.map_err(|e| gguf.damaged(format!("tensor rope_freqs.weight: {}", first_line(&e))))?;
-    recognise_llama3(&freqs, model.rope_theta)
-        .ok_or_else(|| gguf.unsupported("the rope scaling", format!("{freqs:?}"), "that of Llama 3.1"))
+    let divisors = gguf.dequantize("rope_freqs.weight")?;
+    recognise_llama3(&divisors, model.rope_theta)
+        .ok_or_else(|| gguf.unsupported("the rope scaling", format!("{divisors:?}"), "Llama 3.1's"))
 }
 
 /// Finds the factor of Llama 3.1's scaling: GGUF stores the divisor of each frequency, Hugging Face the factor.
@@ -213,6 +220,7 @@ fn rope_scaling_json(scaling: RopeScaling) -> Value {
         }
     }
 }
+
 /// Llama 3.1's scaling by `factor`.
 fn llama3(factor: f64) -> RopeScaling {
     RopeScaling::Llama3 {
@@ -223,7 +231,7 @@ fn llama3(factor: f64) -> RopeScaling {
     }
 }
 
-/// The divisor of each rotary frequency under Llama 3.1's scaling, for `pairs` = head width / 2.
+/// Divisor of each rotary frequency in Llama 3.1's scaling, for `pairs = head_dim / 2`.
 fn llama3_divisors(factor: f64, theta: f64, pairs: usize) -> impl Iterator<Item = f64> {
     (0..pairs).map(move |i| {
         let frequency = theta.powf(-(i as f64) / pairs as f64);
@@ -233,13 +241,13 @@ fn llama3_divisors(factor: f64, theta: f64, pairs: usize) -> impl Iterator<Item 
     })
 }
 
-/// Settings that change the numbers and that none of the three families has in Hugging Face form.
+/// Refuses settings that change the forward pass and that the Hugging Face families do not have.
 fn refuse_settings(gguf: &Gguf, key: &impl Fn(&str) -> String) -> Result<(), ImportError> {
     for name in ["attention.sliding_window", "expert_count", "attention.max_alibi_bias", "attention.clamp_kqv"] {
         let name = key(name);
         let set = gguf.has(&name) && gguf.count(&name).map_or(true, |n| n != Some(0));
         if set {
-            return Err(gguf.unsupported("the setting", name, "dense models whose layers all attend to everything"));
+            return Err(gguf.unsupported("the setting", name, "dense models with full attention in every layer"));
         }
     }
     for name in ["logit_scale", "residual_scale", "embedding_scale", "attention.scale"] {
@@ -250,12 +258,12 @@ fn refuse_settings(gguf: &Gguf, key: &impl Fn(&str) -> String) -> Result<(), Imp
     Ok(())
 }
 
-/// GGUF carries no sliding window for the Qwen families: every layer attends to everything.
+/// Keys of full attention in every layer: GGUF has no sliding window for the Qwen families.
 fn full_attention(layers: usize) -> Value {
     json!({"use_sliding_window": false, "sliding_window": null, "max_window_layers": layers})
 }
 
-/// Adds the keys of one object to another.
+/// Adds the keys of `from` to `into`.
 fn merge(into: &mut Value, from: Value) {
     if let (Value::Object(into), Value::Object(from)) = (into, from) {
         into.extend(from);
@@ -267,12 +275,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn llama3_scaling_is_recognised_from_its_divisors() {
+    fn llama3_scaling_is_read_from_its_divisors() {
         for (factor, pairs) in [(8.0, 64), (32.0, 32)] {
             let divisors: Vec<f32> = llama3_divisors(factor, 500_000.0, pairs).map(|d| d as f32).collect();
-            assert_eq!(divisors[0], 1.0, "the fastest frequency is kept");
-            assert_eq!(f64::from(divisors[pairs - 1]), factor, "the slowest is divided by the whole factor");
-            assert!(divisors.iter().any(|&d| d > 1.0 && f64::from(d) < factor), "some lie between");
+            assert_eq!(divisors[0], 1.0, "the highest frequency is kept");
+            assert_eq!(f64::from(divisors[pairs - 1]), factor, "the lowest frequency is divided by the factor");
+            assert!(divisors.iter().any(|&d| d > 1.0 && f64::from(d) < factor), "some are interpolated");
             assert_eq!(recognise_llama3(&divisors, 500_000.0), Some(llama3(factor)));
             assert_eq!(recognise_llama3(&divisors, 10_000.0), None, "another base gives other divisors");
         }

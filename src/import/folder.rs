@@ -1,4 +1,4 @@
-//! Makes a folder whole or not at all: written under a temporary name, synced, renamed into place.
+//! Writes the output folder of an import atomically: temporary name, sync, rename.
 
 use super::ImportError;
 use crate::common::fs::{AtomicDir, parent};
@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// Every file that an import writes. `force` replaces a folder only if it holds nothing else.
+/// Files that an import writes. `force` replaces a folder only if it has no other file.
 const FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -16,32 +16,30 @@ const FILES: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// A folder that is being written. Dropped before `finish`, it leaves nothing behind.
+/// Output folder under its temporary name. A drop before `finish` removes it.
 pub(super) struct NewFolder {
     out: PathBuf,
     dir: AtomicDir,
     force: bool,
 }
 
-/// A file that is being written.
+/// Open file in the output folder.
 pub(super) struct NewFile {
     path: PathBuf,
     to: BufWriter<File>,
 }
 
 impl NewFolder {
+    /// Creates the temporary folder and its missing parents.
     pub(super) fn create(out: &Path, force: bool) -> Result<Self, ImportError> {
         if out.file_name().is_none() && out.canonicalize().is_ok_and(|whole| whole.file_name().is_none()) {
-            return Err(refused(
-                out,
-                "it has no name that a new folder could take; name a folder such as models/my-model",
-            ));
+            return Err(refused(out, "it has no folder name; give a path such as models/my-model"));
         }
         check_free(out, force)?;
         fs::create_dir_all(parent(out)).map_err(|e| failed(parent(out), e))?;
         let dir = AtomicDir::create(out, "import").map_err(|e| match e.kind() {
             io::ErrorKind::ResourceBusy => {
-                refused(out, "another import is writing it; wait for that one, or name another folder")
+                refused(out, "another import is writing it; wait for that import, or give another folder")
             }
             _ => failed(out, e),
         })?;
@@ -65,7 +63,7 @@ impl NewFolder {
         self.bytes(name, format!("{value:#}\n").as_bytes())
     }
 
-    /// Puts the folder in its place and returns its path. Until then `out` is as it was.
+    /// Renames the folder to its final path and returns that path. `out` is unchanged until then.
     pub(super) fn finish(self) -> Result<PathBuf, ImportError> {
         check_free(&self.out, self.force)?;
         self.dir.publish().map_err(|e| failed(&self.out, e))
@@ -86,29 +84,29 @@ impl NewFile {
     }
 }
 
-/// `out` may be made: absent, empty, or an earlier import that `force` gives up.
+/// Checks that `out` may be written: it is absent, empty, or an earlier import and `force` is set.
 fn check_free(out: &Path, force: bool) -> Result<(), ImportError> {
-    let inside = match fs::read_dir(out) {
-        Ok(entries) => entries.collect::<Result<Vec<_>, _>>().map_err(|e| failed(out, e))?,
+    let entries = match fs::read_dir(out) {
+        Ok(found) => found.collect::<Result<Vec<_>, _>>().map_err(|e| failed(out, e))?,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(e) if e.kind() == io::ErrorKind::NotADirectory => return Err(refused(out, "it is a file; name a folder")),
+        Err(e) if e.kind() == io::ErrorKind::NotADirectory => return Err(refused(out, "it is a file; give a folder")),
         Err(e) => return Err(failed(out, e)),
     };
     let foreign =
-        inside.iter().map(|e| e.file_name()).filter(|n| !n.to_str().is_some_and(|n| FILES.contains(&n))).min();
+        entries.iter().map(|e| e.file_name()).filter(|n| !n.to_str().is_some_and(|n| FILES.contains(&n))).min();
     match foreign {
-        _ if inside.is_empty() => Ok(()),
+        _ if entries.is_empty() => Ok(()),
         Some(foreign) if force => {
             let foreign = Path::new(&foreign).display();
             Err(refused(
                 out,
                 format!(
-                    "it holds {foreign}, which no import wrote, and --force replaces imports only; remove it yourself or name another folder"
+                    "it has {foreign}, which is not a file of an import, and --force replaces imports only; remove it or give another folder"
                 ),
             ))
         }
         None if force => Ok(()),
-        _ => Err(refused(out, "it is not empty; name another folder, or pass --force to replace an earlier import")),
+        _ => Err(refused(out, "it is not empty; give another folder, or pass --force to replace an earlier import")),
     }
 }
 

@@ -1,112 +1,89 @@
-//! A GGUF file opened for reading: candle's reader behind typed access and errors that are sentences.
+//! Reads a GGUF file: typed metadata, tensor shapes and dequantised values.
 
 use super::ImportError;
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
-use candle_core::{Device, Tensor};
+use anamnesis::{
+    AnamnesisError, F32Out, GgufMetadataArray as Array, GgufMetadataValue as Value, GgufTensorInfo, GgufType,
+    dequantize_gguf_blocks, parse_gguf_front_matter_from_reader,
+};
+use half::{bf16, f16};
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{BufReader, Read, Seek};
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// Names of the tensor types by their number in the file, for those that candle does not read.
-const OTHER_TYPES: [(u32, &str); 21] = [
-    (4, "Q4_2"),
-    (5, "Q4_3"),
-    (16, "IQ2_XXS"),
-    (17, "IQ2_XS"),
-    (18, "IQ3_XXS"),
-    (19, "IQ1_S"),
-    (20, "IQ4_NL"),
-    (21, "IQ3_S"),
-    (22, "IQ2_S"),
-    (23, "IQ4_XS"),
-    (24, "I8"),
-    (25, "I16"),
-    (26, "I32"),
-    (27, "I64"),
-    (28, "F64"),
-    (29, "IQ1_M"),
-    (31, "Q4_0_4_4"),
-    (34, "TQ1_0"),
-    (35, "TQ2_0"),
-    (39, "MXFP4"),
-    (40, "NVFP4"),
+/// Tensor types that import dequantises.
+#[rustfmt::skip]
+const KNOWN_TYPES: [GgufType; 13] = [
+    GgufType::F32, GgufType::F16, GgufType::BF16, GgufType::Q4_0, GgufType::Q4_1, GgufType::Q5_0, GgufType::Q5_1,
+    GgufType::Q8_0, GgufType::Q2_K, GgufType::Q3_K, GgufType::Q4_K, GgufType::Q5_K, GgufType::Q6_K,
 ];
-const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
 
-/// An open GGUF file with its metadata.
+/// An open GGUF file with its metadata and tensor index.
 pub(super) struct Gguf {
     path: PathBuf,
-    reader: BufReader<File>,
-    content: Content,
-    len: u64,
+    file: File,
+    metadata: HashMap<String, Value>,
+    /// Tensors by name, with their shapes in Hugging Face order (rows first).
+    tensors: BTreeMap<String, GgufTensorInfo>,
 }
 
 impl Gguf {
+    /// Opens a file, reads its header and checks that every tensor is inside the file and of a known type.
     pub(super) fn open(path: &Path) -> Result<Self, ImportError> {
         let failed = |source| ImportError::Read { path: path.into(), source };
-        let file = File::open(path).map_err(failed)?;
-        let meta = file.metadata().map_err(failed)?;
-        if !meta.is_file() {
+        let mut file = File::open(path).map_err(failed)?;
+        if !file.metadata().map_err(failed)?.is_file() {
             return Err(ImportError::NotGguf { path: path.into(), found: "it is not a regular file".into() });
         }
-        let mut reader = BufReader::with_capacity(1 << 20, file);
         let mut head = Vec::with_capacity(8);
-        reader.by_ref().take(8).read_to_end(&mut head).map_err(failed)?;
-        if head.get(..4) != Some(b"GGUF") {
-            let found = match &head[..head.len().min(4)] {
-                [] => "it is empty".into(),
-                some => format!("it begins with \"{}\", not with \"GGUF\"", some.escape_ascii()),
-            };
-            return Err(ImportError::NotGguf { path: path.into(), found });
+        file.by_ref().take(8).read_to_end(&mut head).map_err(failed)?;
+        check_version(path, &head)?;
+        let header = parse_gguf_front_matter_from_reader(&file).map_err(|e| header_error(path, e))?;
+        for tensor in &header.tensor_infos {
+            if !KNOWN_TYPES.contains(&tensor.dtype) {
+                let what = format!("tensor {} of the type", tensor.name);
+                return Err(unsupported(path, what, tensor.dtype.to_string(), &known_types()));
+            }
         }
-        if let Some(Ok(version)) = head.get(4..8).map(|v| <[u8; 4]>::try_from(v).map(u32::from_le_bytes))
-            && !(1..=3).contains(&version)
-        {
-            let found = match version.swap_bytes() {
-                1..=3 => format!("{} in big-endian byte order", version.swap_bytes()),
-                _ => version.to_string(),
-            };
-            return Err(unsupported(path, "GGUF version", found, "versions 1 to 3, little-endian"));
-        }
-        reader.rewind().map_err(failed)?;
-        // candle checks lengths against the file's size, but divides by `general.alignment` unchecked.
-        let content = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| Content::read(&mut reader)))
-            .map_err(|_| ImportError::Damaged {
-                path: path.into(),
-                why: "the GGUF reader stumbled over its header".into(),
-            })?
-            .map_err(|e| header_error(path, &e))?;
-        let gguf = Self { path: path.into(), reader, content, len: meta.len() };
-        gguf.check_extents()?;
-        Ok(gguf)
+        let rows_first = |mut tensor: GgufTensorInfo| {
+            tensor.shape.reverse();
+            (tensor.name.clone(), tensor)
+        };
+        let tensors = header.tensor_infos.into_iter().map(rows_first).collect();
+        Ok(Self { path: path.into(), file, metadata: header.metadata, tensors })
     }
 
-    /// A key's value as a count. `Ok(None)` when the key is absent.
+    /// Value of a key as a count, or `None` if the key is absent.
     pub(super) fn count(&self, key: &str) -> Result<Option<usize>, ImportError> {
-        let Some(value) = self.content.metadata.get(key) else { return Ok(None) };
-        let count = match value {
-            Value::I8(v) => usize::try_from(*v).ok(),
-            Value::I16(v) => usize::try_from(*v).ok(),
-            Value::I32(v) => usize::try_from(*v).ok(),
-            Value::I64(v) => usize::try_from(*v).ok(),
-            Value::Bool(_) => None,
-            other => other.to_u64().ok().and_then(|v| usize::try_from(v).ok()),
+        let Some(value) = self.metadata.get(key) else { return Ok(None) };
+        let count = match *value {
+            Value::U8(v) => Some(v.into()),
+            Value::U16(v) => Some(v.into()),
+            Value::U32(v) => usize::try_from(v).ok(),
+            Value::U64(v) => usize::try_from(v).ok(),
+            Value::I8(v) => usize::try_from(v).ok(),
+            Value::I16(v) => usize::try_from(v).ok(),
+            Value::I32(v) => usize::try_from(v).ok(),
+            Value::I64(v) => usize::try_from(v).ok(),
+            _ => None,
         };
-        // The largest count that any field of a model has; it keeps products of two from overflowing.
+        // No field of a model exceeds u32. The limit keeps the product of two counts from overflowing.
         match count.filter(|&c| c <= u32::MAX as usize) {
             Some(count) => Ok(Some(count)),
             None => Err(self.inconsistent(format!("{key} should be one count, not {}", describe(value)))),
         }
     }
 
-    /// Like `count`, for a key that the file must have.
+    /// Value of a required key as a count.
     pub(super) fn need_count(&self, key: &str) -> Result<usize, ImportError> {
-        self.count(key)?.ok_or_else(|| self.inconsistent(format!("the key {key} is missing")))
+        self.count(key)?.ok_or_else(|| self.missing_key(key))
     }
 
-    /// A real number. GGUF stores f32: the nearest short decimal is taken, so that 1e-5 stays 1e-5 in f64.
+    /// Value of a key as a real number, or `None` if the key is absent.
+    ///
+    /// GGUF stores f32. The shortest decimal that gives the f32 is parsed as f64, so that 1e-5 stays 1e-5.
     pub(super) fn real(&self, key: &str) -> Result<Option<f64>, ImportError> {
-        let value = match self.content.metadata.get(key) {
+        let value = match self.metadata.get(key) {
             None => return Ok(None),
             Some(Value::F32(v)) => v.to_string().parse().unwrap_or(f64::from(*v)),
             Some(Value::F64(v)) => *v,
@@ -115,72 +92,97 @@ impl Gguf {
         if value.is_finite() { Ok(Some(value)) } else { Err(self.inconsistent(format!("{key} is {value}"))) }
     }
 
+    /// Value of a key as text, or `None` if the key is absent. Some writers append NUL characters, which are removed.
     pub(super) fn text(&self, key: &str) -> Result<Option<&str>, ImportError> {
-        match self.content.metadata.get(key) {
+        match self.metadata.get(key) {
             None => Ok(None),
-            Some(Value::String(v)) => Ok(Some(v)),
+            Some(Value::String(v)) => Ok(Some(v.trim_end_matches('\0'))),
             Some(other) => Err(self.inconsistent(format!("{key} should be text, not {}", describe(other)))),
         }
     }
 
+    /// Value of a key as a flag, or `None` if the key is absent.
     pub(super) fn flag(&self, key: &str) -> Result<Option<bool>, ImportError> {
-        match self.content.metadata.get(key) {
+        match self.metadata.get(key) {
             None => Ok(None),
             Some(Value::Bool(v)) => Ok(Some(*v)),
             Some(other) => Err(self.inconsistent(format!("{key} should be true or false, not {}", describe(other)))),
         }
     }
 
-    /// A list of texts, borrowed. The key must be there.
-    pub(super) fn texts(&self, key: &str) -> Result<Vec<&str>, ImportError> {
-        self.list(key)?
-            .iter()
-            .map(|v| match v {
-                Value::String(v) => Ok(v.as_str()),
-                other => Err(self.inconsistent(format!("{key} should hold texts, not {}", describe(other)))),
-            })
-            .collect()
+    /// Value of a required key as a list of texts.
+    pub(super) fn texts(&self, key: &str) -> Result<&[String], ImportError> {
+        match self.list(key)? {
+            Array::String(texts) => Ok(texts),
+            other => Err(self.inconsistent(format!("{key} should hold texts, not {}", describe_list(other)))),
+        }
     }
 
-    /// A list of small numbers (token types). The key must be there.
+    /// Value of a required key as a list of whole numbers of at most 32 bits.
     pub(super) fn numbers(&self, key: &str) -> Result<Vec<i64>, ImportError> {
-        self.list(key)?
-            .iter()
-            .map(|v| match v {
-                Value::I32(v) => Ok(i64::from(*v)),
-                Value::I64(v) => Ok(*v),
-                other => other.to_u64().ok().and_then(|v| i64::try_from(v).ok()).ok_or_else(|| {
-                    self.inconsistent(format!("{key} should hold whole numbers, not {}", describe(other)))
-                }),
-            })
-            .collect()
+        fn widen<T: Copy + Into<i64>>(numbers: &[T]) -> Vec<i64> {
+            numbers.iter().map(|&n| n.into()).collect()
+        }
+        match self.list(key)? {
+            Array::U8(v) => Ok(widen(v)),
+            Array::I8(v) => Ok(widen(v)),
+            Array::U16(v) => Ok(widen(v)),
+            Array::I16(v) => Ok(widen(v)),
+            Array::U32(v) => Ok(widen(v)),
+            Array::I32(v) => Ok(widen(v)),
+            other => Err(self.inconsistent(format!("{key} should hold whole numbers, not {}", describe_list(other)))),
+        }
     }
 
     pub(super) fn has(&self, key: &str) -> bool {
-        self.content.metadata.contains_key(key)
+        self.metadata.contains_key(key)
     }
 
-    /// Shape of a tensor as Hugging Face writes it (rows first), or `None` when the file has no such tensor.
+    /// Shape of a tensor in Hugging Face order (rows first), or `None` if the file has no such tensor.
     pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
-        self.content.tensor_infos.get(name).map(|info| info.shape.dims())
+        self.tensors.get(name).map(|tensor| tensor.shape.as_slice())
     }
 
-    /// The type in which the file stores a tensor, such as `Q4_1`.
-    pub(super) fn stored_as(&self, name: &str) -> Option<String> {
-        self.content.tensor_infos.get(name).map(|info| format!("{:?}", info.ggml_dtype))
+    /// Type in which the file stores a tensor, such as `Q4_1`.
+    pub(super) fn stored_type(&self, name: &str) -> Option<String> {
+        self.tensors.get(name).map(|tensor| tensor.dtype.to_string())
     }
 
+    /// Names of all tensors, sorted.
     pub(super) fn tensor_names(&self) -> impl Iterator<Item = &str> {
-        self.content.tensor_infos.keys().map(String::as_str)
+        self.tensors.keys().map(String::as_str)
     }
 
-    /// Reads one tensor and dequantises it to f32 on the CPU.
-    pub(super) fn dequantize(&mut self, name: &str) -> Result<Tensor, ImportError> {
-        let device = Device::Cpu;
-        let quantised = self.content.tensor(&mut self.reader, name, &device);
-        quantised
-            .and_then(|q| q.dequantize(&device))
-            .map_err(|e| self.damaged(format!("tensor {name}: {}", first_line(&e))))
+    /// Reads one tensor and dequantises it to f32 in row-major order.
+    pub(super) fn dequantize(&self, name: &str) -> Result<Vec<f32>, ImportError> {
+        let tensor = self.tensors.get(name).ok_or_else(|| self.missing_tensor(name))?;
+        let elements = tensor.shape.iter().product();
+        // The header's check has bounded the length by the size of the file.
+        let mut bytes = vec![0; tensor.byte_len.unwrap_or_default() as usize];
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(tensor.data_offset))
+            .and_then(|_| file.read_exact(&mut bytes))
+            .map_err(|e| self.damaged(format!("tensor {name}: {e}")))?;
+        let mut values = Vec::with_capacity(elements);
+        match tensor.dtype {
+            GgufType::F32 => values.extend(le_f32(&bytes)),
+            GgufType::F16 => values.extend(bytes.as_chunks().0.iter().map(|&v| f16::from_le_bytes(v).to_f32())),
+            GgufType::BF16 => values.extend(bytes.as_chunks().0.iter().map(|&v| bf16::from_le_bytes(v).to_f32())),
+            quantised => dequantize_gguf_blocks::<F32Out, _>(&bytes, quantised, elements, |block| {
+                values.extend(le_f32(block));
+                Ok(())
+            })
+            .map_err(|e| self.damaged(format!("tensor {name}: {}", reason(&e))))?,
+        }
+        Ok(values)
+    }
+
+    pub(super) fn missing_key(&self, key: &str) -> ImportError {
+        self.inconsistent(format!("the key {key} is missing"))
+    }
+
+    pub(super) fn missing_tensor(&self, name: &str) -> ImportError {
+        self.inconsistent(format!("the tensor {name} is missing"))
     }
 
     pub(super) fn damaged(&self, why: impl Into<String>) -> ImportError {
@@ -195,70 +197,73 @@ impl Gguf {
         unsupported(&self.path, what, found, known)
     }
 
-    fn list(&self, key: &str) -> Result<&[Value], ImportError> {
-        match self.content.metadata.get(key) {
+    fn list(&self, key: &str) -> Result<&Array, ImportError> {
+        match self.metadata.get(key) {
             Some(Value::Array(v)) => Ok(v),
             Some(other) => Err(self.inconsistent(format!("{key} should be a list, not {}", describe(other)))),
-            None => Err(self.inconsistent(format!("the key {key} is missing"))),
+            None => Err(self.missing_key(key)),
         }
-    }
-
-    /// Every tensor lies inside the file and is of a type that candle dequantises: known before anything is written.
-    fn check_extents(&self) -> Result<(), ImportError> {
-        let mut tensors: Vec<_> = self.content.tensor_infos.iter().collect();
-        tensors.sort_by_key(|(name, _)| name.as_str()); // the same fault is reported on every run
-        for (name, info) in tensors {
-            use candle_core::quantized::GgmlDType::{Q8_1, Q8K};
-            if matches!(info.ggml_dtype, Q8_1 | Q8K) {
-                let found = format!("{:?}", info.ggml_dtype);
-                return Err(self.unsupported(format!("tensor {name} in the type"), found, KNOWN_TYPES));
-            }
-            let end =
-                extent(info).and_then(|b| b.checked_add(info.offset)?.checked_add(self.content.tensor_data_offset));
-            match end {
-                Some(end) if end <= self.len => {}
-                Some(end) => {
-                    return Err(self.damaged(format!("tensor {name} ends at byte {end}, the file at {}", self.len)));
-                }
-                None => return Err(self.damaged(format!("tensor {name} has the impossible shape {:?}", info.shape))),
-            }
-        }
-        Ok(())
     }
 }
 
-/// Bytes of a tensor in the file; `None` when its shape is not whole blocks or overflows.
-fn extent(info: &TensorInfo) -> Option<u64> {
-    let elements = info.shape.dims().iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64))?;
-    let block = info.ggml_dtype.block_size() as u64;
-    (elements > 0 && elements.is_multiple_of(block)).then_some(())?;
-    (elements / block).checked_mul(info.ggml_dtype.type_size() as u64)
+/// Checks the first 8 bytes of a file: the magic `GGUF` and a version that import reads.
+fn check_version(path: &Path, head: &[u8]) -> Result<(), ImportError> {
+    if head.get(..4) != Some(b"GGUF") {
+        let found = match &head[..head.len().min(4)] {
+            [] => "it is empty".into(),
+            some => format!("it begins with \"{}\", not with \"GGUF\"", some.escape_ascii()),
+        };
+        return Err(ImportError::NotGguf { path: path.into(), found });
+    }
+    let Some(version) = head.last_chunk().filter(|_| head.len() == 8).map(|&v| u32::from_le_bytes(v)) else {
+        return Ok(()); // cut short, which the header's reader reports
+    };
+    let found = match (version, version.swap_bytes()) {
+        (2..=3, _) => return Ok(()),
+        (_, swapped @ 1..=3) => format!("{swapped} in big-endian byte order"),
+        _ => version.to_string(),
+    };
+    Err(unsupported(path, "GGUF version", found, "versions 2 and 3, little-endian"))
 }
 
 fn unsupported(path: &Path, what: impl Into<String>, found: impl Into<String>, known: &str) -> ImportError {
     ImportError::Unsupported { path: path.into(), what: what.into(), found: found.into(), known: known.into() }
 }
 
-/// candle names an unknown tensor type by its number alone.
-fn header_error(path: &Path, error: &candle_core::Error) -> ImportError {
-    let why = first_line(error);
-    if let Some(number) = why.strip_prefix("unknown dtype for tensor ").and_then(|n| n.trim().parse::<u32>().ok()) {
-        let name = OTHER_TYPES.iter().find(|(n, _)| *n == number).map_or("without a name", |(_, name)| name);
-        return unsupported(path, "tensors of the type", format!("{name} (number {number})"), KNOWN_TYPES);
+fn header_error(path: &Path, error: AnamnesisError) -> ImportError {
+    match error {
+        AnamnesisError::Io(source) => ImportError::Read { path: path.into(), source },
+        // After the version check, a tensor type without a name is the only unsupported part of a header.
+        AnamnesisError::Unsupported { detail, .. } => unsupported(path, "a tensor of an", detail, &known_types()),
+        other => {
+            ImportError::Damaged { path: path.into(), why: format!("its header cannot be read ({})", reason(&other)) }
+        }
     }
-    ImportError::Damaged { path: path.into(), why: format!("its header cannot be read ({why})") }
 }
 
-/// candle appends a backtrace when RUST_BACKTRACE is set.
-pub(super) fn first_line(error: &candle_core::Error) -> String {
-    error.to_string().lines().next().unwrap_or("unknown error").to_string()
+/// Text of a parse error without the crate's prefix.
+fn reason(error: &AnamnesisError) -> String {
+    let text = error.to_string();
+    text.strip_prefix("parse error: ").unwrap_or(&text).into()
 }
 
-/// A metadata value in a few words: lists of a vocabulary's size do not belong in a sentence.
+fn known_types() -> String {
+    KNOWN_TYPES.map(|dtype| dtype.to_string()).join(", ")
+}
+
+fn le_f32(bytes: &[u8]) -> impl Iterator<Item = f32> {
+    bytes.as_chunks().0.iter().map(|&v| f32::from_le_bytes(v))
+}
+
+/// Metadata value in a few words: a vocabulary or a chat template is too long for an error.
 fn describe(value: &Value) -> String {
     match value {
-        Value::Array(list) => format!("a list of {}", list.len()),
+        Value::Array(list) => describe_list(list),
         Value::String(text) => format!("the text {:?}", text.chars().take(40).collect::<String>()),
         other => format!("{other:?}"),
     }
+}
+
+fn describe_list(list: &Array) -> String {
+    format!("a list of {} values", list.len())
 }

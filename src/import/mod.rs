@@ -1,7 +1,7 @@
-//! Turns a GGUF file into a Hugging Face folder: configuration, weights, tokenizer and chat template.
+//! Converts a GGUF file to a Hugging Face folder: configuration, weights, tokenizer and chat template.
 //!
-//! candle reads and dequantises; this module names, shapes and orders things the way Hugging Face does. Weights pass
-//! one tensor at a time, so memory stays near the size of the largest tensor. The folder appears by one rename.
+//! The crate anamnesis reads the file and dequantises blocks. This module maps names, shapes and row order. It converts
+//! one tensor at a time, so memory stays near twice the size of the largest tensor. One rename publishes the folder.
 
 mod config;
 mod folder;
@@ -16,23 +16,23 @@ use folder::NewFolder;
 use gguf::Gguf;
 use std::{fmt, path::PathBuf};
 
-/// What to import, and where to.
+/// Options of an import.
 #[derive(Clone, Debug)]
 pub struct ImportOptions {
+    /// GGUF file to read.
     pub gguf: PathBuf,
-    /// The folder to make. It must be absent or empty unless `force` is set.
+    /// Folder to write. It must be absent or empty unless `force` is set.
     pub out: PathBuf,
-    /// How the weights are stored.
+    /// Dtype of the written weights.
     ///
-    /// f32 keeps exactly the values that the file dequantises to, and a CPU without matrix units for bf16 computes fastest
-    /// in it. bf16 halves the folder, which is what a GPU wants. f16 has a narrow range: a weight that does not fit is an
-    /// error.
+    /// f32 keeps the dequantised values exactly and is fastest on a CPU without bf16 matrix units. bf16 halves the
+    /// folder and suits a GPU. f16 has a narrow range: a weight outside it is an error.
     pub dtype: Dtype,
-    /// Replaces an earlier import in `out`. A folder that holds anything else is left alone.
+    /// Replaces an earlier import in `out`. A folder with any other file is never replaced.
     pub force: bool,
 }
 
-/// What was made.
+/// Result of an import.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ImportReport {
     pub out: PathBuf,
@@ -43,41 +43,47 @@ pub struct ImportReport {
     /// Size of `model.safetensors` in bytes.
     pub weight_bytes: u64,
     pub dtype: Dtype,
-    /// Number of tensors by the type in which the GGUF file stores them, most frequent first.
-    pub stored_as: Vec<(String, usize)>,
+    /// Number of tensors by their type in the GGUF file, most frequent first.
+    pub stored_types: Vec<(String, usize)>,
+    /// Number of tokens, without fillers.
     pub vocabulary: usize,
     pub tied_embeddings: bool,
-    /// The GGUF file may carry none; then `draftmill prepare` needs pre-tokenised rows or a template of its own.
+    /// `true` if the GGUF file has a chat template. Without one, `draftmill prepare` needs pre-tokenised rows or a
+    /// template file.
     pub chat_template: bool,
 }
 
-/// Why an import failed. Nothing is left in or beside `out`.
+/// Reason for a failed import. A failed import leaves no file in or next to `out`.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
     #[error("cannot read {path}: {source}; give the path of a GGUF file", path = path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("{path} is not a GGUF file: {found}; name the .gguf file itself", path = path.display())]
+    #[error("{path} is not a GGUF file: {found}; give the path of the .gguf file", path = path.display())]
     NotGguf { path: PathBuf, found: String },
     #[error("{path} is damaged or cut short: {why}; fetch or copy it again", path = path.display())]
     Damaged { path: PathBuf, why: String },
-    #[error("{path} has {what} {found}, which import does not know; it knows {known}", path = path.display())]
+    #[error("{path} has {what} {found}, which import does not support; it supports {known}", path = path.display())]
     Unsupported { path: PathBuf, what: String, found: String, known: String },
-    #[error("{path} does not hold together: {why}; the tool that wrote it did not follow the usual layout", path = path.display())]
+    #[error("{path} is inconsistent: {why}; convert the model again with llama.cpp's converter", path = path.display())]
     Inconsistent { path: PathBuf, why: String },
     #[error("{path} cannot be the output folder: {why}", path = path.display())]
     Out { path: PathBuf, why: String },
-    #[error("cannot write {path}: {source}; see that the disk has room and the folder can be written", path = path.display())]
+    #[error("cannot write {path}: {source}; free disk space or correct the permissions of the folder", path = path.display())]
     Write { path: PathBuf, source: std::io::Error },
 }
 
 /// Writes the Hugging Face folder `options.out` from `options.gguf`.
 ///
-/// The folder holds `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json`,
-/// `tokenizer_config.json` and, where the file carries one, `chat_template.jinja`. Everything that can be refused is
-/// refused before the first weight is written. The folder is written under a temporary name, synced and renamed.
+/// The folder has `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json`,
+/// `tokenizer_config.json` and, if the file has a chat template, `chat_template.jinja`. Metadata, shapes and tokenizer
+/// are checked before the first weight is written. The folder is written under a temporary name, synced and renamed.
+///
+/// # Errors
+///
+/// Fails if the file cannot be read, is damaged or unsupported, or if the folder cannot be written.
 pub fn import_gguf(options: &ImportOptions) -> Result<ImportReport, ImportError> {
-    let mut gguf = Gguf::open(&options.gguf)?;
-    let model = Architecture::read(&mut gguf)?;
+    let gguf = Gguf::open(&options.gguf)?;
+    let model = Architecture::read(&gguf)?;
     let plan = tensors::plan(&gguf, &model)?;
     let tokenizer = tokenizer::read(&gguf, &model)?;
 
@@ -89,7 +95,7 @@ pub fn import_gguf(options: &ImportOptions) -> Result<ImportReport, ImportError>
     if let Some(template) = &tokenizer.chat_template {
         folder.bytes("chat_template.jinja", template.as_bytes())?;
     }
-    let weight_bytes = tensors::write(&mut gguf, &plan, options.dtype, &folder)?;
+    let weight_bytes = tensors::write(&gguf, &plan, options.dtype, &folder)?;
     let out = folder.finish()?;
 
     Ok(ImportReport {
@@ -99,7 +105,7 @@ pub fn import_gguf(options: &ImportOptions) -> Result<ImportReport, ImportError>
         parameters: plan.iter().map(|t| t.shape.iter().product::<usize>() as u64).sum(),
         weight_bytes,
         dtype: options.dtype,
-        stored_as: tensors::stored_as(&gguf, &plan),
+        stored_types: tensors::stored_types(&gguf, &plan),
         vocabulary: tokenizer.vocabulary,
         tied_embeddings: model.tied,
         chat_template: tokenizer.chat_template.is_some(),
@@ -108,7 +114,7 @@ pub fn import_gguf(options: &ImportOptions) -> Result<ImportReport, ImportError>
 
 impl fmt::Display for ImportReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stored: Vec<_> = self.stored_as.iter().map(|(kind, n)| format!("{n} {kind}")).collect();
+        let stored: Vec<_> = self.stored_types.iter().map(|(stored, n)| format!("{n} {stored}")).collect();
         write!(
             f,
             "{}: {} model, {:.1} M parameters in {} tensors ({}), written as {} ({:.1} MB), {} tokens, {} head, {} chat template",

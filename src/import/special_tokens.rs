@@ -1,27 +1,27 @@
-//! Tokens with a role, as a GGUF file names them.
+//! Special tokens of a GGUF file: begin and end of text, end of turn, unknown, padding.
 
 use super::{ImportError, gguf::Gguf};
 use serde_json::{Value, json};
 
-/// The tokens with a role, by id and text.
+/// Special tokens by id and text.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SpecialTokens {
     pub(super) bos: Option<(u32, String)>,
     pub(super) eos: Option<(u32, String)>,
-    /// Ends a turn, where that differs from the end of text.
+    /// End of a turn, if it differs from the end of text.
     pub(super) eot: Option<(u32, String)>,
     pub(super) unknown: Option<(u32, String)>,
     pub(super) padding: Option<(u32, String)>,
 }
 
 impl SpecialTokens {
-    pub(super) fn read(gguf: &Gguf, tokens: &[&str]) -> Result<Self, ImportError> {
+    pub(super) fn read(gguf: &Gguf, tokens: &[String]) -> Result<Self, ImportError> {
         let token = |key: &str| {
             let key = format!("tokenizer.ggml.{key}_token_id");
             match gguf.count(&key)? {
                 None => Ok(None),
                 Some(id) => match tokens.get(id) {
-                    Some(&text) => Ok(Some((id as u32, text.to_string()))),
+                    Some(text) => Ok(Some((id as u32, text.clone()))),
                     None => Err(gguf.inconsistent(format!("{key} is {id}, beyond the {} tokens", tokens.len()))),
                 },
             }
@@ -35,16 +35,18 @@ impl SpecialTokens {
         })
     }
 
-    pub(super) fn ends_or_begins(&self, id: usize) -> bool {
+    /// Returns `true` if the token begins or ends a text or a turn.
+    pub(super) fn is_boundary(&self, id: usize) -> bool {
         [&self.bos, &self.eos, &self.eot].into_iter().flatten().any(|(special, _)| *special as usize == id)
     }
 
-    /// The ids as `config.json` names them.
+    /// Ids under the keys of `config.json`.
     pub(super) fn ids(&self) -> Value {
         let id = |token: &Option<(u32, String)>| token.as_ref().map(|(id, _)| *id);
         json!({"bos_token_id": id(&self.bos), "eos_token_id": id(&self.eos), "pad_token_id": id(&self.padding)})
     }
 
+    /// Content of `generation_config.json`: generation ends at the end of text and at the end of a turn.
     pub(super) fn generation_config(&self) -> Value {
         let mut config = self.ids();
         if let (Some((eos, _)), Some((eot, _))) = (&self.eos, &self.eot)

@@ -1,31 +1,33 @@
-//! Names, checks and writes the weights: one tensor at a time from the GGUF file into `model.safetensors`.
+//! Writes `model.safetensors`: checks the tensors of a GGUF file, renames them and dequantises one at a time.
 
 use super::ImportError;
 use super::config::Architecture;
 use super::folder::NewFolder;
-use super::gguf::{Gguf, first_line};
+use super::gguf::Gguf;
 use crate::hf::{Dtype as WeightType, config::Family, dtype_name};
-use candle_core::{DType, Tensor};
 use half::slice::HalfFloatSliceExt;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// One tensor to write.
+/// Tensor to write: its name in both formats and its shape (rows first).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Planned {
     gguf: String,
     hugging_face: String,
     pub shape: Vec<usize>,
-    /// The rows of this many heads stand in llama.cpp's order.
-    interleaved: Option<usize>,
+    /// Number of heads, if llama.cpp interleaved the rows of each head.
+    interleaved_heads: Option<usize>,
 }
 
-/// Every tensor of the model in Hugging Face's names and shapes. The file must have exactly these: one that is missing,
-/// left over or of another shape is an error that names it.
+/// Lists the tensors of the model and checks that the file has exactly these.
+///
+/// # Errors
+///
+/// Names the first tensor that is missing, has another shape, or does not belong to the family.
 pub(super) fn plan(gguf: &Gguf, model: &Architecture) -> Result<Vec<Planned>, ImportError> {
-    // A layer has more than one tensor, so this bounds the plan of a file whose header lies about its layers.
+    // A layer has more than one tensor, so this limits the plan if the layer count in the header is wrong.
     if model.layers > gguf.tensor_names().count() {
-        return Err(gguf.inconsistent(format!("it announces {} layers and has fewer tensors", model.layers)));
+        return Err(gguf.inconsistent(format!("its metadata gives {} layers, but it has fewer tensors", model.layers)));
     }
     let plan = expected(model);
     for tensor in &plan {
@@ -36,10 +38,10 @@ pub(super) fn plan(gguf: &Gguf, model: &Architecture) -> Result<Vec<Planned>, Im
                     format!("tensor {} has the shape {shape:?}, its metadata gives {:?}", tensor.gguf, tensor.shape);
                 return Err(gguf.inconsistent(why));
             }
-            None => return Err(gguf.inconsistent(format!("the tensor {} is missing", tensor.gguf))),
+            None => return Err(gguf.missing_tensor(&tensor.gguf)),
         }
     }
-    // The rotary divisors have become part of the configuration.
+    // `rope_freqs.weight` is part of the configuration.
     let known: BTreeSet<&str> = plan.iter().map(|t| t.gguf.as_str()).chain(["rope_freqs.weight"]).collect();
     let unknown: BTreeSet<&str> = gguf.tensor_names().filter(|name| !known.contains(name)).collect();
     if let Some(first) = unknown.first() {
@@ -51,31 +53,26 @@ pub(super) fn plan(gguf: &Gguf, model: &Architecture) -> Result<Vec<Planned>, Im
     Ok(plan)
 }
 
-/// Writes `model.safetensors`: the header first, then each tensor as it is dequantised. Returns its size in bytes.
-pub(super) fn write(
-    gguf: &mut Gguf,
-    plan: &[Planned],
-    dtype: WeightType,
-    folder: &NewFolder,
-) -> Result<u64, ImportError> {
+/// Writes `model.safetensors`: the header first, then the tensors in the order of the plan. Returns its size in bytes.
+pub(super) fn write(gguf: &Gguf, plan: &[Planned], dtype: WeightType, folder: &NewFolder) -> Result<u64, ImportError> {
     let mut file = folder.new_file("model.safetensors")?;
     let header = header(plan, dtype)
         .map_err(|e| gguf.inconsistent(format!("its tensors do not fit a safetensors file ({e})")))?;
     file.write(&header)?;
     for (n, tensor) in plan.iter().enumerate() {
-        tracing::debug!(tensor = tensor.hugging_face, "{} of {}", n + 1, plan.len());
+        tracing::debug!(tensor = tensor.hugging_face, number = n + 1, of = plan.len(), "write tensor");
         let values = values(gguf, tensor)?;
         let mut bytes = Vec::new();
-        for part in values.chunks(1 << 18) {
-            if !encode(part, dtype, &mut bytes) {
+        for chunk in values.chunks(1 << 18) {
+            if !encode(chunk, dtype, &mut bytes) {
                 let name = &tensor.gguf;
-                return Err(match part.iter().all(|v| v.is_finite()) {
+                return Err(match chunk.iter().all(|v| v.is_finite()) {
                     true => gguf.unsupported(
                         format!("values in tensor {name} beyond"),
                         format!("the range of {}", dtype_name(dtype)),
                         "--dtype f32 for such models",
                     ),
-                    false => gguf.damaged(format!("tensor {name} holds values that are not finite")),
+                    false => gguf.damaged(format!("tensor {name} has values that are not finite")),
                 });
             }
             file.write(&bytes)?;
@@ -84,40 +81,40 @@ pub(super) fn write(
     file.finish()
 }
 
-/// How many tensors the file stores in each type, most frequent first.
-pub(super) fn stored_as(gguf: &Gguf, plan: &[Planned]) -> Vec<(String, usize)> {
-    let mut kinds = BTreeMap::new();
-    for kind in plan.iter().filter_map(|t| gguf.stored_as(&t.gguf)) {
-        *kinds.entry(kind).or_insert(0) += 1;
+/// Number of planned tensors by their type in the GGUF file, most frequent first.
+pub(super) fn stored_types(gguf: &Gguf, plan: &[Planned]) -> Vec<(String, usize)> {
+    let mut counts = BTreeMap::new();
+    for stored in plan.iter().filter_map(|t| gguf.stored_type(&t.gguf)) {
+        *counts.entry(stored).or_insert(0) += 1;
     }
-    let mut kinds: Vec<_> = kinds.into_iter().collect();
-    kinds.sort_by_key(|&(_, n)| std::cmp::Reverse(n));
-    kinds
+    let mut counts: Vec<_> = counts.into_iter().collect();
+    counts.sort_by_key(|&(_, n)| std::cmp::Reverse(n));
+    counts
 }
 
 fn expected(model: &Architecture) -> Vec<Planned> {
     let mut plan = Vec::new();
-    let mut add = |gguf: String, hugging_face: String, shape: &[usize], interleaved| {
-        plan.push(Planned { gguf, hugging_face, shape: shape.to_vec(), interleaved });
+    let mut add = |gguf: String, hugging_face: String, shape: &[usize], interleaved_heads| {
+        plan.push(Planned { gguf, hugging_face, shape: shape.to_vec(), interleaved_heads });
     };
-    let (hidden, wide) = (model.hidden, model.intermediate);
+    let (hidden, intermediate) = (model.hidden, model.intermediate);
     let (q, kv) = (model.heads * model.head_dim, model.kv_heads * model.head_dim);
-    // llama.cpp rotates neighbours in the llama family; the Qwen families keep Hugging Face's order.
-    let order = |heads| (model.family == Family::Llama).then_some(heads);
+    // llama.cpp interleaves q and k of the llama family only; the Qwen families keep Hugging Face's row order.
+    let interleaved = |heads| (model.family == Family::Llama).then_some(heads);
 
     add("token_embd.weight".into(), "model.embed_tokens.weight".into(), &[model.vocab, hidden], None);
     for n in 0..model.layers {
-        let mut layer = |gguf: &str, hugging_face: &str, shape: &[usize], interleaved| {
-            add(format!("blk.{n}.{gguf}"), format!("model.layers.{n}.{hugging_face}"), shape, interleaved);
+        let mut layer = |gguf: &str, hugging_face: &str, shape: &[usize], interleaved_heads| {
+            add(format!("blk.{n}.{gguf}"), format!("model.layers.{n}.{hugging_face}"), shape, interleaved_heads);
         };
         layer("attn_norm.weight", "input_layernorm.weight", &[hidden], None);
-        layer("attn_q.weight", "self_attn.q_proj.weight", &[q, hidden], order(model.heads));
-        layer("attn_k.weight", "self_attn.k_proj.weight", &[kv, hidden], order(model.kv_heads));
+        layer("attn_q.weight", "self_attn.q_proj.weight", &[q, hidden], interleaved(model.heads));
+        layer("attn_k.weight", "self_attn.k_proj.weight", &[kv, hidden], interleaved(model.kv_heads));
         layer("attn_v.weight", "self_attn.v_proj.weight", &[kv, hidden], None);
         layer("attn_output.weight", "self_attn.o_proj.weight", &[hidden, q], None);
         if model.attention_bias {
-            layer("attn_q.bias", "self_attn.q_proj.bias", &[q], order(model.heads));
-            layer("attn_k.bias", "self_attn.k_proj.bias", &[kv], order(model.kv_heads));
+            layer("attn_q.bias", "self_attn.q_proj.bias", &[q], interleaved(model.heads));
+            layer("attn_k.bias", "self_attn.k_proj.bias", &[kv], interleaved(model.kv_heads));
             layer("attn_v.bias", "self_attn.v_proj.bias", &[kv], None);
             if model.family != Family::Qwen2 {
                 layer("attn_output.bias", "self_attn.o_proj.bias", &[hidden], None);
@@ -128,9 +125,9 @@ fn expected(model: &Architecture) -> Vec<Planned> {
             layer("attn_k_norm.weight", "self_attn.k_norm.weight", &[model.head_dim], None);
         }
         layer("ffn_norm.weight", "post_attention_layernorm.weight", &[hidden], None);
-        layer("ffn_gate.weight", "mlp.gate_proj.weight", &[wide, hidden], None);
-        layer("ffn_up.weight", "mlp.up_proj.weight", &[wide, hidden], None);
-        layer("ffn_down.weight", "mlp.down_proj.weight", &[hidden, wide], None);
+        layer("ffn_gate.weight", "mlp.gate_proj.weight", &[intermediate, hidden], None);
+        layer("ffn_up.weight", "mlp.up_proj.weight", &[intermediate, hidden], None);
+        layer("ffn_down.weight", "mlp.down_proj.weight", &[hidden, intermediate], None);
     }
     add("output_norm.weight".into(), "model.norm.weight".into(), &[hidden], None);
     if !model.tied {
@@ -139,6 +136,7 @@ fn expected(model: &Architecture) -> Vec<Planned> {
     plan
 }
 
+/// Header of `model.safetensors`: its length, then JSON padded to 8 bytes.
 fn header(plan: &[Planned], dtype: WeightType) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
     let dtype = match dtype {
         WeightType::F32 => Dtype::F32,
@@ -152,37 +150,40 @@ fn header(plan: &[Planned], dtype: WeightType) -> Result<Vec<u8>, Box<dyn std::e
         start = end;
         (tensor.hugging_face.clone(), info)
     });
-    // transformers refuses a file that does not say which framework its layout is for.
-    let origin = HashMap::from([("format".to_string(), "pt".to_string())]);
-    let mut json = serde_json::to_vec(&Metadata::new(Some(origin), infos.collect())?)?;
+    // transformers refuses a file whose metadata does not name the framework.
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let mut json = serde_json::to_vec(&Metadata::new(Some(metadata), infos.collect())?)?;
     json.resize(json.len().next_multiple_of(8), b' ');
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
 }
 
-/// A tensor's values in Hugging Face's order.
-fn values(gguf: &mut Gguf, tensor: &Planned) -> Result<Vec<f32>, ImportError> {
-    let read = gguf.dequantize(&tensor.gguf)?;
-    let ordered = match tensor.interleaved {
-        Some(heads) => halves_apart(&read, heads),
-        None => Ok(read),
-    };
-    ordered
-        .and_then(|t| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1())
-        .map_err(|e| gguf.damaged(format!("tensor {}: {}", tensor.gguf, first_line(&e))))
+/// Values of a tensor, row-major, with the rows in Hugging Face order.
+fn values(gguf: &Gguf, tensor: &Planned) -> Result<Vec<f32>, ImportError> {
+    let values = gguf.dequantize(&tensor.gguf)?;
+    Ok(match tensor.interleaved_heads {
+        Some(heads) => deinterleave(&values, tensor.shape[0], heads),
+        None => values,
+    })
 }
 
-/// Undoes llama.cpp's row order of q and k.
+/// Returns the rows of q or k (`[rows, columns]`) in Hugging Face order.
 ///
-/// Rotary positions turn pairs of rows of a head. Hugging Face pairs row i with row i + width / 2; llama.cpp pairs
-/// neighbours, so its converter interleaved the two halves: row 2 i + j there is row j · width / 2 + i here.
-fn halves_apart(rows: &Tensor, heads: usize) -> candle_core::Result<Tensor> {
-    let shape = rows.dims();
-    let width = shape[0] / heads;
-    let rest: usize = shape[1..].iter().product();
-    rows.reshape((heads, width / 2, 2, rest))?.transpose(1, 2)?.contiguous()?.reshape(shape)
+/// Rotary embedding rotates pairs of rows of a head. Hugging Face pairs row `i` with row `i + head_dim / 2`.
+/// llama.cpp pairs neighbours: its row `2 i + j` is row `j · head_dim / 2 + i` in Hugging Face order.
+fn deinterleave(values: &[f32], rows: usize, heads: usize) -> Vec<f32> {
+    let (head_dim, columns) = (rows / heads, values.len() / rows);
+    let mut ordered = Vec::with_capacity(values.len());
+    for head in values.chunks_exact(head_dim * columns) {
+        for half in 0..2 {
+            for pair in head.chunks_exact(2 * columns) {
+                ordered.extend_from_slice(&pair[half * columns..][..columns]);
+            }
+        }
+    }
+    ordered
 }
 
-/// Encodes values in little-endian bytes; `false` when one is not finite in `dtype`.
+/// Encodes values as little-endian bytes. Returns `false` if a value is not finite in `dtype`.
 fn encode(values: &[f32], dtype: WeightType, bytes: &mut Vec<u8>) -> bool {
     bytes.clear();
     match dtype {

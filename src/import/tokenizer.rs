@@ -1,4 +1,4 @@
-//! Writes `tokenizer.json` and its companions from the vocabulary, merges and token types in GGUF metadata.
+//! Builds `tokenizer.json` and `tokenizer_config.json` from the vocabulary, merges and token types of a GGUF file.
 
 use super::ImportError;
 use super::config::Architecture;
@@ -7,27 +7,27 @@ use super::special_tokens::SpecialTokens;
 use serde_json::{Map, Value, json};
 use std::str::FromStr;
 
-/// `tokenizer.ggml.token_type` as llama.cpp numbers it.
+/// Values of `tokenizer.ggml.token_type` (llama.cpp's `llama_token_type`).
 const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
-/// Fillers such as `[PAD151670]` that bring the vocabulary to the size of the embedding table.
+/// Filler such as `[PAD151670]`, which pads the vocabulary to the rows of the embedding table.
 const UNUSED: i64 = 5;
 
-/// One way to cut text into words before the merges. `tokenizer.ggml.pre` names it.
+/// Pre-tokenizer, which splits text into words before the merges. `tokenizer.ggml.pre` names it.
 struct PreTokenizer {
     names: &'static [&'static str],
     normalizer: fn() -> Value,
     steps: fn() -> Value,
     trim_offsets: bool,
-    /// A word that is a token as a whole is not put together by merges.
+    /// A word that is in the vocabulary becomes one token without merges.
     ignore_merges: bool,
-    /// llama.cpp's default where the file does not say.
+    /// llama.cpp's default if the file has no `add_bos_token`.
     add_bos: bool,
 }
 
-/// As the models' own `tokenizer.json` have it. SmolLM cuts every digit off on its own, which transformers' GGUF reader
-/// forgets. Qwen composes accents (NFC) first, which GGUF does not record.
+/// Pre-tokenizers as in the `tokenizer.json` of the original models. SmolLM splits digits, which transformers' GGUF
+/// reader omits. Qwen normalises to NFC, which GGUF does not record.
 const PRE_TOKENIZERS: [PreTokenizer; 4] = [
     PreTokenizer {
         names: &["smollm"],
@@ -63,23 +63,28 @@ const PRE_TOKENIZERS: [PreTokenizer; 4] = [
     },
 ];
 
-/// The tokenizer's files, checked by loading them.
-pub(super) struct Files {
+/// Tokenizer of the model in Hugging Face format, checked by loading it.
+pub(super) struct HfTokenizer {
     pub json: String,
     pub chat_template: Option<String>,
     pub special: SpecialTokens,
-    /// Tokens that text can give or that the model can say, fillers not counted.
+    /// Number of tokens, without fillers.
     pub vocabulary: usize,
     added: Vec<(u32, Value)>,
 }
 
-pub(super) fn read(gguf: &Gguf, model: &Architecture) -> Result<Files, ImportError> {
+/// Reads the tokenizer.
+///
+/// # Errors
+///
+/// Fails if the tokenizer model or pre-tokenizer is not supported, or if tokens, types and merges are inconsistent.
+pub(super) fn read(gguf: &Gguf, model: &Architecture) -> Result<HfTokenizer, ImportError> {
     match gguf.text("tokenizer.ggml.model")? {
         Some("gpt2") => {}
         Some(other) => return Err(gguf.unsupported("the tokenizer model", other, "gpt2 (byte-level BPE)")),
-        None => return Err(gguf.inconsistent("the key tokenizer.ggml.model is missing: the file carries no tokenizer")),
+        None => return Err(gguf.inconsistent("the key tokenizer.ggml.model is missing: the file has no tokenizer")),
     }
-    let pre = gguf.text("tokenizer.ggml.pre")?.unwrap_or("without a name (tokenizer.ggml.pre is missing)");
+    let pre = gguf.text("tokenizer.ggml.pre")?.unwrap_or("without name (tokenizer.ggml.pre is missing)");
     let Some(pre) = PRE_TOKENIZERS.iter().find(|p| p.names.contains(&pre)) else {
         let known: Vec<_> = PRE_TOKENIZERS.iter().flat_map(|p| p.names).copied().collect();
         return Err(gguf.unsupported("the pre-tokenizer", pre, &known.join(", ")));
@@ -97,18 +102,18 @@ pub(super) fn read(gguf: &Gguf, model: &Architecture) -> Result<Files, ImportErr
         return Err(gguf.inconsistent(format!("it has {} tokens and {} token types", tokens.len(), types.len())));
     }
 
-    let special = SpecialTokens::read(gguf, &tokens)?;
+    let special = SpecialTokens::read(gguf, tokens)?;
     let mut vocab = Map::new();
     let mut added = Vec::new();
-    for (id, (&token, &kind)) in tokens.iter().zip(&types).enumerate() {
-        if kind == UNUSED {
+    for (id, (token, &token_type)) in tokens.iter().zip(&types).enumerate() {
+        if token_type == UNUSED {
             continue;
         }
-        if let Some(first) = vocab.insert(token.into(), json!(id)) {
+        if let Some(first) = vocab.insert(token.clone(), json!(id)) {
             return Err(gguf.inconsistent(format!("the tokens {first} and {id} are both {token:?}")));
         }
-        let is_special = [UNKNOWN, CONTROL].contains(&kind) || special.ends_or_begins(id);
-        if is_special || kind == USER_DEFINED {
+        let is_special = [UNKNOWN, CONTROL].contains(&token_type) || special.is_boundary(id);
+        if is_special || token_type == USER_DEFINED {
             let entry = json!({
                 "content": token, "single_word": false, "lstrip": false, "rstrip": false,
                 "normalized": false, "special": is_special,
@@ -131,19 +136,19 @@ pub(super) fn read(gguf: &Gguf, model: &Architecture) -> Result<Files, ImportErr
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
             "ignore_merges": pre.ignore_merges,
             "vocab": vocab,
-            // Pairs as "a b", the spelling that every version of the tokenizers library reads.
+            // Every version of the tokenizers library reads a merge as the text "a b".
             "merges": gguf.texts("tokenizer.ggml.merges")?,
         },
     });
     let json = format!("{whole:#}\n");
     check(gguf, &json, &added)?;
     let chat_template = gguf.text("tokenizer.chat_template")?.map(str::to_string);
-    Ok(Files { json, chat_template, special, vocabulary, added })
+    Ok(HfTokenizer { json, chat_template, special, vocabulary, added })
 }
 
-impl Files {
-    /// `tokenizer_config.json`. The generic class takes `tokenizer.json` as it stands; a family's own class would build
-    /// its usual pre-tokenizer again.
+impl HfTokenizer {
+    /// Content of `tokenizer_config.json`. The generic class keeps the pre-tokenizer of `tokenizer.json`. The class of
+    /// a family would replace it.
     pub(super) fn config(&self, model: &Architecture) -> Value {
         let text = |token: &Option<(u32, String)>| token.as_ref().map(|(_, text)| text.clone());
         let added: Map<String, Value> = self.added.iter().map(|(id, entry)| (id.to_string(), entry.clone())).collect();
@@ -158,7 +163,7 @@ impl Files {
             "unk_token": text(&self.special.unknown),
             "added_tokens_decoder": added,
         });
-        // Also beside the tokens: readers from before chat_template.jinja look for it here.
+        // Older readers do not know chat_template.jinja and read this key.
         if let (Some(template), Value::Object(config)) = (&self.chat_template, &mut config) {
             config.insert("chat_template".into(), json!(template));
         }
@@ -166,10 +171,10 @@ impl Files {
     }
 }
 
-/// The tokenizers library takes the file, and each added token keeps its id.
+/// Checks that the tokenizers library loads the file and that each added token keeps its id.
 fn check(gguf: &Gguf, json: &str, added: &[(u32, Value)]) -> Result<(), ImportError> {
     let loaded = tokenizers::Tokenizer::from_str(json)
-        .map_err(|e| gguf.inconsistent(format!("its tokens and merges make no tokenizer ({e})")))?;
+        .map_err(|e| gguf.inconsistent(format!("its tokens and merges are not a valid tokenizer ({e})")))?;
     for (id, entry) in added {
         let text = entry["content"].as_str().unwrap_or_default();
         if loaded.token_to_id(text) != Some(*id) {
@@ -180,28 +185,32 @@ fn check(gguf: &Gguf, json: &str, added: &[(u32, Value)]) -> Result<(), ImportEr
     Ok(())
 }
 
+/// Post-processor: adds the bos and eos tokens that the file requests.
 fn post_processor(gguf: &Gguf, pre: &PreTokenizer, special: &SpecialTokens) -> Result<Value, ImportError> {
-    let wanted = |name: &str, default: bool, token: &Option<(u32, String)>| match (
+    let requested = |name: &str, default: bool, token: &Option<(u32, String)>| match (
         gguf.flag(&format!("tokenizer.ggml.add_{name}_token"))?.unwrap_or(default),
         token,
     ) {
         (false, _) => Ok(None),
         (true, Some(token)) => Ok(Some(token.clone())),
         (true, None) => Err(gguf
-            .inconsistent(format!("texts shall have the {name} token, but tokenizer.ggml.{name}_token_id is missing"))),
+            .inconsistent(format!("it adds the {name} token to texts, but tokenizer.ggml.{name}_token_id is missing"))),
     };
-    let bos = wanted("bos", pre.add_bos, &special.bos)?;
-    let eos = wanted("eos", false, &special.eos)?;
+    let bos = requested("bos", pre.add_bos, &special.bos)?;
+    let eos = requested("eos", false, &special.eos)?;
     let offsets = byte_level(false, true);
     if bos.is_none() && eos.is_none() {
         return Ok(offsets);
     }
-    let piece = |token: &Option<(u32, String)>, sequence: u8| {
+    let special_token = |token: &Option<(u32, String)>, sequence: u8| {
         token.as_ref().map(|(_, text)| json!({"SpecialToken": {"id": text, "type_id": sequence}}))
     };
     let around = |name: &str, sequence: u8| {
         let middle = json!({"Sequence": {"id": name, "type_id": sequence}});
-        [piece(&bos, sequence), Some(middle), piece(&eos, sequence)].into_iter().flatten().collect::<Vec<_>>()
+        [special_token(&bos, sequence), Some(middle), special_token(&eos, sequence)]
+            .into_iter()
+            .flatten()
+            .collect::<Vec<_>>()
     };
     let ids: Map<String, Value> = [&bos, &eos]
         .into_iter()
@@ -228,7 +237,7 @@ fn byte_level(trim_offsets: bool, use_regex: bool) -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": trim_offsets, "use_regex": use_regex})
 }
 
-/// The pattern that Llama 3 and Qwen share but for how many digits stay together.
+/// Split pattern of Llama 3 and Qwen. They differ only in the number of digits in one word.
 fn split(digits: &str) -> Value {
     let pattern = format!(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,4 +1,4 @@
-//! `draftmill import`: hand-made GGUF files for the rules, the demo's real one for the result.
+//! `draftmill import`: small generated GGUF files for the rules, the demo's GGUF file for the result.
 
 use draftmill::{
     hf::Dtype as WeightType,
@@ -7,6 +7,8 @@ use draftmill::{
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
+mod dequantise;
+mod gguf_file;
 #[cfg(feature = "torch")]
 mod greedy;
 mod refusals;

@@ -1,4 +1,4 @@
-//! The imported target, run by our own forward, continues the two prompts with exactly the ids that transformers gives.
+//! The imported target continues two prompts with the token ids that transformers generates.
 
 use super::smollm2::{GREEDY, folder};
 use draftmill::{
@@ -11,7 +11,7 @@ use draftmill::{
 use tch::{Device, Kind};
 
 #[test]
-fn the_target_answers_as_transformers_does() {
+fn greedy_ids_equal_those_of_transformers() {
     let config = TargetConfig::load(folder()).unwrap();
     let files = TensorFiles::open(folder()).unwrap();
     let target = Target::load(config, &files, Depth::Whole, Kind::Float, Device::Cpu).unwrap();

@@ -1,4 +1,4 @@
-//! The demo's target, imported from the real GGUF file that `scripts/fetch.py smollm2` fetches.
+//! The demo's target, imported from the GGUF file that `scripts/fetch.py smollm2` downloads.
 
 use super::*;
 use minijinja::context;
@@ -7,8 +7,8 @@ use serde_json::json;
 use std::sync::LazyLock;
 use tokenizers::Tokenizer;
 
-/// A user's question, the ids of the whole prompt after the chat template, and the ids with which the model continues it
-/// greedily in f32. All were measured with transformers, whose forward is independent of ours.
+/// Question, token ids of the prompt after the chat template, and token ids of the greedy answer in f32. The ids were
+/// measured with transformers.
 #[rustfmt::skip]
 pub const GREEDY: [(&str, &[u32], &[u32]); 2] = [
     (
@@ -25,14 +25,14 @@ pub const GREEDY: [(&str, &[u32], &[u32]); 2] = [
     ),
 ];
 
-/// The folder of the imported model, made once for all tests of this binary.
+/// Folder of the imported model, written once for all tests of this binary.
 pub fn folder() -> &'static Path {
     static FOLDER: LazyLock<(tempfile::TempDir, ImportReport)> = LazyLock::new(|| {
         let gguf = std::env::var_os("DRAFTMILL_SMOLLM2_GGUF").expect(
             "DRAFTMILL_SMOLLM2_GGUF does not name the demo's GGUF file: run `make test`, which fetches it and sets the \
              variable, or set it to what `python3 scripts/fetch.py smollm2` prints",
         );
-        // A static is never dropped, so the folder is put where the build's own leavings go.
+        // A static is never dropped. The target folder of the build keeps the import until the next run removes it.
         let parent = Path::new(env!("CARGO_TARGET_TMPDIR"));
         for left in std::fs::read_dir(parent).unwrap().map(|e| e.unwrap().path()) {
             if left.file_name().is_some_and(|n| n.to_string_lossy().starts_with("smollm2-")) {
@@ -56,7 +56,7 @@ fn ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
 }
 
 #[test]
-fn prompts_have_the_ids_that_transformers_gives_them() {
+fn prompt_ids_equal_those_of_transformers() {
     let template = std::fs::read_to_string(folder().join("chat_template.jinja")).unwrap();
     let environment = minijinja::Environment::new();
     let tokenizer = tokenizer();
@@ -74,9 +74,9 @@ fn prompts_have_the_ids_that_transformers_gives_them() {
 }
 
 #[test]
-fn digits_stand_alone_and_text_comes_back() {
+fn digits_are_single_tokens_and_text_round_trips() {
     let tokenizer = tokenizer();
-    // transformers' GGUF reader forgets to cut digits off: it gives [81, 216, 216, 33].
+    // transformers' GGUF reader omits the split of digits: it returns [81, 216, 216, 33].
     assert_eq!(ids(&tokenizer, "a  1"), [81, 256, 33]);
     assert_eq!(ids(&tokenizer, "1234567890"), [33, 34, 35, 36, 37, 38, 39, 40, 41, 32]);
     for text in [
@@ -93,11 +93,11 @@ fn digits_stand_alone_and_text_comes_back() {
     }
     let control = ids(&tokenizer, "<|endoftext|><|im_start|>user\nhi<|im_end|>");
     assert_eq!(control, [0, 1, 4093, 198, 6004, 2]);
-    assert_eq!(tokenizer.decode(&control, true).unwrap(), "user\nhi", "control tokens can be left out");
+    assert_eq!(tokenizer.decode(&control, true).unwrap(), "user\nhi", "control tokens are skipped on request");
 }
 
 #[test]
-fn configuration_is_that_of_the_model() {
+fn configuration_equals_the_models_own() {
     let config = json(folder().join("config.json"));
     for (key, value) in [
         ("model_type", json!("llama")),
@@ -129,7 +129,7 @@ fn configuration_is_that_of_the_model() {
 #[test]
 fn weights_have_hugging_face_names_and_shapes() {
     let file = std::fs::File::open(folder().join("model.safetensors")).unwrap();
-    // SAFETY: the file lies in this process's own temporary folder, and nothing writes it any more.
+    // SAFETY: the file is in a temporary folder of this process and is no longer written.
     let bytes = unsafe { memmap2::Mmap::map(&file) }.unwrap();
     let weights = SafeTensors::deserialize(&bytes).unwrap();
     let mut expected =

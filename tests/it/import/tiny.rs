@@ -1,9 +1,7 @@
-//! A model of a few kilobytes, written with candle's GGUF writer the way llama.cpp's converter would.
+//! Imports of a model of a few kilobytes, stored as llama.cpp's converter stores it.
 
+use super::gguf_file::{self, Meta, Stored, Tensor};
 use super::*;
-use candle_core::quantized::gguf_file::{self, Value as Gguf};
-use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Tensor};
 use rand::{RngExt, SeedableRng};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
@@ -11,17 +9,17 @@ use std::collections::BTreeMap;
 pub const HIDDEN: usize = 32;
 pub const HEADS: usize = 4;
 pub const KV_HEADS: usize = 2;
-pub const WIDTH: usize = 8;
-pub const WIDE: usize = 64;
+pub const HEAD_DIM: usize = 8;
+pub const INTERMEDIATE: usize = 64;
 pub const LAYERS: usize = 2;
 
-/// Metadata and tensors of a GGUF file, to be changed before it is written.
+/// Metadata and tensors of a GGUF file, which a test changes before it writes the file.
 pub struct Tiny {
-    pub meta: BTreeMap<String, Gguf>,
-    pub tensors: BTreeMap<String, (Vec<usize>, Vec<f32>, GgmlDType)>,
+    pub meta: BTreeMap<String, Meta>,
+    pub tensors: BTreeMap<String, Tensor>,
 }
 
-/// The 256 letters that stand for bytes, a few merges of them, and three control tokens in front.
+/// Tokens, merges and token types: three control tokens, the 256 letters of the byte-level alphabet and a few merges.
 fn vocabulary() -> (Vec<String>, Vec<String>, Vec<i32>) {
     let mut tokens: Vec<String> = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(String::from).to_vec();
     let mut letters: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
@@ -39,46 +37,45 @@ fn vocabulary() -> (Vec<String>, Vec<String>, Vec<i32>) {
 }
 
 impl Tiny {
-    /// A random model of a family (`llama`, `qwen2`, `qwen3`) with the pre-tokenizer `pre`.
+    /// Random model of a family (`llama`, `qwen2`, `qwen3`) with the pre-tokenizer `pre`.
     pub fn new(family: &str, pre: &str) -> Self {
         let (tokens, merges, types) = vocabulary();
         let vocab = tokens.len();
-        let text = |s: &str| Gguf::String(s.into());
-        let texts = |v: &[String]| Gguf::Array(v.iter().map(|s| Gguf::String(s.clone())).collect());
+        let text = |s: &str| Meta::Text(s.into());
         let mut meta = BTreeMap::from([
             ("general.architecture".into(), text(family)),
             ("tokenizer.ggml.model".into(), text("gpt2")),
             ("tokenizer.ggml.pre".into(), text(pre)),
-            ("tokenizer.ggml.tokens".into(), texts(&tokens)),
-            ("tokenizer.ggml.merges".into(), texts(&merges)),
-            ("tokenizer.ggml.token_type".into(), Gguf::Array(types.into_iter().map(Gguf::I32).collect())),
-            ("tokenizer.ggml.bos_token_id".into(), Gguf::U32(1)),
-            ("tokenizer.ggml.eos_token_id".into(), Gguf::U32(2)),
+            ("tokenizer.ggml.tokens".into(), Meta::Texts(tokens)),
+            ("tokenizer.ggml.merges".into(), Meta::Texts(merges)),
+            ("tokenizer.ggml.token_type".into(), Meta::I32s(types)),
+            ("tokenizer.ggml.bos_token_id".into(), Meta::U32(1)),
+            ("tokenizer.ggml.eos_token_id".into(), Meta::U32(2)),
             ("tokenizer.chat_template".into(), text("{{ messages }}")),
         ]);
         for (key, value) in [
             ("block_count", LAYERS),
             ("context_length", 128),
             ("embedding_length", HIDDEN),
-            ("feed_forward_length", WIDE),
+            ("feed_forward_length", INTERMEDIATE),
             ("attention.head_count", HEADS),
             ("attention.head_count_kv", KV_HEADS),
         ] {
-            meta.insert(format!("{family}.{key}"), Gguf::U32(value as u32));
+            meta.insert(format!("{family}.{key}"), Meta::U32(value as u32));
         }
-        meta.insert(format!("{family}.rope.freq_base"), Gguf::F32(1e6));
-        meta.insert(format!("{family}.attention.layer_norm_rms_epsilon"), Gguf::F32(1e-5));
+        meta.insert(format!("{family}.rope.freq_base"), Meta::F32(1e6));
+        meta.insert(format!("{family}.attention.layer_norm_rms_epsilon"), Meta::F32(1e-5));
 
         let mut random = rand_chacha::ChaCha8Rng::seed_from_u64(7);
         let mut tensors = BTreeMap::new();
         let mut add = |name: String, shape: &[usize]| {
             let values = (0..shape.iter().product()).map(|_| random.random_range(-1.0..1.0)).collect();
-            tensors.insert(name, (shape.to_vec(), values, GgmlDType::F32));
+            tensors.insert(name, (shape.to_vec(), values, Stored::F32));
         };
         add("token_embd.weight".into(), &[vocab, HIDDEN]);
         add("output_norm.weight".into(), &[HIDDEN]);
         for n in 0..LAYERS {
-            let (q, kv) = (HEADS * WIDTH, KV_HEADS * WIDTH);
+            let (q, kv) = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM);
             let mut parts: Vec<(&str, Vec<usize>)> = vec![
                 ("attn_norm.weight", vec![HIDDEN]),
                 ("attn_q.weight", vec![q, HIDDEN]),
@@ -86,15 +83,17 @@ impl Tiny {
                 ("attn_v.weight", vec![kv, HIDDEN]),
                 ("attn_output.weight", vec![HIDDEN, q]),
                 ("ffn_norm.weight", vec![HIDDEN]),
-                ("ffn_gate.weight", vec![WIDE, HIDDEN]),
-                ("ffn_up.weight", vec![WIDE, HIDDEN]),
-                ("ffn_down.weight", vec![HIDDEN, WIDE]),
+                ("ffn_gate.weight", vec![INTERMEDIATE, HIDDEN]),
+                ("ffn_up.weight", vec![INTERMEDIATE, HIDDEN]),
+                ("ffn_down.weight", vec![HIDDEN, INTERMEDIATE]),
             ];
             match family {
                 "qwen2" => {
                     parts.extend([("attn_q.bias", vec![q]), ("attn_k.bias", vec![kv]), ("attn_v.bias", vec![kv])])
                 }
-                "qwen3" => parts.extend([("attn_q_norm.weight", vec![WIDTH]), ("attn_k_norm.weight", vec![WIDTH])]),
+                "qwen3" => {
+                    parts.extend([("attn_q_norm.weight", vec![HEAD_DIM]), ("attn_k_norm.weight", vec![HEAD_DIM])])
+                }
                 _ => {}
             }
             for (part, shape) in parts {
@@ -104,26 +103,16 @@ impl Tiny {
         Self { meta, tensors }
     }
 
-    pub fn set(mut self, key: &str, value: Gguf) -> Self {
+    pub fn set(mut self, key: &str, value: Meta) -> Self {
         self.meta.insert(key.into(), value);
         self
     }
 
     pub fn write(&self, path: &Path) {
-        let tensors: Vec<_> = self
-            .tensors
-            .iter()
-            .map(|(name, (shape, values, dtype))| {
-                let tensor = Tensor::from_slice(values, shape.as_slice(), &Device::Cpu).unwrap();
-                (name.as_str(), QTensor::quantize(&tensor, *dtype).unwrap())
-            })
-            .collect();
-        let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
-        let meta: Vec<_> = self.meta.iter().map(|(key, value)| (key.as_str(), value)).collect();
-        gguf_file::write(&mut std::fs::File::create(path).unwrap(), &meta, &tensors).unwrap();
+        std::fs::write(path, gguf_file::bytes(&self.meta, &self.tensors)).unwrap();
     }
 
-    /// Imports the file in a folder of its own.
+    /// Writes and imports the file in a new temporary folder.
     pub fn import(&self, dtype: WeightType) -> (tempfile::TempDir, PathBuf, Result<ImportReport, ImportError>) {
         let folder = tempfile::tempdir().unwrap();
         let gguf = folder.path().join("tiny.gguf");
@@ -134,14 +123,15 @@ impl Tiny {
     }
 }
 
-/// What llama.cpp's converter does to q and k of a Llama model: row j · width / 2 + i of a head moves to row 2 i + j.
+/// Row order that llama.cpp's converter gives q and k of a Llama model: row `j · head_dim / 2 + i` of a head becomes
+/// row `2 i + j`.
 fn interleave(rows: &[f32], heads: usize, columns: usize) -> Vec<f32> {
-    let width = rows.len() / heads / columns;
+    let head_dim = rows.len() / heads / columns;
     let mut moved = vec![0.0; rows.len()];
     for head in 0..heads {
         for j in 0..2 {
-            for i in 0..width / 2 {
-                let (from, to) = (head * width + j * width / 2 + i, head * width + 2 * i + j);
+            for i in 0..head_dim / 2 {
+                let (from, to) = (head * head_dim + j * head_dim / 2 + i, head * head_dim + 2 * i + j);
                 moved[to * columns..][..columns].copy_from_slice(&rows[from * columns..][..columns]);
             }
         }
@@ -149,7 +139,8 @@ fn interleave(rows: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     moved
 }
 
-fn weights(out: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+/// Shapes and values of the tensors in `model.safetensors`.
+pub fn weights(out: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let bytes = std::fs::read(out.join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     file.iter()
@@ -172,7 +163,7 @@ fn weights(out: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
 }
 
 #[test]
-fn llama_rows_of_q_and_k_come_back_in_hugging_face_order() {
+fn llama_rows_of_q_and_k_get_hugging_face_order() {
     let mut tiny = Tiny::new("llama", "smollm");
     let mut original = BTreeMap::new();
     for (part, heads) in [("attn_q.weight", HEADS), ("attn_k.weight", KV_HEADS)] {
@@ -197,7 +188,7 @@ fn llama_rows_of_q_and_k_come_back_in_hugging_face_order() {
 }
 
 #[test]
-fn qwen_rows_stay_where_they_are() {
+fn qwen_rows_keep_their_order() {
     for (family, extra) in [("qwen2", "self_attn.q_proj.bias"), ("qwen3", "self_attn.q_norm.weight")] {
         let tiny = Tiny::new(family, "qwen2");
         let (_folder, out, report) = tiny.import(WeightType::F32);
@@ -209,8 +200,8 @@ fn qwen_rows_stay_where_they_are() {
 }
 
 #[test]
-fn configuration_has_both_spellings() {
-    let tiny = Tiny::new("qwen3", "qwen2").set("qwen3.attention.key_length", Gguf::U32(WIDTH as u32));
+fn configuration_has_keys_of_both_transformers_versions() {
+    let tiny = Tiny::new("qwen3", "qwen2").set("qwen3.attention.key_length", Meta::U32(HEAD_DIM as u32));
     let (_folder, out, report) = tiny.import(WeightType::Bf16);
     report.unwrap();
     let config = json(out.join("config.json"));
@@ -218,11 +209,11 @@ fn configuration_has_both_spellings() {
         ("architectures", serde_json::json!(["Qwen3ForCausalLM"])),
         ("model_type", "qwen3".into()),
         ("hidden_size", HIDDEN.into()),
-        ("intermediate_size", WIDE.into()),
+        ("intermediate_size", INTERMEDIATE.into()),
         ("num_hidden_layers", LAYERS.into()),
         ("num_attention_heads", HEADS.into()),
         ("num_key_value_heads", KV_HEADS.into()),
-        ("head_dim", WIDTH.into()),
+        ("head_dim", HEAD_DIM.into()),
         ("max_position_embeddings", 128.into()),
         ("rms_norm_eps", 1e-5.into()),
         ("rope_theta", 1e6.into()),
@@ -240,11 +231,11 @@ fn configuration_has_both_spellings() {
 }
 
 #[test]
-fn a_head_of_its_own_is_kept() {
+fn a_separate_output_head_is_kept() {
     let mut tiny = Tiny::new("llama", "llama-bpe");
-    let (shape, mut values, kind) = tiny.tensors["token_embd.weight"].clone();
+    let (shape, mut values, stored) = tiny.tensors["token_embd.weight"].clone();
     values.iter_mut().for_each(|v| *v *= 2.0);
-    tiny.tensors.insert("output.weight".into(), (shape, values.clone(), kind));
+    tiny.tensors.insert("output.weight".into(), (shape, values.clone(), stored));
     let (_folder, out, report) = tiny.import(WeightType::F32);
     assert!(!report.unwrap().tied_embeddings);
     assert_eq!(weights(&out)["lm_head.weight"].1, values);
@@ -252,7 +243,7 @@ fn a_head_of_its_own_is_kept() {
 }
 
 #[test]
-fn every_weight_type_rounds_to_nearest() {
+fn every_dtype_rounds_to_nearest() {
     let tiny = Tiny::new("llama", "smollm");
     let exact = &tiny.tensors["blk.0.ffn_up.weight"].1;
     for (dtype, bits) in [(WeightType::Bf16, 8), (WeightType::F16, 11)] {
@@ -268,11 +259,11 @@ fn every_weight_type_rounds_to_nearest() {
 #[test]
 fn quantised_tensors_are_dequantised() {
     let mut tiny = Tiny::new("llama", "smollm");
-    tiny.tensors.get_mut("blk.0.ffn_up.weight").unwrap().2 = GgmlDType::Q8_0;
-    tiny.tensors.get_mut("blk.0.ffn_gate.weight").unwrap().2 = GgmlDType::Q4_1;
+    tiny.tensors.get_mut("blk.0.ffn_up.weight").unwrap().2 = Stored::Q8_0;
+    tiny.tensors.get_mut("blk.0.ffn_gate.weight").unwrap().2 = Stored::Q4_1;
     let (_folder, out, report) = tiny.import(WeightType::F32);
     let report = report.unwrap();
-    assert_eq!(report.stored_as, [("F32".into(), 18), ("Q4_1".into(), 1), ("Q8_0".into(), 1)]);
+    assert_eq!(report.stored_types, [("F32".into(), 18), ("Q4_1".into(), 1), ("Q8_0".into(), 1)]);
     let weights = weights(&out);
     for (part, name, step) in [("ffn_up", "up_proj", 2.0 / 254.0), ("ffn_gate", "gate_proj", 2.0 / 15.0)] {
         let exact = &tiny.tensors[&format!("blk.0.{part}.weight")].1;
@@ -283,8 +274,8 @@ fn quantised_tensors_are_dequantised() {
 }
 
 #[test]
-fn pre_tokenizers_cut_digits_as_their_models_do() {
-    // The merge "1 2" can only happen where digits stay together.
+fn pre_tokenizers_split_digits_as_their_models_do() {
+    // The merge "1 2" applies only if the pre-tokenizer keeps digits together.
     for (family, pre, digits) in
         [("llama", "smollm", false), ("llama", "gpt-2", true), ("llama", "llama-bpe", true), ("qwen2", "qwen2", false)]
     {
@@ -297,23 +288,24 @@ fn pre_tokenizers_cut_digits_as_their_models_do() {
         assert_eq!(tokens("hello<tool><|im_end|>", false), ["hello", "<tool>", "<|im_end|>"], "{pre}");
         let bos: &[&str] = if pre == "llama-bpe" { &["<|im_start|>", "hello"] } else { &["hello"] };
         assert_eq!(tokens("hello", true), bos, "{pre}");
-        // Qwen composes an accent before it cuts; the others keep the two characters.
+        // Qwen normalises to NFC first; the others keep the letter and the accent apart.
         let accent = tokenizer.decode(tokenizer.encode("e\u{301}", false).unwrap().get_ids(), true).unwrap();
         assert_eq!(accent, if pre == "qwen2" { "\u{e9}" } else { "e\u{301}" });
         assert_eq!(tokenizer.token_to_id("[PAD266]"), None, "a filler is not a token");
         let special = tokenizer.decode(&[1, 265], true).unwrap();
-        assert_eq!(special, "<tool>", "control tokens are special, a user's tokens are text");
+        assert_eq!(special, "<tool>", "control tokens are special, user-defined tokens are text");
     }
 }
 
 #[test]
-fn llama_3_1_scaling_and_turn_ends_are_carried_over() {
+fn llama_3_1_scaling_and_end_of_turn_are_kept() {
     let mut tiny = Tiny::new("llama", "llama-bpe")
-        .set("llama.rope.freq_base", Gguf::F32(500_000.0))
-        .set("tokenizer.ggml.eos_token_id", Gguf::U32(0))
-        .set("tokenizer.ggml.eot_token_id", Gguf::U32(2));
-    // Of 4 pairs with base 500000, two turn fast, one slowly, and one lies between (transformers' own numbers).
-    tiny.tensors.insert("rope_freqs.weight".into(), (vec![4], vec![1.0, 1.0, 2.694_530_2, 8.0], GgmlDType::F32));
+        .set("llama.rope.freq_base", Meta::F32(500_000.0))
+        .set("tokenizer.ggml.eos_token_id", Meta::U32(0))
+        .set("tokenizer.ggml.eot_token_id", Meta::U32(2));
+    // With base 500000, two of 4 pairs have a high frequency, one a low one, and one is interpolated (values of
+    // transformers).
+    tiny.tensors.insert("rope_freqs.weight".into(), (vec![4], vec![1.0, 1.0, 2.694_530_2, 8.0], Stored::F32));
     let (_folder, out, report) = tiny.import(WeightType::F32);
     report.unwrap();
     let config = json(out.join("config.json"));
