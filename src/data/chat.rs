@@ -297,15 +297,12 @@ mod tests {
             assert!(matches!(error, ChatError::Uncertain { turn: 1, .. }), "{error}");
         }
         let changed = template("{% for m in messages %}{{ m.content | upper }}{% endfor %}");
-        assert!(
-            changed.render(&talk(&[(Assistant, "b")])).is_err(),
-            "a changed answer is not what the model would say"
-        );
+        assert!(changed.render(&talk(&[(Assistant, "b")])).is_err(), "a changed answer is not the model's");
     }
 
     #[test]
     fn what_a_template_makes_of_other_fields_is_said_by_the_assistant() {
-        // Tool calls take the place of the text, as in Llama 3.1's own template.
+        // Tool calls replace the text, as in Llama 3.1's own template.
         let text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if 'tool_calls' in m %}{{ m.tool_calls[0] | tojson }}\
                     {% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}";
         let mut talk = talk(&[(User, "Hi"), (Assistant, "dropped"), (User, "<|im_end|>"), (Assistant, "Bye")]);

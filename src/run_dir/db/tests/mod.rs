@@ -8,7 +8,7 @@ use draftmill_actors::{
     messages::types::{JobId, Outcome},
     planner::{
         ledger::Ledger,
-        plan::{Order, Plan, PlanSettings, plan_epoch},
+        plan::{JobOrder, Plan, PlanSettings, plan_epoch},
     },
 };
 use std::io::{Seek, SeekFrom, Write};
@@ -20,7 +20,7 @@ fn folder() -> TempDir {
 
 fn plan(epoch: u32, jobs: u32) -> Plan {
     let lengths: Vec<u32> = (0..jobs * 2).map(|i| 10 + i % 2).collect();
-    let settings = PlanSettings { seed: 1, job_tokens: 22, order: Order::Spread, bounds: vec![10, 11] };
+    let settings = PlanSettings { seed: 1, job_tokens: 22, order: JobOrder::Spread, bounds: vec![10, 11] };
     let plan = plan_epoch(&lengths, &settings, epoch).unwrap();
     assert_eq!(plan.jobs.len() as u32, jobs + jobs % 2, "two buckets of one row in two");
     plan

@@ -76,13 +76,13 @@ fn kill_minus_nine_loses_nothing_that_was_recorded() {
     let in_use = refused(run.path());
     child.kill().unwrap();
     child.wait().unwrap();
-    let told = before + count(&mut lines);
+    let printed = before + count(&mut lines);
     assert!(in_use.contains(&format!("process {}", child.id())), "{in_use}");
-    assert!((1..20_000).contains(&told), "killed in the middle: {told}");
+    assert!((1..20_000).contains(&printed), "killed in the middle: {printed}");
     // The lock went with the process.
     let mut db = StateDb::open_or_create(run.path()).unwrap();
     let found = db.counts().unwrap()[0].trained as usize;
-    assert!(found == told || found == told + 1, "told {told}, found {found}");
+    assert!(found == printed || found == printed + 1, "printed {printed}, found {found}");
     assert_eq!(reopen_after(&mut db, 0), found);
 }
 
