@@ -8,9 +8,9 @@ use draftmill_actors::{
     },
     pool::{
         self,
-        state::{Draw, Settings},
+        state::{DrawPolicy, Settings},
     },
-    runtime::fault::Stops,
+    runtime::fault::Shutdown,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -58,16 +58,16 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
         max_bytes: BYTES * 4 * MIN_READY as u64,
         max_batches: 2 * MIN_READY,
         min_ready: MIN_READY,
-        draw: Draw::Proportional,
+        draw_policy: DrawPolicy::Proportional,
         replay_window: 1,
         start_step: 0,
         seed: 1,
     };
     let (handle, inbox) = pool::channel::<()>();
-    let (course, seen) = pool::course(&settings);
+    let (course, seen) = pool::plan_notices(&settings);
     course.epoch(0, vec![100; BUCKETS as usize], Arc::from([])).await;
-    let stops = Stops::default();
-    let pool = tokio::spawn(pool::run(watch::channel(settings).1, inbox, seen, stops.clone()));
+    let shutdown = Shutdown::default();
+    let pool = tokio::spawn(pool::run(watch::channel(settings).1, inbox, seen, shutdown.clone()));
     let mut filler = Filler { pool: handle.clone(), rng: ChaCha8Rng::seed_from_u64(1), index: 0 };
     // One batch less than a draw needs, or enough.
     for _ in 0..MIN_READY - usize::from(waiting) {
@@ -105,7 +105,7 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
     }
     drop(wanted);
     filling.await.failed("fill the pool")??;
-    stops.abort.cancel();
+    shutdown.abort.cancel();
     // It ends as aborted.
     let _ = pool.await.failed("end the pool")?;
     Ok(times)

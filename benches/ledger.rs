@@ -6,7 +6,7 @@ use draftmill_actors::{
     messages::types::{self, JobId},
     planner::{
         ledger::Ledger,
-        plan::{Order, Plan, PlanSettings, plan_epoch},
+        plan::{JobOrder, Plan, PlanSettings, plan_epoch},
     },
 };
 use std::path::Path;
@@ -21,7 +21,7 @@ const JOBS_PER_EPOCH: u32 = 100_000;
 fn plan(jobs: u32, epoch: u32) -> Outcome<Plan> {
     // Eight samples fill a job; both buckets get as many.
     let lengths: Vec<u32> = (0..jobs * 8).map(|i| 10 + i % 2).collect();
-    let settings = PlanSettings { seed: 1, job_tokens: 88, order: Order::Spread, bounds: vec![10, 11] };
+    let settings = PlanSettings { seed: 1, job_tokens: 88, order: JobOrder::Spread, bounds: vec![10, 11] };
     plan_epoch(&lengths, &settings, epoch).failed("plan an epoch")
 }
 

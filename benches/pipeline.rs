@@ -11,10 +11,10 @@ use draftmill_actors::{
     planner::{
         self,
         buckets::optimal_bounds,
-        plan::{Order, PlanSettings},
+        plan::{JobOrder, PlanSettings},
     },
-    pool::{self, Draw},
-    runtime::{fault::Stops, random::stream_seed},
+    pool::{self, DrawPolicy},
+    runtime::{fault::Shutdown, random::stream_seed},
     simulated::normal,
     trainer,
 };
@@ -78,7 +78,7 @@ pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> 
     let (report, seconds) = runtime.block_on(async {
         let reading = tokio::spawn(async move { while recorded.recv().await.is_some() {} });
         let born = Instant::now();
-        let report = tokio::spawn(pipeline::run(settings, parts, Stops::default())).await.failed("run the pipeline")?;
+        let report = tokio::spawn(pipeline::run(settings, parts, Shutdown::default())).await.failed("run the pipeline")?;
         let seconds = born.elapsed().as_secs_f64();
         reading.await.failed("read the step records")?;
         Ok::<_, String>((report.failed("run the pipeline")?, seconds))
@@ -94,7 +94,7 @@ pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> 
 fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> pipeline::Settings {
     pipeline::Settings {
         planner: planner::Settings {
-            plan: PlanSettings { seed: 1, job_tokens: setup.job_tokens, order: Order::Spread, bounds },
+            plan: PlanSettings { seed: 1, job_tokens: setup.job_tokens, order: JobOrder::Spread, bounds },
             lengths,
             epochs: 1,
             epoch_barrier: false,
@@ -106,7 +106,6 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> pipeline::S
             max_attempts: 3,
             straggler_factor: 5.0,
             offer_stragglers: true,
-            policy: dispatcher::Policy::Pull,
             paused: false,
             paused_targets: Vec::new(),
         },
@@ -114,7 +113,7 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> pipeline::S
             max_bytes: setup.max_bytes(),
             max_batches: setup.max_batches,
             min_ready: setup.min_ready,
-            draw: Draw::Proportional,
+            draw_policy: DrawPolicy::Proportional,
             replay_window: 1,
             start_step: 0,
             seed: 1,
@@ -137,7 +136,7 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> pipeline::S
         max_failures_in_a_row: 5,
         max_restarts: 5,
         restart_pause: Duration::from_secs(1),
-        kill: None,
+        fail_at_poll: None,
         grace: Duration::from_secs(10),
     }
 }

@@ -2,7 +2,7 @@
 
 use draftmill::{
     hf::layout::DraftFolder,
-    inference::loaded_target::LoadedTarget,
+    inference::{Proposer, loaded_target::LoadedTarget},
     model::{ModelError, params::folder_params},
     run_dir::checkpoint::{self, NamedTensor},
 };
@@ -16,17 +16,17 @@ use tch::{Device, Kind, Tensor};
 /// A model that cannot be loaded, an empty prompt, or a file that cannot be written.
 pub fn dump_block(target: &Path, draft: &Path, prompt: &[u32], out: &Path) -> Result<usize, ModelError> {
     let _no_grad = tch::no_grad_guard();
-    let bench = LoadedTarget::load(target, Kind::Float, Device::Cpu)?;
-    let folder = DraftFolder::open(draft, Some(bench.target.config().num_hidden_layers))?;
-    folder.config.check_target(bench.target.config()).map_err(ModelError::Input)?;
+    let loaded = LoadedTarget::load(target, Kind::Float, Device::Cpu)?;
+    let folder = DraftFolder::open(draft, Some(loaded.target.config().num_hidden_layers))?;
+    folder.config.check_target(loaded.target.config()).map_err(ModelError::Input)?;
     let weights = folder_params(&folder)?;
-    let drafter = bench.drafter(folder.config, weights, None)?;
+    let drafter = loaded.drafter(folder.config, weights, None)?;
     if prompt.is_empty() {
         return Err(ModelError::Input("a block needs at least one token before it".into()));
     }
     let ids: Vec<i32> = prompt.iter().map(|&id| id as i32).collect();
-    let seen = bench.target.extend(&mut bench.target.cache(), &ids, drafter.taps())?;
-    let last = bench.target.logits(&seen.normed.f_narrow(0, ids.len() as i64 - 1, 1)?)?;
+    let seen = loaded.target.extend(&mut loaded.target.cache(), &ids, drafter.taps())?;
+    let last = loaded.target.logits(&seen.normed.f_narrow(0, ids.len() as i64 - 1, 1)?)?;
     let anchor = last.f_argmax(-1, false)?.f_int64_value(&[0])?;
     let logits = drafter.propose(&mut drafter.begin()?, &seen.taps, anchor as u32)?;
     // Ids are exact in f32 up to 2^24, far above any vocabulary.

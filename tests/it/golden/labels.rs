@@ -114,7 +114,7 @@ fn the_divergence_from_the_whole_distribution_is_that_of_speculators() {
     let (values, ids) =
         verifier.linear(&head, None::<Tensor>).index_select(0, &before).topk(head.size()[0], -1, true, true);
     let by_label = Labels::Tokens { ids, probabilities: values.softmax(-1, Kind::Float) };
-    let by_state = Labels::States { states: verifier, of: before };
+    let by_state = Labels::States { states: verifier, index: before };
 
     let decay: Vec<f64> = (0..slots).map(|slot| (-((slot % size - 1).max(0) as f64) / 4.0).exp()).collect();
     let mask = tensor(&io, "aligned_loss_mask").get(0).to_kind(Kind::Double);

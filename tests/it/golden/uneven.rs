@@ -31,7 +31,7 @@ use draftmill_actors::{
     planner::{
         self,
         ledger::MemoryLedger,
-        plan::{Order, PlanSettings},
+        plan::{JobOrder, PlanSettings},
     },
     pool,
     runtime::fault::Shutdown,
@@ -210,7 +210,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
     }
     let settings = pipeline::Settings {
         planner: planner::Settings {
-            plan: PlanSettings { seed: 3, job_tokens: 40, order: Order::Spread, bounds: vec![16, 31] },
+            plan: PlanSettings { seed: 3, job_tokens: 40, order: JobOrder::Spread, bounds: vec![16, 31] },
             lengths: LENGTHS.into(),
             epochs: 2,
             epoch_barrier: false,
@@ -229,7 +229,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
             max_bytes: 1 << 30,
             max_batches: 8,
             min_ready: 1,
-            draw: pool::DrawPolicy::Replay,
+            draw_policy: pool::DrawPolicy::Replay,
             replay_window: 8,
             start_step: 0,
             seed: 3,
