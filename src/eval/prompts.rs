@@ -1,11 +1,10 @@
 //! Reader of prompt files: OpenAI `messages`, MT-Bench `turns`, HumanEval `prompt`.
 
 use crate::{
-    config::UnknownRole,
     data::{
         chat::{Conversation, Role, Turn},
         input::{InputRow, Inputs},
-        row::{self, ParsedRow},
+        row::{self, ParsedRow, RowPolicy},
         split::RowContent,
     },
 };
@@ -98,7 +97,7 @@ pub fn parse(bytes: &[u8], truncated: bool, line: u64) -> Result<Prompt, String>
 
 /// Parses a conversation and drops the assistant's final turns.
 fn messages(bytes: &[u8], truncated: bool) -> Result<Conversation, String> {
-    let row = row::parse(bytes, truncated, UnknownRole::Reject, &mut Default::default());
+    let row = row::parse(bytes, truncated, RowPolicy::default(), &mut Default::default());
     match row.map_err(|reject| format!("{} ({})", reject.reason, reject.detail))? {
         ParsedRow::Chat(mut conversation) => {
             while conversation.turns.last().is_some_and(|turn| turn.role == Role::Assistant) {
