@@ -6,16 +6,11 @@
 
 mod fit;
 mod jinja;
-mod python;
 mod span;
 mod turn;
 
-use self::span::Spans;
+use self::{jinja::Value as Jinja, span::Spans};
 use crate::hf::{HfError, read_json};
-use minijinja::{
-    Environment,
-    value::{Serde, Value as Jinja},
-};
 use serde_json::Value;
 use std::{io::ErrorKind, ops::Range, path::Path};
 use thiserror::Error;
@@ -70,15 +65,18 @@ pub enum ChatError {
 
 /// Compiled chat template of a model.
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    template: jinja::Template,
+    /// Template for conversations with tools, if there is a second one.
+    with_tools: Option<jinja::Template>,
     text: String,
-    bos: String,
+    /// Special tokens by the names that templates have for them, such as `bos_token`.
+    named: Vec<(String, String)>,
     eos: String,
     /// Special tokens, longest first. One of them ends a turn.
     special: Vec<String>,
 }
 
-/// Names of the templates in the environment. The second one is optional and serves conversations with tools.
+/// Names of the templates of a model. The second one is optional and serves conversations with tools.
 const NAME: &str = "default";
 const WITH_TOOLS: &str = "tool_use";
 
@@ -106,7 +104,7 @@ impl ChatTemplate {
         let special = added.filter(|t| t["special"] == true).filter_map(token_of);
         let mut template = ChatTemplate::from_text(&text, &token("bos_token"), &token("eos_token"), special.collect())?;
         if let Some(text) = with_tools.filter(|with_tools| *with_tools != text) {
-            jinja::add(&mut template.environment, WITH_TOOLS, &text).map_err(unreadable)?;
+            template.with_tools = Some(compiled(&text)?);
             template.text.push_str(&text);
         }
         Ok(template)
@@ -117,13 +115,14 @@ impl ChatTemplate {
     /// # Errors
     /// A syntax error of the template.
     pub fn from_text(text: &str, bos: &str, eos: &str, mut special: Vec<String>) -> Result<ChatTemplate, ChatError> {
-        let mut environment = jinja::environment().map_err(unreadable)?;
-        jinja::add(&mut environment, NAME, text).map_err(unreadable)?;
+        let template = compiled(text)?;
         special.push(eos.into());
         special.retain(|token| !token.is_empty());
         special.sort_by(|a, b| b.len().cmp(&a.len()).then(a.cmp(b)));
         special.dedup();
-        Ok(ChatTemplate { environment, text: text.into(), bos: bos.into(), eos: eos.into(), special })
+        let named = [("bos_token", bos), ("eos_token", eos)].into_iter().filter(|(_, token)| !token.is_empty());
+        let named = named.map(|(name, token)| (name.to_owned(), token.to_owned())).collect();
+        Ok(ChatTemplate { template, with_tools: None, text: text.into(), named, eos: eos.into(), special })
     }
 
     /// Source text of the template, for fingerprints.
@@ -163,22 +162,32 @@ impl ChatTemplate {
         let fitted = self.fit_arguments(conversation, &mut Notes::default());
         let conversation = fitted.as_ref().unwrap_or(conversation);
         let messages: Vec<_> = conversation.turns.iter().map(span::plain_message).collect();
-        let quiet = minijinja::context! { enable_thinking => false };
-        self.call_with(&messages, &Jinja::from(Serde(&conversation.tools)), true, quiet)
+        let quiet = [("enable_thinking", Jinja::Bool(false))];
+        self.call_with(&messages, &tools_value(conversation), true, &quiet)
     }
 
     fn call(&self, messages: &[Jinja], tools: &Jinja, add_generation_prompt: bool) -> Result<String, ChatError> {
-        self.call_with(messages, tools, add_generation_prompt, minijinja::context! {})
+        self.call_with(messages, tools, add_generation_prompt, &[])
     }
 
-    fn call_with(&self, messages: &[Jinja], tools: &Jinja, prompt: bool, more: Jinja) -> Result<String, ChatError> {
-        let name = if tools.is_none() { NAME } else { WITH_TOOLS };
-        let template = self.environment.get_template(name).or_else(|_| self.environment.get_template(NAME));
-        let context = minijinja::context! {
-            messages, tools, add_generation_prompt => prompt, documents => (), bos_token => self.bos.as_str(),
-            eos_token => self.eos.as_str(), ..more
-        };
-        template.map_err(unreadable)?.render(context).map_err(|e| ChatError::Refused(jinja::sentence(&e)))
+    fn call_with(
+        &self,
+        messages: &[Jinja],
+        tools: &Jinja,
+        prompt: bool,
+        more: &[(&str, Jinja)],
+    ) -> Result<String, ChatError> {
+        let mut variables = vec![
+            ("messages", Jinja::list(messages.to_vec())),
+            ("tools", tools.clone()),
+            ("documents", Jinja::None),
+            ("add_generation_prompt", Jinja::Bool(prompt)),
+        ];
+        variables.extend(self.named.iter().map(|(name, token)| (name.as_str(), Jinja::text(token.as_str()))));
+        variables.extend_from_slice(more);
+        let with_tools = self.with_tools.as_ref().filter(|_| !matches!(tools, Jinja::None));
+        let template = with_tools.unwrap_or(&self.template);
+        template.render(&variables).map_err(|error| ChatError::Refused(error.to_string()))
     }
 
     /// Special token at the start of `text`, after optional white space: the bytes up to its end, and the token.
@@ -204,8 +213,13 @@ pub fn loss_mask(offsets: &[(usize, usize)], supervised: &[Range<usize>]) -> Vec
     offsets.iter().map(inside).collect()
 }
 
-fn unreadable(error: minijinja::Error) -> ChatError {
-    ChatError::Template(error.to_string())
+fn compiled(text: &str) -> Result<jinja::Template, ChatError> {
+    jinja::Template::new(text).map_err(|error| ChatError::Template(error.to_string()))
+}
+
+/// Tools of a conversation as templates expect them.
+fn tools_value(conversation: &Conversation) -> Jinja {
+    conversation.tools.as_ref().map_or(Jinja::None, Jinja::from)
 }
 
 /// Reads an optional JSON file; returns null if it is missing.

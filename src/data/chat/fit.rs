@@ -2,9 +2,14 @@
 //!
 //! All of it is found by rendering with and without, so no template has to be known by name.
 
-use super::{ChatError, ChatTemplate, Conversation, Role, Turn, python, span::is_blank, turn::WEIGHTS};
+use super::{
+    ChatError, ChatTemplate, Conversation, Role, Turn,
+    jinja::{self, Value as Jinja},
+    span::is_blank,
+    tools_value as tools,
+    turn::WEIGHTS,
+};
 use crate::data::change::Change;
-use minijinja::value::{Serde, Value as Jinja};
 use serde_json::{Map, Value};
 use std::{borrow::Cow, collections::BTreeSet};
 
@@ -61,7 +66,7 @@ impl ChatTemplate {
         for arguments in arguments(&mut texts) {
             *arguments = match arguments.as_str() {
                 Some(text) => inner_text(text).unwrap_or_else(|| text.to_owned()),
-                None => self.json_text(arguments)?,
+                None => jinja::json(&Jinja::from(&*arguments)).ok()?,
             }
             .into();
         }
@@ -193,20 +198,10 @@ impl ChatTemplate {
     fn whole(&self, conversation: &Conversation) -> Result<String, ChatError> {
         self.call(&messages(&conversation.turns), &tools(conversation), false)
     }
-
-    /// JSON as the filter `tojson` writes it.
-    fn json_text(&self, value: &Value) -> Option<String> {
-        let context = minijinja::context! { value => Jinja::from(Serde(value)) };
-        self.environment.render_str("{{ value | tojson }}", context).ok()
-    }
 }
 
 fn messages(turns: &[Turn]) -> Vec<Jinja> {
     turns.iter().map(super::span::plain_message).collect()
-}
-
-fn tools(conversation: &Conversation) -> Jinja {
-    Jinja::from(Serde(&conversation.tools))
 }
 
 /// Arguments of all tool calls of a conversation.
@@ -240,7 +235,7 @@ fn inner_text(text: &str) -> Option<String> {
 
 /// True if `text` has the arguments as Python prints them, in a form that is not JSON.
 fn prints_python(text: &str, arguments: &Value) -> bool {
-    let printed = python::text(&Jinja::from(Serde(arguments))).unwrap_or_default();
+    let printed = jinja::string(&Jinja::from(arguments)).unwrap_or_default();
     arguments.is_object() && serde_json::from_str::<Value>(&printed).is_err() && text.contains(&printed)
 }
 

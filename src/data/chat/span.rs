@@ -3,8 +3,10 @@
 //! A turn is found by rendering the conversation again with a sentinel instead of its content. The text before and after the
 //! sentinel is the template's, and must surround the turn as well. A mismatch is an error, never a guess.
 
-use super::{ChatError, ChatTemplate, Conversation, Turn, python::is_space};
-use minijinja::value::{Serde, Value as Jinja};
+use super::{
+    ChatError, ChatTemplate, Conversation, Turn,
+    jinja::{Value as Jinja, is_space},
+};
 use serde_json::{Map, Value};
 use std::ops::Range;
 
@@ -23,7 +25,7 @@ impl<'a> Spans<'a> {
     pub fn new(template: &'a ChatTemplate, conversation: &'a Conversation) -> Result<Spans<'a>, ChatError> {
         let turns = conversation.turns.as_slice();
         let messages: Vec<_> = turns.iter().map(|turn| message(turn, &turn.content, &turn.extra)).collect();
-        let tools = Jinja::from(Serde(&conversation.tools));
+        let tools = super::tools_value(conversation);
         let text = template.call(&messages, &tools, false)?;
         let sentinel = sentinel(turns, &text);
         Ok(Spans { template, turns, messages, tools, text, sentinel })
@@ -110,7 +112,7 @@ fn message(turn: &Turn, content: &str, extra: &Map<String, Value>) -> Jinja {
     for (key, value) in extra {
         message.entry(key).or_insert_with(|| value.clone());
     }
-    Jinja::from(Serde(message))
+    Jinja::from(&Value::Object(message))
 }
 
 /// True if a field of a turn has no content.

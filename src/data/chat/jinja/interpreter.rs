@@ -1,0 +1,280 @@
+//! Interpreter of statements.
+
+use super::{
+    Error,
+    ast::{Arguments, Expr, For, Macro, Statement, Target},
+    call::Args,
+    loops::Loop,
+    object::Object,
+    scope::Scope,
+    text,
+    value::Value,
+};
+use std::{rc::Rc, sync::Arc};
+
+/// Limit of nested statements, expressions and calls, as Python limits recursion.
+const MAX_DEPTH: usize = 400;
+/// Limit of the rendered text in bytes.
+pub const MAX_TEXT: usize = 1 << 28;
+
+/// End of a list of statements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flow {
+    Next,
+    Break,
+    Continue,
+}
+
+/// State of a rendering.
+pub struct Interpreter<'a> {
+    pub context: &'a Scope,
+    pub out: String,
+    depth: usize,
+}
+
+impl<'a> Interpreter<'a> {
+    pub fn new(context: &'a Scope) -> Interpreter<'a> {
+        Interpreter { context, out: String::new(), depth: 0 }
+    }
+
+    /// Runs `inner` one level deeper.
+    pub fn deeper<T>(&mut self, inner: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<T, Error> {
+        if self.depth >= MAX_DEPTH {
+            return Err(Error::new("the template calls itself too deeply"));
+        }
+        self.depth += 1;
+        let done = inner(self);
+        self.depth -= 1;
+        done
+    }
+
+    /// Text that `inner` writes.
+    pub fn captured(&mut self, inner: impl FnOnce(&mut Self) -> Result<Flow, Error>) -> Result<(String, Flow), Error> {
+        let outer = std::mem::take(&mut self.out);
+        let done = self.deeper(inner);
+        let text = std::mem::replace(&mut self.out, outer);
+        done.map(|flow| (text, flow))
+    }
+
+    pub fn body(&mut self, body: &[Statement], scope: &Rc<Scope>) -> Result<Flow, Error> {
+        for statement in body {
+            let flow = self.statement(statement, scope)?;
+            if flow != Flow::Next {
+                return Ok(flow);
+            }
+        }
+        Ok(Flow::Next)
+    }
+
+    fn write(&mut self, text: &str) -> Result<(), Error> {
+        if self.out.len() + text.len() > MAX_TEXT {
+            return Err(Error::new("the rendered text is too long"));
+        }
+        self.out.push_str(text);
+        Ok(())
+    }
+
+    fn statement(&mut self, statement: &Statement, scope: &Rc<Scope>) -> Result<Flow, Error> {
+        match statement {
+            Statement::Data(text) => self.write(text)?,
+            Statement::Print(expr) => {
+                let value = self.eval(expr, scope)?;
+                match value.as_str() {
+                    Some(text) => self.write(text)?,
+                    None => self.write(&text::string(&value)?)?,
+                }
+            }
+            Statement::For(block) => {
+                let items = self.eval(&block.items, scope)?;
+                self.deeper(|this| this.run_loop(block, scope, &items, 0))?;
+            }
+            Statement::If { branches, otherwise } => {
+                for (test, body) in branches {
+                    if self.eval(test, scope)?.truth() {
+                        return self.deeper(|this| this.body(body, scope));
+                    }
+                }
+                return self.deeper(|this| this.body(otherwise, scope));
+            }
+            Statement::Set(target, expr) => {
+                let value = self.eval(expr, scope)?;
+                self.assign(target, value, scope)?;
+            }
+            Statement::SetBlock { target, filter, body } => {
+                let inner = Scope::inside(scope);
+                let (text, flow) = self.captured(|this| this.body(body, &inner))?;
+                if flow != Flow::Next {
+                    return Ok(flow);
+                }
+                let mut value = Value::text(text);
+                if let Some(filter) = filter {
+                    value = self.filter(filter, Some(value), &inner)?;
+                }
+                self.assign(target, value, scope)?;
+            }
+            Statement::With { targets, body } => {
+                let inner = Scope::inside(scope);
+                for (target, expr) in targets {
+                    let value = self.eval(expr, scope)?;
+                    self.assign(target, value, &inner)?;
+                }
+                return self.deeper(|this| this.body(body, &inner));
+            }
+            Statement::FilterBlock { filter, body } => {
+                let inner = Scope::inside(scope);
+                let (text, flow) = self.captured(|this| this.body(body, &inner))?;
+                if flow != Flow::Next {
+                    return Ok(flow);
+                }
+                let value = self.filter(filter, Some(Value::text(text)), &inner)?;
+                self.write(&text::string(&value)?)?;
+            }
+            Statement::Macro(definition) => scope.set(&definition.name, macro_value(definition, scope)),
+            Statement::CallBlock { call, caller } => {
+                let Expr::Call(callee, arguments) = call else { return Ok(Flow::Next) };
+                let callee = self.eval(callee, scope)?;
+                let mut args = self.arguments(arguments, scope)?;
+                args.named.push(("caller".into(), macro_value(caller, scope)));
+                let value = self.deeper(|this| this.call(&callee, args))?;
+                self.write(&text::string(&value)?)?;
+            }
+            Statement::Scope(body) => {
+                let inner = Scope::inside(scope);
+                return self.deeper(|this| this.body(body, &inner));
+            }
+            Statement::NoEscape(expr) => {
+                if self.eval(expr, scope)?.truth() {
+                    return Err(Error::new("`autoescape` is not supported"));
+                }
+            }
+            Statement::Break => return Ok(Flow::Break),
+            Statement::Continue => return Ok(Flow::Continue),
+            Statement::Other { name, template } => {
+                self.eval(template, scope)?;
+                return Err(Error::new(format!("`{name}` needs another template, and there is none")));
+            }
+        }
+        Ok(Flow::Next)
+    }
+
+    /// Runs a `for` block; `depth` counts its recursions.
+    pub fn run_loop(&mut self, block: &Arc<For>, scope: &Rc<Scope>, items: &Value, depth: usize) -> Result<Flow, Error> {
+        let state = Rc::new(Loop::new(block, scope, items, depth)?);
+        let name = Arc::from("loop");
+        while let Some(item) = state.next(self)? {
+            let inner = Scope::inside(scope);
+            inner.set(&name, Value::object(Object::Loop(state.clone())));
+            self.assign(&block.target, item, &inner)?;
+            if self.body(&block.body, &inner)? == Flow::Break {
+                break;
+            }
+        }
+        if state.index.get() == 0 {
+            return self.body(&block.otherwise, &Scope::inside(scope));
+        }
+        Ok(Flow::Next)
+    }
+
+    pub fn assign(&mut self, target: &Target, value: Value, scope: &Rc<Scope>) -> Result<(), Error> {
+        match target {
+            Target::Name(name) => scope.set(name, value),
+            Target::Attribute(name, attribute) => match self.lookup(name, scope) {
+                Value::Object(object) if matches!(&*object, Object::Namespace(_)) => {
+                    super::call::field_name(attribute)?;
+                    if let Object::Namespace(fields) = &*object {
+                        fields.borrow_mut().set(attribute, value);
+                    }
+                }
+                _ => return Err(Error::new(format!("`{name}` is no namespace, so its attributes cannot be set"))),
+            },
+            Target::Tuple(targets) => {
+                let items = value.items()?;
+                if items.len() != targets.len() {
+                    let counts = format!("{} values for {} names", items.len(), targets.len());
+                    return Err(Error::new(format!("a list cannot be unpacked: {counts}")));
+                }
+                for (target, item) in targets.iter().zip(items) {
+                    self.assign(target, item, scope)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub fn lookup(&self, name: &str, scope: &Scope) -> Value {
+        let found = scope.get(name).or_else(|| self.context.get(name)).or_else(|| super::call::global(name));
+        found.unwrap_or_else(|| Value::undefined(format!("`{name}` is undefined")))
+    }
+
+    pub fn arguments(&mut self, arguments: &Arguments, scope: &Rc<Scope>) -> Result<Args, Error> {
+        let mut args = Args::default();
+        for expr in &arguments.positional {
+            args.positional.push(self.eval(expr, scope)?);
+        }
+        for (name, expr) in &arguments.named {
+            args.named.push((name.clone(), self.eval(expr, scope)?));
+        }
+        if let Some(list) = &arguments.list {
+            args.positional.extend(self.eval(list, scope)?.items()?);
+        }
+        if let Some(dict) = &arguments.dict {
+            let Value::Dict(dict) = self.eval(dict, scope)? else {
+                return Err(Error::new("the value after `**` is no dictionary"));
+            };
+            for (key, value) in dict.pairs() {
+                let Value::Str(key) = key else { return Err(Error::new("a key after `**` is no text")) };
+                if args.named.iter().any(|(known, _)| known == key) {
+                    return Err(Error::new(format!("the argument `{key}` is given twice")));
+                }
+                args.named.push((key.clone(), value.clone()));
+            }
+        }
+        Ok(args)
+    }
+
+    /// Calls a macro.
+    pub fn call_macro(&mut self, definition: &Macro, scope: &Rc<Scope>, mut args: Args) -> Result<Value, Error> {
+        let inner = Scope::inside(scope);
+        let count = definition.arguments.len();
+        let mut given: Vec<Value> = args.positional.drain(..count.min(args.positional.len())).collect();
+        let mut caller_given = given.len() == count && definition.arguments.iter().any(|name| **name == *"caller");
+        let mut bound = Vec::with_capacity(count);
+        let positional = given.len();
+        bound.extend(given.drain(..).map(Some));
+        for name in &definition.arguments[positional..] {
+            let value = args.take(name);
+            caller_given |= **name == *"caller";
+            bound.push(value);
+        }
+        if definition.takes.caller && !caller_given {
+            let caller = args.take("caller").filter(|caller| !matches!(caller, Value::None));
+            inner.set(&"caller".into(), caller.unwrap_or_else(|| Value::undefined("no caller is defined")));
+        }
+        if definition.takes.kwargs {
+            let rest = std::mem::take(&mut args.named);
+            inner.set(&"kwargs".into(), Value::Dict(Rc::new(super::dict::Dict::from_texts(rest))));
+        } else if let Some((name, _)) = args.named.first() {
+            return Err(Error::new(format!("the macro `{}` takes no argument `{name}`", definition.name)));
+        }
+        if definition.takes.varargs {
+            inner.set(&"varargs".into(), Value::tuple(std::mem::take(&mut args.positional)));
+        } else if !args.positional.is_empty() {
+            return Err(Error::new(format!("the macro `{}` takes at most {count} arguments", definition.name)));
+        }
+        let optional = count - definition.defaults.len();
+        for (index, (name, value)) in definition.arguments.iter().zip(bound).enumerate() {
+            let value = match (value, index.checked_sub(optional).and_then(|at| definition.defaults.get(at))) {
+                (Some(value), _) => value,
+                (None, Some(default)) => self.eval(default, &inner)?,
+                (None, None) => Value::undefined(format!("the argument `{name}` was not given")),
+            };
+            inner.set(name, value);
+        }
+        let (text, _) = self.captured(|this| this.body(&definition.body, &inner))?;
+        Ok(Value::text(text))
+    }
+}
+
+fn macro_value(definition: &Arc<Macro>, scope: &Rc<Scope>) -> Value {
+    Value::object(Object::Macro { definition: definition.clone(), scope: Rc::downgrade(scope) })
+}

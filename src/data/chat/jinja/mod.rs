@@ -1,0 +1,89 @@
+//! Template engine that renders the chat templates of Hugging Face as transformers does with Jinja2.
+//!
+//! The values are Python's, the rules those of Jinja2's immutable sandbox with `trim_blocks` and `lstrip_blocks`. What the
+//! engine does not know is an error, never another text.
+
+mod ast;
+mod attribute;
+mod call;
+mod date;
+mod dict;
+mod eval;
+mod expression;
+mod filters;
+mod format;
+mod interpreter;
+mod json;
+mod letters;
+mod lexer;
+mod loops;
+mod methods;
+mod object;
+mod operators;
+mod parser;
+mod percent;
+mod scope;
+mod strings;
+mod checks;
+mod text;
+mod text_filters;
+mod value;
+
+pub use text::{is_space, string};
+pub use value::Value;
+
+use std::{fmt, rc::Rc, sync::Arc};
+
+/// Refusal of a template, as a sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Error(Arc<str>);
+
+impl Error {
+    fn new(text: impl Into<Arc<str>>) -> Error {
+        Error(text.into())
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// JSON of a value, as the filter `tojson` writes it.
+///
+/// # Errors
+/// A value that JSON does not have.
+pub fn json(value: &Value) -> Result<String, Error> {
+    text::string(&json::dumps(value, call::Args::default())?)
+}
+
+/// Compiled template.
+#[derive(Debug)]
+pub struct Template(ast::Body);
+
+impl Template {
+    /// Parses a template.
+    ///
+    /// # Errors
+    /// The line that is no template, or an unknown filter or test.
+    pub fn new(text: &str) -> Result<Template, Error> {
+        parser::parse(text).map(Template)
+    }
+
+    /// Text of the template with these variables.
+    ///
+    /// # Errors
+    /// Whatever Jinja2 refuses, or this engine does not support.
+    pub fn render(&self, variables: &[(&str, Value)]) -> Result<String, Error> {
+        let context = scope::Scope::default();
+        for (name, value) in variables {
+            context.set(&Arc::from(*name), value.clone());
+        }
+        let mut interpreter = interpreter::Interpreter::new(&context);
+        interpreter.body(&self.0, &Rc::new(scope::Scope::default()))?;
+        Ok(interpreter.out)
+    }
+}
