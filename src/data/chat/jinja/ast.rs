@@ -9,13 +9,29 @@ pub enum Statement {
     Data(Arc<str>),
     Print(Expr),
     For(Arc<For>),
-    If { branches: Vec<(Expr, Body)>, otherwise: Body },
+    If {
+        branches: Vec<(Expr, Body)>,
+        otherwise: Body,
+    },
     Set(Target, Expr),
-    SetBlock { target: Target, filter: Option<Expr>, body: Body },
-    With { targets: Vec<(Target, Expr)>, body: Body },
-    FilterBlock { filter: Expr, body: Body },
+    SetBlock {
+        target: Target,
+        filter: Option<Expr>,
+        body: Body,
+    },
+    With {
+        targets: Vec<(Target, Expr)>,
+        body: Body,
+    },
+    FilterBlock {
+        filter: Expr,
+        body: Body,
+    },
     Macro(Arc<Macro>),
-    CallBlock { call: Expr, caller: Arc<Macro> },
+    CallBlock {
+        call: Expr,
+        caller: Arc<Macro>,
+    },
     /// A block with variables of its own: `generation`, `block`, and `autoescape`.
     Scope(Body),
     /// Value of `{% autoescape %}`, which must be false.
@@ -23,7 +39,10 @@ pub enum Statement {
     Break,
     Continue,
     /// A statement that needs other templates; there are none.
-    Other { name: &'static str, template: Expr },
+    Other {
+        name: &'static str,
+        template: Expr,
+    },
 }
 
 #[derive(Debug)]
@@ -93,7 +112,11 @@ pub enum Expr {
     Or(Box<Expr>, Box<Expr>),
     Compare(Box<Expr>, Vec<(Comparison, Expr)>),
     Concat(Vec<Expr>),
-    Condition { test: Box<Expr>, then: Box<Expr>, otherwise: Option<Box<Expr>> },
+    Condition {
+        test: Box<Expr>,
+        then: Box<Expr>,
+        otherwise: Option<Box<Expr>>,
+    },
 }
 
 #[derive(Debug, Default)]

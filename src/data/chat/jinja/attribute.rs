@@ -124,10 +124,12 @@ fn subscript(value: &Value, key: &Value) -> Result<Option<Value>, Error> {
                 Ok(index) => text.chars().nth(index),
                 Err(_) => usize::try_from(-1 - index).ok().and_then(|index| text.chars().rev().nth(index)),
             };
-            found.map(|c| Value::text(c.to_string()))
+            let found = found.map(|c| c.to_string().into());
+            found.map(if matches!(value, Value::Markup(_)) { Value::Markup } else { Value::Str })
         }
-        Value::Range(range) => at(usize::try_from(range.len()).unwrap_or(usize::MAX))
-            .map(|index| Value::Int(range.get(index as i128))),
+        Value::Range(range) => {
+            at(usize::try_from(range.len()).unwrap_or(usize::MAX)).map(|index| Value::Int(range.get(index as i128)))
+        }
         _ => value.as_items().and_then(|items| Some(items[at(items.len())?].clone())),
     })
 }
@@ -138,44 +140,40 @@ fn subscript(value: &Value, key: &Value) -> Result<Option<Value>, Error> {
 /// Bounds that are no numbers, or an undefined value.
 pub fn slice(value: &Value, bounds: &[Value; 3]) -> Result<Value, Error> {
     value.defined()?;
+    let no_slices = || Err(Error::new(format!("a value of type {} has no slices", value.kind())));
     let pick = |indices: Vec<usize>, items: &[Value]| indices.into_iter().map(|at| items[at].clone()).collect();
     Ok(match value {
         Value::Str(text) | Value::Markup(text) => {
             let chars: Vec<char> = text.chars().collect();
-            let Some((start, step, count)) = bounded(bounds, chars.len())? else { return Ok(bad_bounds()) };
-            Value::text(indices(start, step, count).into_iter().map(|at| chars[at]).collect::<String>())
+            let (start, step, count, _) = bounded(bounds, chars.len())?;
+            let part: String = indices(start, step, count).into_iter().map(|at| chars[at]).collect();
+            if matches!(value, Value::Markup(_)) { Value::Markup(part.into()) } else { Value::text(part) }
         }
         Value::List(items) => {
-            let Some((start, step, count)) = bounded(bounds, items.len())? else { return Ok(bad_bounds()) };
+            let (start, step, count, _) = bounded(bounds, items.len())?;
             Value::list(pick(indices(start, step, count), items))
         }
         Value::Range(range) => {
             let len = usize::try_from(range.len()).unwrap_or(usize::MAX);
-            let Some((start, step, count)) = bounded(bounds, len)? else { return Ok(bad_bounds()) };
-            let step_of = range.step * step;
-            let start = range.get(start);
-            Value::Range(Range { start, stop: start + step_of * count, step: step_of })
+            let (start, step, _, stop) = bounded(bounds, len)?;
+            Value::Range(Range { start: range.get(start), stop: range.get(stop), step: range.step * step })
         }
         _ => match value.as_items() {
             Some(items) => {
-                let Some((start, step, count)) = bounded(bounds, items.len())? else { return Ok(bad_bounds()) };
+                let (start, step, count, _) = bounded(bounds, items.len())?;
                 Value::tuple(pick(indices(start, step, count), items))
             }
-            None => Value::undefined(format!("a value of type {} has no slices", value.kind())),
+            None => return no_slices(),
         },
     })
-}
-
-fn bad_bounds() -> Value {
-    Value::undefined("the bounds of a slice are no integers")
 }
 
 fn indices(start: i128, step: i128, count: i128) -> Vec<usize> {
     (0..count).filter_map(|n| usize::try_from(start + n * step).ok()).collect()
 }
 
-/// First index, step and number of items of a slice; `None` if a bound is no integer.
-fn bounded(bounds: &[Value; 3], len: usize) -> Result<Option<(i128, i128, i128)>, Error> {
+/// First index, step, number of items and index behind the last item of a slice.
+fn bounded(bounds: &[Value; 3], len: usize) -> Result<(i128, i128, i128, i128), Error> {
     let len = len as i128;
     let mut given = [None; 3];
     for (bound, value) in given.iter_mut().zip(bounds) {
@@ -183,7 +181,7 @@ fn bounded(bounds: &[Value; 3], len: usize) -> Result<Option<(i128, i128, i128)>
             Value::None => None,
             value => match value.as_int() {
                 Some(value) => Some(value.clamp(i64::MIN.into(), i64::MAX.into())),
-                None => return Ok(None),
+                None => return Err(Error::new("a bound of a slice is no integer")),
             },
         };
     }
@@ -199,5 +197,5 @@ fn bounded(bounds: &[Value; 3], len: usize) -> Result<Option<(i128, i128, i128)>
         (given[0].map_or(len - 1, clamp), given[1].map_or(-1, clamp))
     };
     let count = if step > 0 { (stop - start + step - 1) / step } else { (start - stop - step - 1) / -step };
-    Ok(Some((start, step, count.max(0))))
+    Ok((start, step, count.max(0), stop))
 }

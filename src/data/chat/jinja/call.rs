@@ -205,7 +205,7 @@ fn dict(args: Args) -> Result<Dict, Error> {
         None => {}
         Some(Value::Dict(other)) => dict = (**other).clone(),
         Some(pairs) => {
-            for pair in pairs.items()? {
+            for pair in pairs.defined()?.items()? {
                 match pair.items()?.as_slice() {
                     [key, value] => dict.insert(Key::new(key.clone())?, value.clone()),
                     _ => return Err(Error::new("dict takes pairs of a key and a value")),

@@ -1,25 +1,51 @@
 //! Tests: `value is name`.
 
 use super::{
-    Error,
-    ast::Comparison,
-    call::Args,
-    eval::compare,
-    filters,
-    interpreter::Interpreter,
-    letters,
-    object::Object,
-    operators::binary,
-    text,
-    value::Value,
+    Error, ast::Comparison, call::Args, dict::Key, eval::compare, filters, letters, object::Object, operators::binary,
+    text, value::Value,
 };
 use std::rc::Rc;
 
 const NAMES: [&str; 39] = [
-    "!=", "<", "<=", "==", ">", ">=", "boolean", "callable", "defined", "divisibleby", "eq", "equalto", "escaped",
-    "even", "false", "filter", "float", "ge", "greaterthan", "gt", "in", "integer", "iterable", "le", "lessthan",
-    "lower", "lt", "mapping", "ne", "none", "number", "odd", "sameas", "sequence", "string", "test", "true",
-    "undefined", "upper",
+    "!=",
+    "<",
+    "<=",
+    "==",
+    ">",
+    ">=",
+    "boolean",
+    "callable",
+    "defined",
+    "divisibleby",
+    "eq",
+    "equalto",
+    "escaped",
+    "even",
+    "false",
+    "filter",
+    "float",
+    "ge",
+    "greaterthan",
+    "gt",
+    "in",
+    "integer",
+    "iterable",
+    "le",
+    "lessthan",
+    "lower",
+    "lt",
+    "mapping",
+    "ne",
+    "none",
+    "number",
+    "odd",
+    "sameas",
+    "sequence",
+    "string",
+    "test",
+    "true",
+    "undefined",
+    "upper",
 ];
 
 /// True if there is a test of this name.
@@ -31,7 +57,7 @@ pub fn exists(name: &str) -> bool {
 ///
 /// # Errors
 /// An unknown test, wrong arguments, or types that Python does not compare.
-pub fn test(_: &mut Interpreter<'_>, name: &str, value: &Value, args: Args) -> Result<bool, Error> {
+pub fn test(name: &str, value: &Value, args: Args) -> Result<bool, Error> {
     let comparison = match name {
         "==" | "eq" | "equalto" => Some(Comparison::Eq),
         "!=" | "ne" => Some(Comparison::Ne),
@@ -72,8 +98,11 @@ pub fn test(_: &mut Interpreter<'_>, name: &str, value: &Value, args: Args) -> R
         "odd" => rest(Value::Int(2))?.equals(&Value::Int(1)),
         "true" => matches!(value, Value::Bool(true)),
         "false" => matches!(value, Value::Bool(false)),
-        "filter" => value.as_str().is_some_and(filters::exists),
-        "test" => value.as_str().is_some_and(exists),
+        "filter" | "test" => {
+            // Python looks the value up, so it must be a possible key.
+            Key::new(value.clone())?;
+            value.as_str().is_some_and(if name == "test" { exists } else { filters::exists })
+        }
         "float" => matches!(value, Value::Float(_)),
         "integer" => matches!(value, Value::Int(_)),
         "number" => matches!(value, Value::Int(_) | Value::Float(_) | Value::Bool(_)),

@@ -3,16 +3,16 @@
 use super::{
     Error,
     ast::{Arguments, Binary, Comparison, Const, Expr},
-    lexer::Kind,
-    parser::Parser,
     checks,
+    lexer::Kind,
+    parser::{MAX_NESTED, Parser},
 };
 
 impl Parser {
     /// An expression; `conditional` allows `a if b else c`.
     pub(super) fn expression(&mut self, conditional: bool) -> Result<Expr, Error> {
         self.depth += 1;
-        if self.depth > 100 {
+        if self.depth > MAX_NESTED {
             return Err(self.error("an expression is nested too deeply"));
         }
         let found = if conditional { self.condition_expression() } else { self.or() };
@@ -50,7 +50,9 @@ impl Parser {
     fn condition_expression(&mut self) -> Result<Expr, Error> {
         let known = self.unknown.len();
         let mut first = self.or()?;
+        let mut links = 0;
         while self.skip_name("if") {
+            self.link(&mut links)?;
             let test = Box::new(self.or()?);
             let otherwise = if self.skip_name("else") { Some(Box::new(self.expression(true)?)) } else { None };
             first = Expr::Condition { test, then: Box::new(first), otherwise };
@@ -61,7 +63,9 @@ impl Parser {
 
     fn or(&mut self) -> Result<Expr, Error> {
         let mut left = self.and()?;
+        let mut links = 0;
         while self.skip_name("or") {
+            self.link(&mut links)?;
             left = Expr::Or(Box::new(left), Box::new(self.and()?));
         }
         Ok(left)
@@ -69,7 +73,9 @@ impl Parser {
 
     fn and(&mut self) -> Result<Expr, Error> {
         let mut left = self.not()?;
+        let mut links = 0;
         while self.skip_name("and") {
+            self.link(&mut links)?;
             left = Expr::And(Box::new(left), Box::new(self.not()?));
         }
         Ok(left)
@@ -78,7 +84,7 @@ impl Parser {
     fn not(&mut self) -> Result<Expr, Error> {
         let mut count = 0;
         while self.skip_name("not") {
-            count += 1;
+            self.link(&mut count)?;
         }
         let inner = self.compare()?;
         Ok((0..count).fold(inner, |inner, _| Expr::Not(Box::new(inner))))
@@ -110,6 +116,7 @@ impl Parser {
 
     fn sum(&mut self) -> Result<Expr, Error> {
         let mut left = self.concat()?;
+        let mut links = 0;
         loop {
             let op = match self.peek() {
                 Kind::Op("+") => Binary::Add,
@@ -117,6 +124,7 @@ impl Parser {
                 _ => return Ok(left),
             };
             self.next();
+            self.link(&mut links)?;
             left = Expr::Binary(Box::new(left), op, Box::new(self.concat()?));
         }
     }
@@ -135,6 +143,7 @@ impl Parser {
 
     fn product(&mut self) -> Result<Expr, Error> {
         let mut left = self.power()?;
+        let mut links = 0;
         loop {
             let op = match self.peek() {
                 Kind::Op("*") => Binary::Mul,
@@ -144,13 +153,16 @@ impl Parser {
                 _ => return Ok(left),
             };
             self.next();
+            self.link(&mut links)?;
             left = Expr::Binary(Box::new(left), op, Box::new(self.power()?));
         }
     }
 
     fn power(&mut self) -> Result<Expr, Error> {
         let mut left = self.unary(true)?;
+        let mut links = 0;
         while self.skip_op("**") {
+            self.link(&mut links)?;
             left = Expr::Binary(Box::new(left), Binary::Pow, Box::new(self.unary(true)?));
         }
         Ok(left)
@@ -158,7 +170,7 @@ impl Parser {
 
     fn unary(&mut self, filters: bool) -> Result<Expr, Error> {
         self.depth += 1;
-        if self.depth > 100 {
+        if self.depth > MAX_NESTED {
             return Err(self.error("an expression is nested too deeply"));
         }
         let inner = if self.skip_op("-") {
@@ -229,7 +241,9 @@ impl Parser {
     }
 
     fn postfix(&mut self, mut inner: Expr) -> Result<Expr, Error> {
+        let mut links = 0;
         loop {
+            self.link(&mut links)?;
             if self.skip_op(".") {
                 inner = match self.next() {
                     Kind::Name(name) => Expr::Attribute(Box::new(inner), name),
@@ -245,6 +259,9 @@ impl Parser {
                     keys.push(self.subscript()?);
                 }
                 self.expect_op("]")?;
+                if keys.len() > 1 && keys.iter().any(|key| matches!(key, Expr::Slice(_))) {
+                    return Err(self.error("a slice stands beside other keys"));
+                }
                 let key = match keys.pop() {
                     Some(key) if keys.is_empty() => key,
                     last => {
@@ -279,7 +296,9 @@ impl Parser {
     }
 
     fn filters_and_tests(&mut self, mut inner: Expr) -> Result<Expr, Error> {
+        let mut links = 0;
         loop {
+            self.link(&mut links)?;
             if self.is_op("|") {
                 inner = self.filters(Some(inner), false)?;
             } else if self.skip_name("is") {

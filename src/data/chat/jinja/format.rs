@@ -1,8 +1,7 @@
 //! Python's `str.format`.
 
 use super::{
-    Error,
-    attribute,
+    Error, attribute,
     call::Args,
     interpreter::Interpreter,
     operators::as_float,

@@ -2,8 +2,9 @@
 
 use super::{
     Error,
-    ast::{Arguments, Expr, For, Macro, Statement, Target},
+    ast::{Arguments, Body, Expr, For, Macro, Statement, Target},
     call::Args,
+    eval::is_constant_slice,
     loops::Loop,
     object::Object,
     scope::Scope,
@@ -13,7 +14,7 @@ use super::{
 use std::{rc::Rc, sync::Arc};
 
 /// Limit of nested statements, expressions and calls, as Python limits recursion.
-const MAX_DEPTH: usize = 400;
+const MAX_DEPTH: usize = 250;
 /// Limit of the rendered text in bytes.
 pub const MAX_TEXT: usize = 1 << 28;
 
@@ -74,70 +75,35 @@ impl<'a> Interpreter<'a> {
         Ok(())
     }
 
+    /// Writes the result of a block, which Jinja2 does not convert to text.
+    fn write_text(&mut self, value: &Value) -> Result<(), Error> {
+        match value.as_str() {
+            Some(text) => self.write(text),
+            None => Err(Error::new(format!("a block results in a value of type {}, not in text", value.kind()))),
+        }
+    }
+
+    // Each arm with variables has a function of its own, so that a frame of this one stays small.
     fn statement(&mut self, statement: &Statement, scope: &Rc<Scope>) -> Result<Flow, Error> {
         match statement {
             Statement::Data(text) => self.write(text)?,
-            Statement::Print(expr) => {
-                let value = self.eval(expr, scope)?;
-                match value.as_str() {
-                    Some(text) => self.write(text)?,
-                    None => self.write(&text::string(&value)?)?,
-                }
-            }
+            Statement::Print(expr) => self.print(expr, scope)?,
             Statement::For(block) => {
                 let items = self.eval(&block.items, scope)?;
                 self.deeper(|this| this.run_loop(block, scope, &items, 0))?;
             }
-            Statement::If { branches, otherwise } => {
-                for (test, body) in branches {
-                    if self.eval(test, scope)?.truth() {
-                        return self.deeper(|this| this.body(body, scope));
-                    }
-                }
-                return self.deeper(|this| this.body(otherwise, scope));
-            }
+            Statement::If { branches, otherwise } => return self.condition(branches, otherwise, scope),
             Statement::Set(target, expr) => {
                 let value = self.eval(expr, scope)?;
                 self.assign(target, value, scope)?;
             }
             Statement::SetBlock { target, filter, body } => {
-                let inner = Scope::inside(scope);
-                let (text, flow) = self.captured(|this| this.body(body, &inner))?;
-                if flow != Flow::Next {
-                    return Ok(flow);
-                }
-                let mut value = Value::text(text);
-                if let Some(filter) = filter {
-                    value = self.filter(filter, Some(value), &inner)?;
-                }
-                self.assign(target, value, scope)?;
+                return self.set_block(target, filter.as_ref(), body, scope);
             }
-            Statement::With { targets, body } => {
-                let inner = Scope::inside(scope);
-                for (target, expr) in targets {
-                    let value = self.eval(expr, scope)?;
-                    self.assign(target, value, &inner)?;
-                }
-                return self.deeper(|this| this.body(body, &inner));
-            }
-            Statement::FilterBlock { filter, body } => {
-                let inner = Scope::inside(scope);
-                let (text, flow) = self.captured(|this| this.body(body, &inner))?;
-                if flow != Flow::Next {
-                    return Ok(flow);
-                }
-                let value = self.filter(filter, Some(Value::text(text)), &inner)?;
-                self.write(&text::string(&value)?)?;
-            }
+            Statement::With { targets, body } => return self.with(targets, body, scope),
+            Statement::FilterBlock { filter, body } => return self.filter_block(filter, body, scope),
             Statement::Macro(definition) => scope.set(&definition.name, macro_value(definition, scope)),
-            Statement::CallBlock { call, caller } => {
-                let Expr::Call(callee, arguments) = call else { return Ok(Flow::Next) };
-                let callee = self.eval(callee, scope)?;
-                let mut args = self.arguments(arguments, scope)?;
-                args.named.push(("caller".into(), macro_value(caller, scope)));
-                let value = self.deeper(|this| this.call(&callee, args))?;
-                self.write(&text::string(&value)?)?;
-            }
+            Statement::CallBlock { call, caller } => self.call_block(call, caller, scope)?,
             Statement::Scope(body) => {
                 let inner = Scope::inside(scope);
                 return self.deeper(|this| this.body(body, &inner));
@@ -157,30 +123,109 @@ impl<'a> Interpreter<'a> {
         Ok(Flow::Next)
     }
 
+    fn print(&mut self, expr: &Expr, scope: &Rc<Scope>) -> Result<(), Error> {
+        let value = match self.eval(expr, scope) {
+            Err(_) if is_constant_slice(expr) => return Ok(()),
+            value => value?,
+        };
+        match value.as_str() {
+            Some(text) => self.write(text),
+            None => self.write(&text::string(&value)?),
+        }
+    }
+
+    fn condition(&mut self, branches: &[(Expr, Body)], otherwise: &Body, scope: &Rc<Scope>) -> Result<Flow, Error> {
+        for (test, body) in branches {
+            if self.eval(test, scope)?.truth() {
+                return self.deeper(|this| this.body(body, scope));
+            }
+        }
+        self.deeper(|this| this.body(otherwise, scope))
+    }
+
+    fn set_block(
+        &mut self,
+        target: &Target,
+        filter: Option<&Expr>,
+        body: &Body,
+        scope: &Rc<Scope>,
+    ) -> Result<Flow, Error> {
+        let inner = Scope::inside(scope);
+        let (text, flow) = self.captured(|this| this.body(body, &inner))?;
+        if flow == Flow::Next {
+            let mut value = Value::text(text);
+            if let Some(filter) = filter {
+                value = self.filter(filter, Some(value), &inner)?;
+            }
+            self.assign(target, value, scope)?;
+        }
+        Ok(flow)
+    }
+
+    fn with(&mut self, targets: &[(Target, Expr)], body: &Body, scope: &Rc<Scope>) -> Result<Flow, Error> {
+        let inner = Scope::inside(scope);
+        for (target, expr) in targets {
+            let value = self.eval(expr, scope)?;
+            self.assign(target, value, &inner)?;
+        }
+        self.deeper(|this| this.body(body, &inner))
+    }
+
+    fn filter_block(&mut self, filter: &Expr, body: &Body, scope: &Rc<Scope>) -> Result<Flow, Error> {
+        let inner = Scope::inside(scope);
+        let (text, flow) = self.captured(|this| this.body(body, &inner))?;
+        if flow == Flow::Next {
+            let value = self.filter(filter, Some(Value::text(text)), &inner)?;
+            self.write_text(&value)?;
+        }
+        Ok(flow)
+    }
+
+    fn call_block(&mut self, call: &Expr, caller: &Arc<Macro>, scope: &Rc<Scope>) -> Result<(), Error> {
+        let Expr::Call(callee, arguments) = call else { return Ok(()) };
+        let callee = self.eval(callee, scope)?;
+        let mut args = self.arguments(arguments, scope)?;
+        args.named.push(("caller".into(), macro_value(caller, scope)));
+        let value = self.deeper(|this| this.call(&callee, args))?;
+        self.write_text(&value)
+    }
+
     /// Runs a `for` block; `depth` counts its recursions.
-    pub fn run_loop(&mut self, block: &Arc<For>, scope: &Rc<Scope>, items: &Value, depth: usize) -> Result<Flow, Error> {
+    pub fn run_loop(
+        &mut self,
+        block: &Arc<For>,
+        scope: &Rc<Scope>,
+        items: &Value,
+        depth: usize,
+    ) -> Result<Flow, Error> {
         let state = Rc::new(Loop::new(block, scope, items, depth)?);
         let name = Arc::from("loop");
+        // Jinja2 notes an iteration at the end of the body, which `break` and `continue` skip.
+        let mut completed = false;
         while let Some(item) = state.next(self)? {
             let inner = Scope::inside(scope);
             inner.set(&name, Value::object(Object::Loop(state.clone())));
             self.assign(&block.target, item, &inner)?;
-            if self.body(&block.body, &inner)? == Flow::Break {
-                break;
+            match self.body(&block.body, &inner)? {
+                Flow::Next => completed = true,
+                Flow::Continue => {}
+                Flow::Break => break,
             }
         }
-        if state.index.get() == 0 {
+        if !completed {
             return self.body(&block.otherwise, &Scope::inside(scope));
         }
         Ok(Flow::Next)
     }
 
     pub fn assign(&mut self, target: &Target, value: Value, scope: &Rc<Scope>) -> Result<(), Error> {
+        value.limited(None)?;
         match target {
             Target::Name(name) => scope.set(name, value),
             Target::Attribute(name, attribute) => match self.lookup(name, scope) {
                 Value::Object(object) if matches!(&*object, Object::Namespace(_)) => {
                     super::call::field_name(attribute)?;
+                    value.limited(Some(&object))?;
                     if let Object::Namespace(fields) = &*object {
                         fields.borrow_mut().set(attribute, value);
                     }

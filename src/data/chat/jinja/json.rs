@@ -7,7 +7,8 @@ use super::{Error, call::Args, text, value::Value};
 /// # Errors
 /// A value that JSON does not have, or options of a wrong type.
 pub fn dumps(value: &Value, args: Args) -> Result<Value, Error> {
-    let [ascii, indent, separators, sort] = args.bind("tojson", ["ensure_ascii", "indent", "separators", "sort_keys"], 0)?;
+    let [ascii, indent, separators, sort] =
+        args.bind("tojson", ["ensure_ascii", "indent", "separators", "sort_keys"], 0)?;
     let indent = match indent {
         None | Some(Value::None) => None,
         Some(Value::Str(indent)) => Some(indent.to_string()),

@@ -49,7 +49,11 @@ pub fn title(text: &str) -> String {
     let mut out = String::new();
     let mut inside = false;
     for c in lower.chars() {
-        if inside { out.push(c) } else { title_char(c, &mut out) }
+        if inside {
+            out.push(c)
+        } else {
+            title_char(c, &mut out)
+        }
         inside = is_cased(c);
     }
     out

@@ -1,12 +1,6 @@
 //! Variable `loop` of a `for` block.
 
-use super::{
-    Error,
-    ast::For,
-    interpreter::Interpreter,
-    scope::Scope,
-    value::Value,
-};
+use super::{Error, ast::For, interpreter::Interpreter, scope::Scope, value::Value};
 use std::{
     cell::{Cell, RefCell},
     collections::VecDeque,
@@ -129,9 +123,9 @@ impl Loop {
 
     pub fn changed(&self, values: &[Value]) -> bool {
         let mut last = self.changed.borrow_mut();
-        let same = last.as_ref().is_some_and(|last| {
-            last.len() == values.len() && last.iter().zip(values).all(|(a, b)| a.equals(b))
-        });
+        let same = last
+            .as_ref()
+            .is_some_and(|last| last.len() == values.len() && last.iter().zip(values).all(|(a, b)| a.equals(b)));
         *last = Some(values.to_vec());
         !same
     }

@@ -6,6 +6,7 @@
 mod ast;
 mod attribute;
 mod call;
+mod checks;
 mod date;
 mod dict;
 mod eval;
@@ -24,7 +25,6 @@ mod parser;
 mod percent;
 mod scope;
 mod strings;
-mod checks;
 mod text;
 mod text_filters;
 mod value;

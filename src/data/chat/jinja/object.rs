@@ -16,14 +16,26 @@ pub enum Object {
     View(View, Rc<Dict>),
     /// Named tuple of `groupby`: the common value and the list.
     Group(Rc<Vec<Value>>),
-    Macro { definition: Arc<Macro>, scope: Weak<Scope> },
+    Macro {
+        definition: Arc<Macro>,
+        scope: Weak<Scope>,
+    },
     Loop(Rc<Loop>),
-    Cycler { items: Vec<Value>, at: Cell<usize> },
-    Joiner { separator: Value, used: Cell<bool> },
+    Cycler {
+        items: Vec<Value>,
+        at: Cell<usize>,
+    },
+    Joiner {
+        separator: Value,
+        used: Cell<bool>,
+    },
     /// A function of the environment.
     Function(&'static str),
     /// Method of a value, not called.
-    Method { of: Value, name: Arc<str> },
+    Method {
+        of: Value,
+        name: Arc<str>,
+    },
 }
 
 #[derive(Debug, Default)]
@@ -71,6 +83,15 @@ impl Object {
         match self {
             Object::View(view @ (View::Keys | View::Items), dict) => Some(view.items(dict)),
             _ => None,
+        }
+    }
+
+    /// True for one method of equal values.
+    pub fn is_same_method(&self, other: &Object) -> bool {
+        match (self, other) {
+            (Object::Method { of: a, name }, Object::Method { of: b, name: other }) => name == other && a.equals(b),
+            (Object::Function(a), Object::Function(b)) => a == b,
+            _ => false,
         }
     }
 

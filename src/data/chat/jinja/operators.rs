@@ -8,7 +8,6 @@ use super::{Error, ast::Binary, interpreter::MAX_TEXT, percent, text, value::Val
 /// Types that Python does not take, a division by zero, or a number out of range.
 pub fn binary(left: &Value, op: Binary, right: &Value) -> Result<Value, Error> {
     left.defined()?;
-    right.defined()?;
     if op == Binary::Mod
         && let Some(format) = left.as_str()
     {
@@ -18,6 +17,7 @@ pub fn binary(left: &Value, op: Binary, right: &Value) -> Result<Value, Error> {
             _ => Ok(Value::text(formatted)),
         };
     }
+    right.defined()?;
     if let (Some(a), Some(b)) = (left.as_int(), right.as_int()) {
         return integers(a, op, b);
     }
@@ -114,7 +114,9 @@ fn integers(a: i128, op: Binary, b: i128) -> Result<Value, Error> {
         Binary::Div => quotient(),
         Binary::FloorDiv | Binary::Mod if b == 0 => Err(Error::new("division by zero")),
         Binary::FloorDiv => checked(floor_div(a, b)),
-        Binary::Mod => checked(a.checked_rem(b).map(|rest| if rest != 0 && (rest < 0) != (b < 0) { rest + b } else { rest })),
+        Binary::Mod => {
+            checked(a.checked_rem(b).map(|rest| if rest != 0 && (rest < 0) != (b < 0) { rest + b } else { rest }))
+        }
         Binary::Pow if b >= 0 => checked(u32::try_from(b).ok().and_then(|b| a.checked_pow(b))),
         #[expect(clippy::cast_precision_loss, reason = "Python rounds here as well")]
         Binary::Pow => floats(a as f64, op, b as f64),

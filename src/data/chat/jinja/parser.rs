@@ -13,13 +13,19 @@ use std::sync::Arc;
 /// The line, and what stands there instead of what is expected.
 pub fn parse(source: &str) -> Result<Body, Error> {
     let tokens = lexer::tokens(source)?;
-    let mut parser = Parser { tokens, at: 0, loops: 0, depth: 0, unknown: Vec::new(), fatal: Vec::new(), reads: Takes::default() };
+    let mut parser =
+        Parser { tokens, at: 0, loops: 0, depth: 0, unknown: Vec::new(), fatal: Vec::new(), reads: Takes::default() };
     let body = parser.body(&[])?;
     match parser.fatal.into_iter().chain(parser.unknown).next() {
         Some(error) => Err(error),
         None => Ok(body),
     }
 }
+
+/// Limit of operators, filters or attributes in a row.
+const MAX_CHAIN: usize = 200;
+/// Limit of expressions and blocks inside of each other.
+pub(super) const MAX_NESTED: usize = 60;
 
 /// Position in the tokens of a template.
 pub struct Parser {
@@ -71,6 +77,13 @@ impl Parser {
             _ => "the end of the tag".into(),
         };
         self.error(format!("expected {what}, found {found}"))
+    }
+
+    /// # Errors
+    /// A chain of operators, filters or attributes that is too long.
+    pub(super) fn link(&mut self, links: &mut usize) -> Result<(), Error> {
+        *links += 1;
+        if *links > MAX_CHAIN { Err(self.error("an expression is too long")) } else { Ok(()) }
     }
 
     pub(super) fn is_op(&self, op: &str) -> bool {
@@ -156,7 +169,7 @@ impl Parser {
         self.skip_op(":");
         self.expect(&Kind::BlockEnd)?;
         self.depth += 1;
-        if self.depth > 100 {
+        if self.depth > MAX_NESTED {
             return Err(self.error("blocks are nested too deeply"));
         }
         let body = self.body(ends);
@@ -250,9 +263,8 @@ impl Parser {
         let test = if self.skip_name("if") { Some(self.expression(true)?) } else { None };
         let recursive = self.skip_name("recursive");
         self.loops += 1;
-        let body = self.scope(&["endfor", "else"]);
+        let body = self.scope(&["endfor", "else"])?;
         self.loops -= 1;
-        let body = body?;
         let has_else = self.is_name("else");
         self.next();
         let otherwise = if has_else { self.scope_to("endfor")? } else { Vec::new() };
@@ -413,11 +425,13 @@ impl Parser {
     /// Filters `| name(arguments)`, on `input`. `named` states that the first filter has no `|`.
     pub(super) fn filters(&mut self, input: Option<Expr>, mut named: bool) -> Result<Expr, Error> {
         let mut input = input;
+        let mut links = 0;
         while named || self.is_op("|") {
             if !named {
                 self.next();
             }
             named = false;
+            self.link(&mut links)?;
             let name = self.dotted()?;
             if !super::filters::exists(&name) {
                 self.unknown.push(self.error(format!("the filter `{name}` is unknown")));

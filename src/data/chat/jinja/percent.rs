@@ -1,12 +1,6 @@
 //! Python's formats of numbers, and the operator `%` of texts.
 
-use super::{
-    Error,
-    dict::Key,
-    operators::as_float,
-    text,
-    value::Value,
-};
+use super::{Error, dict::Key, operators::as_float, text, value::Value};
 
 /// `format % values`.
 ///
@@ -121,7 +115,7 @@ impl Values<'_> {
     fn finish(mut self) -> Result<(), Error> {
         // Python takes whatever has items for a mapping.
         let unused = self.items.next().is_some() && !self.by_key;
-        let mapping = matches!(self.all, Value::Dict(_) | Value::List(_) | Value::Range(_));
+        let mapping = matches!(self.all, Value::Dict(_) | Value::List(_) | Value::Range(_) | Value::Undefined(_));
         if unused && !mapping { Err(Error::new("a format has fewer fields than values")) } else { Ok(()) }
     }
 }

@@ -13,11 +13,53 @@ use super::{
 use std::{ops::Range, rc::Rc};
 
 pub const METHODS: [&str; 47] = [
-    "capitalize", "casefold", "center", "count", "encode", "endswith", "expandtabs", "find", "format", "format_map",
-    "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric",
-    "isprintable", "isspace", "istitle", "isupper", "join", "ljust", "lower", "lstrip", "maketrans", "partition",
-    "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip", "split",
-    "splitlines", "startswith", "strip", "swapcase", "title", "translate", "upper", "zfill",
+    "capitalize",
+    "casefold",
+    "center",
+    "count",
+    "encode",
+    "endswith",
+    "expandtabs",
+    "find",
+    "format",
+    "format_map",
+    "index",
+    "isalnum",
+    "isalpha",
+    "isascii",
+    "isdecimal",
+    "isdigit",
+    "isidentifier",
+    "islower",
+    "isnumeric",
+    "isprintable",
+    "isspace",
+    "istitle",
+    "isupper",
+    "join",
+    "ljust",
+    "lower",
+    "lstrip",
+    "maketrans",
+    "partition",
+    "removeprefix",
+    "removesuffix",
+    "replace",
+    "rfind",
+    "rindex",
+    "rjust",
+    "rpartition",
+    "rsplit",
+    "rstrip",
+    "split",
+    "splitlines",
+    "startswith",
+    "strip",
+    "swapcase",
+    "title",
+    "translate",
+    "upper",
+    "zfill",
 ];
 
 /// Calls a method of a text.
@@ -49,7 +91,8 @@ pub fn call(interpreter: &mut Interpreter<'_>, of: &str, name: &str, args: Args)
                     of.splitn(limit.saturating_add(1), &*separator).map(String::from).collect()
                 }
                 Some(separator) => {
-                    let mut parts: Vec<_> = of.rsplitn(limit.saturating_add(1), &*separator).map(String::from).collect();
+                    let mut parts: Vec<_> =
+                        of.rsplitn(limit.saturating_add(1), &*separator).map(String::from).collect();
                     parts.reverse();
                     parts
                 }
@@ -187,7 +230,8 @@ fn search(of: &str, name: &str, args: Args) -> Result<Value, Error> {
     let offsets: Vec<usize> = of.char_indices().map(|(at, _)| at).chain([of.len()]).collect();
     let range = bounds(start.as_ref(), end.as_ref(), offsets.len() - 1)?;
     // An empty part is not found behind the end either.
-    let within = (range.start <= range.end).then(|| (&of[offsets[range.start]..offsets[range.end]], offsets[range.start]));
+    let within =
+        (range.start <= range.end).then(|| (&of[offsets[range.start]..offsets[range.end]], offsets[range.start]));
     if matches!(name, "startswith" | "endswith") {
         let parts = match &part {
             Value::Tuple(parts) => parts.to_vec(),

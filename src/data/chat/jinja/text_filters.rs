@@ -10,7 +10,7 @@ use super::{
     text::{self, is_space},
     value::Value,
 };
-use std::rc::Rc;
+use std::{cmp::Ordering, rc::Rc};
 
 /// Value of a filter that takes a text or a number.
 ///
@@ -34,7 +34,7 @@ pub fn filter(name: &str, value: &Value, args: Args) -> Result<Value, Error> {
                 None | Some(Value::None) => -1,
                 count => int_or(count, -1)?,
             };
-            let part = |value: Option<Value>| text_of(&value.unwrap_or(Value::None));
+            let part = |value: Option<Value>| text::string(&value.unwrap_or(Value::None));
             let count = usize::try_from(count).unwrap_or(usize::MAX);
             return plain(text::string(value)?.replacen(&part(old)?, &part(new)?, count));
         }
@@ -108,14 +108,31 @@ pub fn filter(name: &str, value: &Value, args: Args) -> Result<Value, Error> {
         "safe" => Value::Markup(text::string(value)?.into()),
         "striptags" => Value::text(without_tags(&text::string(value)?)?),
         "pprint" => {
-            let shown = text::repr(value)?;
-            let plain = shown.chars().count() <= 80 && !shown.contains("{");
-            if !plain {
+            let shown = text::repr(&sorted(value)?)?;
+            if shown.chars().count() > 80 {
                 return Err(Error::new("the filter `pprint` is supported for short values only"));
             }
             Value::text(shown)
         }
         _ => return Err(Error::new(format!("the filter `{name}` is not supported"))),
+    })
+}
+
+/// Value with the keys of its dictionaries in order, as `pprint` writes it.
+fn sorted(value: &Value) -> Result<Value, Error> {
+    Ok(match value {
+        Value::Dict(dict) => {
+            let mut pairs: Vec<_> = dict.pairs().collect();
+            super::filters::sort_by(&mut pairs, |(key, _)| key, false)?;
+            let mut made = super::dict::Dict::default();
+            for (key, value) in pairs {
+                made.insert(super::dict::Key::new(key.clone())?, sorted(value)?);
+            }
+            Value::Dict(Rc::new(made))
+        }
+        Value::List(items) => Value::list(items.iter().map(sorted).collect::<Result<_, _>>()?),
+        Value::Tuple(items) => Value::tuple(items.iter().map(sorted).collect::<Result<_, _>>()?),
+        _ => value.clone(),
     })
 }
 
@@ -132,16 +149,16 @@ fn int_or(value: Option<Value>, default: i128) -> Result<i128, Error> {
 
 fn truncate(value: &Value, args: Args) -> Result<Value, Error> {
     let [length, kill, end, leeway] = args.bind("truncate", ["length", "killwords", "end", "leeway"], 0)?;
-    let text = text_of(value)?;
     let end = end.map_or(Ok("...".into()), |end| text_of(&end))?;
     let (length, end_length) = (int_or(length, 255)?, end.chars().count() as i128);
     let leeway = int_or(leeway.filter(|leeway| !matches!(leeway, Value::None)), 5)?;
     if length < end_length || leeway < 0 {
         return Err(Error::new("truncate takes a length of at least the end's, and a positive leeway"));
     }
-    if text.chars().count() as i128 <= length + leeway {
-        return Ok(Value::text(text));
+    if value.len()? as i128 <= length + leeway {
+        return Ok(value.clone());
     }
+    let text = text_of(value)?;
     let kept: String = text.chars().take(usize::try_from(length - end_length).unwrap_or(0)).collect();
     let kept = match kill.is_some_and(|kill| kill.truth()) {
         true => kept,
@@ -239,14 +256,17 @@ fn parsed_int(text: &str, base: i128) -> Option<Result<i128, Error>> {
     let prefixed = [("0x", 16), ("0o", 8), ("0b", 2)].into_iter().find(|(prefix, _)| lower.starts_with(prefix));
     let (digits, base) = match (prefixed, base) {
         (Some((_, radix)), 0) => (digits[2..].strip_prefix('_').unwrap_or(&digits[2..]), radix),
-        (Some((_, radix)), base) if base == i128::from(radix) => (digits[2..].strip_prefix('_').unwrap_or(&digits[2..]), radix),
+        (Some((_, radix)), base) if base == i128::from(radix) => {
+            (digits[2..].strip_prefix('_').unwrap_or(&digits[2..]), radix)
+        }
         (None, 0) if digits.len() > 1 && digits.starts_with('0') && digits.contains(|c| c != '0' && c != '_') => {
             return None;
         }
         (_, 0) => (digits, 10),
         (_, base) => (digits, u32::try_from(base).ok().filter(|base| (2..=36).contains(base))?),
     };
-    let ascii: String = digits.chars().map(|c| letters::decimal(c).and_then(|d| char::from_digit(d, 10)).unwrap_or(c)).collect();
+    let ascii: String =
+        digits.chars().map(|c| letters::decimal(c).and_then(|d| char::from_digit(d, 10)).unwrap_or(c)).collect();
     let spaced = ascii.contains("__") || ascii.starts_with('_') || ascii.ends_with('_');
     let ascii = ascii.replace('_', "");
     if spaced || ascii.is_empty() || !ascii.chars().all(|c| c.is_digit(base)) {
@@ -273,6 +293,17 @@ fn round(value: &Value, args: Args) -> Result<Value, Error> {
             let up = rest * 2 > unit || rest * 2 == unit && whole % 2 != 0;
             Ok(Value::Int((whole + i128::from(up)) * unit))
         }
+        ("common", Value::Float(float)) if power < 0 && float.abs() < 1e30 => {
+            let unit = 10_i128.checked_pow(power.unsigned_abs()).ok_or_else(wrong)?;
+            let int = percent::truncated(float.abs())?;
+            let (whole, rest) = (int / unit, int % unit);
+            let half =
+                (rest * 2).cmp(&unit).then(if float.fract() == 0.0 { Ordering::Equal } else { Ordering::Greater });
+            let up = half.is_gt() || half.is_eq() && whole % 2 != 0;
+            #[expect(clippy::cast_precision_loss, reason = "Python rounds here as well")]
+            let rounded = ((whole + i128::from(up)) * unit) as f64;
+            Ok(Value::Float(rounded.copysign(*float)))
+        }
         ("common", Value::Float(float)) if power >= 0 => {
             if !float.is_finite() {
                 return Ok(value.clone());
@@ -288,7 +319,7 @@ fn round(value: &Value, args: Args) -> Result<Value, Error> {
                 _ => float * 10_f64.powi(power),
             };
             let whole = if method == "ceil" { scaled.ceil() } else { scaled.floor() };
-            Ok(Value::Float(whole / 10_f64.powi(power)))
+            Ok(Value::Float((whole + 0.0) / 10_f64.powi(power)))
         }
         _ => Err(wrong()),
     }
@@ -300,7 +331,7 @@ fn file_size(size: f64, binary: bool) -> String {
         return "1 Byte".into();
     }
     if size < base {
-        return format!("{} Bytes", size.trunc());
+        return format!("{} Bytes", size.trunc() + 0.0);
     }
     let mut unit = base;
     let mut letters = "kMGTPEZY".chars().peekable();

@@ -52,6 +52,11 @@ impl Range {
     }
 }
 
+/// Limit of values inside of each other. JSON has at most 128.
+const MAX_NESTED: usize = 200;
+/// Limit of values inside of one that is assigned.
+const MAX_PARTS: usize = 10_000_000;
+
 impl Value {
     pub fn undefined(what: impl Into<Arc<str>>) -> Value {
         Value::Undefined(what.into())
@@ -110,6 +115,32 @@ impl Value {
             Value::Undefined(what) => Err(Error::new(&**what)),
             _ => Ok(self),
         }
+    }
+
+    /// Fails for a value that holds others too deeply, or too many of them, or `owner`: what walks through it recurses.
+    pub fn limited(&self, owner: Option<&Rc<Object>>) -> Result<(), Error> {
+        fn walk(value: &Value, owner: Option<&Rc<Object>>, depth: usize, left: &mut usize) -> Option<()> {
+            *left = left.checked_sub(1)?;
+            let depth = depth.checked_sub(1)?;
+            let mut each = |value: &Value| walk(value, owner, depth, left);
+            match value {
+                Value::List(items) | Value::Tuple(items) => items.iter().try_for_each(each),
+                Value::Dict(dict) => dict.values().try_for_each(each),
+                Value::Object(object) if owner.is_some_and(|owner| Rc::ptr_eq(owner, object)) => None,
+                Value::Object(object) => match &**object {
+                    Object::Namespace(fields) => fields.borrow().values().try_for_each(each),
+                    Object::Generator(generator) => generator.borrow().items.iter().try_for_each(each),
+                    Object::View(_, dict) => dict.values().try_for_each(each),
+                    Object::Group(items) => items.iter().try_for_each(each),
+                    Object::Cycler { items, .. } => items.iter().try_for_each(each),
+                    Object::Joiner { separator: of, .. } | Object::Method { of, .. } => each(of),
+                    Object::Macro { .. } | Object::Loop(_) | Object::Function(_) => Some(()),
+                },
+                _ => Some(()),
+            }
+        }
+        let walked = walk(self, owner, MAX_NESTED, &mut { MAX_PARTS });
+        walked.ok_or_else(|| Error::new("a value holds too many others, or itself"))
     }
 
     /// Python's name of the type.
@@ -204,10 +235,7 @@ impl Value {
         match self {
             Value::None | Value::Bool(_) | Value::Int(_) | Value::Float(_) => false,
             Value::Object(object) => {
-                matches!(
-                    &**object,
-                    Object::Generator(_) | Object::View(..) | Object::Group(_) | Object::Loop(_)
-                )
+                matches!(&**object, Object::Generator(_) | Object::View(..) | Object::Group(_) | Object::Loop(_))
             }
             _ => true,
         }
@@ -230,10 +258,9 @@ impl Value {
                 a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| a.equals(b)))
             }
             (Value::Range(a), Value::Range(b)) => {
-                a.len() == b.len()
-                    && (a.len() == 0 || a.start == b.start && (a.len() == 1 || a.step == b.step))
+                a.len() == b.len() && (a.len() == 0 || a.start == b.start && (a.len() == 1 || a.step == b.step))
             }
-            (Value::Object(a), Value::Object(b)) if Rc::ptr_eq(a, b) => true,
+            (Value::Object(a), Value::Object(b)) if Rc::ptr_eq(a, b) || a.is_same_method(b) => true,
             (Value::Object(a), Value::Object(b)) if a.as_set().is_some() && b.as_set().is_some() => {
                 let (a, b) = (a.as_set().unwrap_or_default(), b.as_set().unwrap_or_default());
                 a.len() == b.len() && a.iter().all(|a| b.iter().any(|b| a.equals(b)))
