@@ -4,7 +4,7 @@ use serde::de::IgnoredAny;
 use std::path::Path;
 
 /// Bytes of a file that are enough to recognise it.
-pub const HEAD: usize = 1 << 12;
+pub const HEAD: usize = 1 << 16;
 
 const MAGIC: [(&[u8], &str, &str); 26] = [
     (b"PAR1", "a Parquet file", PARQUET),
@@ -83,6 +83,9 @@ fn binary(head: &[u8]) -> Option<Found> {
         return Some((what, remedy));
     }
     let byte = |at: usize| head.get(at).copied();
+    if is_tar(head) {
+        return Some(("a tar archive", "unpack it and give the files in it"));
+    }
     match head {
         [b'B', b'Z', b'h', b'1'..=b'9', b'1', b'A', b'Y', ..] => {
             Some(("compressed by bzip2", "decompress it with bzip2 -d, or compress it with gzip"))
@@ -98,7 +101,6 @@ fn binary(head: &[u8]) -> Option<Found> {
         [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => Some(("UTF-16 text", RECODE)),
         [first, 0, ..] | [0, first, ..] if first.is_ascii_graphic() => Some(("UTF-16 text", RECODE)),
         [0x80, 2..=5, ..] => Some(("a Python pickle", "write its rows as JSONL")),
-        _ if is_tar(head) => Some(("a tar archive", "unpack it and give the files in it")),
         [_, _, _, _, _, _, 0, 0, b'{', ..] => {
             Some(("a safetensors file", "data.inputs are conversations or token ids as JSON"))
         }
@@ -136,6 +138,9 @@ fn text(head: &[u8]) -> Option<Found> {
     }
     if first.starts_with('{') {
         return pretty(first, lines.next());
+    }
+    if head.len() >= HEAD && !text.trim_end_matches('\n').contains('\n') {
+        return None;
     }
     let row = |line: &str| line.trim_start().starts_with(['{', '[']);
     if row(first) || lines.clone().any(row) || serde_json::from_str::<IgnoredAny>(first).is_ok() {

@@ -41,20 +41,23 @@ pub struct FileRead {
 
 /// Reason and remedy for a file that was read and holds no rows, or not all of them. The error of [`ReadError`] carries it.
 #[derive(Debug)]
-pub struct Unusable(pub String);
+pub struct Unusable {
+    /// Predicate of the file: "is a Parquet file".
+    pub why: String,
+    /// The file is cut, and its whole rows may be read.
+    pub cut: bool,
+}
 
 impl fmt::Display for Unusable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        write!(f, "it {}", self.why)
     }
 }
 
 impl std::error::Error for Unusable {}
 
-const CUT: &str = "fetch it again, or set data.allow_truncated to read its whole rows";
-
-fn unusable(why: String) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, Unusable(why))
+fn unusable(why: String, cut: bool) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, Unusable { why, cut })
 }
 
 /// I/O error of one input file.
@@ -111,7 +114,7 @@ impl Inputs {
             let row = input.next_row().map_err(failed)?;
             if let Some(cut) = input.cut.take() {
                 if !self.allow_truncated {
-                    return Err(failed(unusable(cut)));
+                    return Err(failed(unusable(cut, true)));
                 }
                 self.truncated += 1;
             }
@@ -136,8 +139,13 @@ struct Input {
     /// Range of `buffer` that the splitter has not consumed.
     unseen: std::ops::Range<usize>,
     rows: u64,
+    /// The source has no more bytes.
     ended: bool,
-    /// Sentence about a cut that was found at the end.
+    /// The last row was returned.
+    finished: bool,
+    /// The gzip data ended without their end.
+    gzip_cut: bool,
+    /// Sentence about a cut, set with the last row.
     cut: Option<String>,
 }
 
@@ -168,6 +176,8 @@ impl Input {
             unseen: 0..0,
             rows: 0,
             ended: false,
+            finished: false,
+            gzip_cut: false,
             cut: None,
         };
         // Short reads at the start of the file are joined, so that its format shows.
@@ -177,7 +187,7 @@ impl Input {
         }
         input.unseen = 0..head;
         match format::foreign(&input.buffer[..head]) {
-            Some(sentence) => Err(unusable(sentence)),
+            Some(sentence) => Err(unusable(sentence, false)),
             None => Ok(input),
         }
     }
@@ -204,8 +214,7 @@ impl Input {
             match self.source.read(&mut self.buffer[at..]) {
                 // Only the decompressor reports a missing end.
                 Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
-                    let bytes = self.bytes_read();
-                    self.cut = Some(format!("is cut: its gzip data have no end, the file ends at byte {bytes}; {CUT}"));
+                    self.gzip_cut = true;
                     self.ended = true;
                     return Ok(0);
                 }
@@ -221,20 +230,20 @@ impl Input {
 
     /// Last row of the file. A second call returns `None`.
     fn finish(&mut self) -> Option<RawRow> {
-        let (array, line, bytes) = (self.splitter.in_array(), self.splitter.current_line(), self.bytes_read());
-        let row = self.splitter.finish(self.cut.is_some());
-        self.rows += u64::from(row.is_some());
-        if self.cut.is_none() {
-            let half = |row: &RawRow| row.truncated && row.content.bytes().is_some_and(is_half);
-            self.cut = if array {
-                Some(format!("is cut: its array has no `]`, the file ends at byte {bytes} in line {line}; {CUT}"))
-            } else if row.as_ref().is_some_and(half) {
-                let line = row.as_ref().map_or(line, |row| row.line);
-                Some(format!("is cut: the row of line {line} has no end, the file ends at byte {bytes}; {CUT}"))
-            } else {
-                None
-            };
+        if std::mem::replace(&mut self.finished, true) {
+            return None;
         }
+        let (array, line, bytes) = (self.splitter.in_array(), self.splitter.current_line(), self.bytes_read());
+        let row = self.splitter.finish(self.gzip_cut);
+        self.rows += u64::from(row.is_some());
+        let half = row.as_ref().filter(|row| row.truncated && row.content.bytes().is_some_and(is_half));
+        let at = format!("the file ends at byte {bytes}");
+        self.cut = match (self.gzip_cut, array, half) {
+            (true, ..) => Some(format!("is cut: its gzip data have no end, {at}; fetch it again")),
+            (_, true, _) => Some(format!("is cut: its array has no `]`, {at} in line {line}; fetch it again")),
+            (.., Some(row)) => Some(format!("is cut: the row of line {} has no end, {at}; fetch it again", row.line)),
+            (.., None) => None,
+        };
         row
     }
 
@@ -290,9 +299,8 @@ fn next_member(reader: &mut BufReader<Hashed>) -> io::Result<bool> {
             return Ok(true);
         }
         let at = reader.get_ref().bytes - reader.buffer().len() as u64;
-        return Err(unusable(format!(
-            "has other data after its gzip data, from byte {at}; remove them, or fetch the file again"
-        )));
+        let why = format!("has other data after its gzip data, from byte {at}; remove them, or fetch the file again");
+        return Err(unusable(why, false));
     }
 }
 
@@ -331,7 +339,7 @@ mod tests {
 
     /// Rows as (file, number, line, truncated, text), and the files.
     fn all(paths: Vec<PathBuf>) -> (Vec<Short>, Vec<FileRead>) {
-        let mut inputs = Inputs::new(paths, 1000);
+        let mut inputs = Inputs::new(paths, 1000).allow_truncated(true);
         let mut rows = Vec::new();
         loop {
             let chunk = inputs.read_chunk().unwrap();

@@ -86,7 +86,12 @@ fn first(report: &PrepareReport) -> String {
 impl From<ReadError> for PrepareError {
     fn from(ReadError { path, source }: ReadError) -> Self {
         match source.downcast::<Unusable>() {
-            Ok(Unusable(why)) => PrepareError::Unusable { path, why },
+            Ok(Unusable { mut why, cut }) => {
+                if cut {
+                    why.push_str(", or read its whole rows with data.allow_truncated = true");
+                }
+                PrepareError::Unusable { path, why }
+            }
             Err(source) => PrepareError::Read { path, source },
         }
     }

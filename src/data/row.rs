@@ -62,7 +62,10 @@ const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
 pub fn parse(bytes: &[u8], truncated: bool, policy: RowPolicy, notes: &mut RowNotes) -> Result<ParsedRow, Reject> {
     let text = std::str::from_utf8(bytes).map_err(|error| match error.error_len() {
         None if truncated => Reason::Truncated.because("the file ends inside a character"),
-        _ => Reason::InvalidUtf8.because(format!("byte {} of the row starts no character", error.valid_up_to())),
+        _ => Reason::InvalidUtf8.because(format!(
+            "byte {} of the row starts no character; convert the file to UTF-8, for example with iconv -f latin1 -t UTF-8",
+            error.valid_up_to()
+        )),
     })?;
     // Files with a byte order mark were joined.
     let text = text.trim_start_matches('\u{feff}');

@@ -1,12 +1,10 @@
 //! Reader of prompt files: OpenAI `messages`, MT-Bench `turns`, HumanEval `prompt`.
 
-use crate::{
-    data::{
-        chat::{Conversation, Role, Turn},
-        input::{InputRow, Inputs},
-        row::{self, ParsedRow, RowPolicy},
-        split::RowContent,
-    },
+use crate::data::{
+    chat::{Conversation, Role, Turn},
+    input::{InputRow, Inputs},
+    row::{self, ParsedRow, RowPolicy},
+    split::RowContent,
 };
 use serde_json::{Map, Value};
 use std::{
@@ -197,6 +195,8 @@ mod tests {
         assert!(error.contains("prompts.jsonl, line 4: ") && error.contains("promt"), "{error}");
         std::fs::write(&path, "\n").unwrap();
         assert!(matches!(read(&path, None), Err(PromptError::Empty(_))));
+        std::fs::write(&path, "PAR1").unwrap();
+        assert!(read(&path, None).unwrap_err().to_string().contains("(it is a Parquet file"));
         assert!(matches!(read(&folder.path().join("none"), None), Err(PromptError::Read { .. })));
     }
 }

@@ -1,6 +1,9 @@
 //! Chat templates of real models against renderings by Jinja2, and what of them is supervised.
 
-use draftmill::data::chat::{ChatError, ChatTemplate, Conversation, Rendered, Role, Turn, loss_mask};
+use draftmill::data::{
+    Change,
+    chat::{ChatError, ChatTemplate, Conversation, Rendered, Role, Turn, loss_mask},
+};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 use std::{fs, path::PathBuf};
@@ -57,9 +60,18 @@ fn renderings_and_spans_are_those_of_jinja2() {
             let name = format!("{model}, {}", case["name"]);
             let rendered = match template.render(&conversation(&case)) {
                 Err(ChatError::Uncertain { .. }) if case["uncertain"] == true => continue,
+                Err(ChatError::UnopenedThinking { turn })
+                    if case["messages"][turn]["content"].to_string().contains("</think>") =>
+                {
+                    continue;
+                }
                 other => other.unwrap_or_else(|e| panic!("{name}: {e}")),
             };
             assert_eq!(rendered.text, case["text"].as_str().unwrap(), "{name}");
+            // The template splits raw completions itself, so only a turn that was split before has a certain span.
+            if case["uncertain"] == true && rendered.notes.changes.contains(&Change::RawThinking) {
+                continue;
+            }
             let spans: Vec<_> = rendered.supervised.iter().map(|span| [span.start, span.end]).collect();
             assert_eq!(json!(supervised(&rendered)), case["supervised"], "{name}");
             assert_eq!(json!(spans), case["spans"], "{name}");

@@ -21,6 +21,10 @@ pub fn invalid_json(text: &str, error: &serde_json::Error) -> Reject {
     if text.starts_with("{'") {
         return invalid("it has single quotes, as Python prints a dict; write it with json.dumps");
     }
+    let said = error.to_string();
+    if text.contains("\\u") && (said.contains("hex escape") || said.contains("surrogate")) {
+        return invalid(&format!("{said}: half of a surrogate pair, so a text was cut inside a character"));
+    }
     let values = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
     let count = values.map_while(Result::ok).count();
     if count > 1 {

@@ -186,7 +186,8 @@ fn a_conversation_that_begins_with_the_assistant_keeps_its_rest() {
         vec![said("gpt", "Hi!"), said("gpt", "How are you?")],
         vec![said("gpt", "I call."), said("tool", "4"), said("gpt", "It is 4.")],
     ] {
-        let row = json!({"conversations": [first, rest.to_vec()].concat()});
+        let turns = [first, rest.to_vec()].concat();
+        let row = json!({"conversations": turns});
         let (text, supervised, changes) = sample(&world, &row);
         assert_eq!((&text, &supervised), (&wanted.0, &wanted.1));
         assert_eq!(changes, [Change::LeadingAssistant]);
