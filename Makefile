@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance build clean tools prometheus
+.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance templates build clean tools prometheus
 
 TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
@@ -42,6 +42,7 @@ demo-long: $(LONG_STORE) ## a drafter that learns from the answers of its target
 
 test: tools ## run every test, first without libtorch, then with it
 	@$(TORCH) DRAFTMILL_SMOLLM2_GGUF="$$($(FETCH) smollm2)"; export DRAFTMILL_SMOLLM2_GGUF; \
+	DRAFTMILL_TEMPLATES="$$($(FETCH) templates)"; export DRAFTMILL_TEMPLATES; \
 	cargo test --workspace --locked --no-default-features; \
 	cargo test --workspace --locked --no-default-features --features failpoints --test it failpoints; \
 	cargo test --workspace --locked
@@ -73,6 +74,10 @@ bench-gpu: tools ## measure parity, memory and speed of a GPU (CUDA=1), or look 
 
 conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
 	@$(TORCH) $(MILL) --version >/dev/null; python3 benches/conformance/conform.py --mill "$(MILL)" $(CONFORM)
+
+templates: tools ## make the table of expected renderings of public chat templates again; installs transformers into the cache
+	@folder="$$($(FETCH) templates)"; \
+	python3 -B tests/data/templates/public.py "$$(dirname "$$folder")/templates-venv" "$$folder"
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked

@@ -103,6 +103,9 @@ impl ChatTemplate {
         let added = tokenizer["added_tokens"].as_array().into_iter().flatten();
         let special = added.filter(|t| t["special"] == true).filter_map(token_of);
         let mut template = ChatTemplate::from_text(&text, &token("bos_token"), &token("eos_token"), special.collect())?;
+        let others =
+            ["unk_token", "sep_token", "pad_token", "cls_token", "mask_token"].map(|key| (key.into(), token(key)));
+        template.named.extend(others.into_iter().filter(|(_, token)| !token.is_empty()));
         if let Some(text) = with_tools.filter(|with_tools| *with_tools != text) {
             template.with_tools = Some(compiled(&text)?);
             template.text.push_str(&text);
@@ -376,8 +379,11 @@ mod tests {
         assert_eq!(rendered.supervised, std::slice::from_ref(&(3..7)));
         assert_eq!(said(Some(serde_json::json!([]))).text, "tools a");
         write("chat_template.jinja", "{{ eos_token }}{{ messages[0].content }}");
-        write("special_tokens_map.json", r#"{"eos_token": "<e>"}"#);
+        write("special_tokens_map.json", r#"{"eos_token": "<e>", "pad_token": {"content": "<p>"}}"#);
         assert_eq!(said(None).text, "<e>a");
+        // transformers leaves a token undefined that the tokenizer lacks.
+        write("chat_template.jinja", "{{ pad_token }}{{ unk_token is defined }}{{ messages[0].content }}");
+        assert_eq!(said(None).text, "<p>Falsea");
         write("tokenizer_config.json", r#"{"bos_token": "#);
         assert!(matches!(load(), Err(ChatError::Folder(_))), "a lost begin token would spoil every row");
         write("tokenizer_config.json", "{}");

@@ -14,7 +14,7 @@ mod options;
 mod prepare;
 mod reject;
 mod report;
-pub(crate) mod row;
+pub mod row;
 mod source;
 pub(crate) mod split;
 mod store;

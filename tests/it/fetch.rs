@@ -165,6 +165,20 @@ fn the_prompts_that_the_demo_measures_with_are_a_folder_of_their_own() {
 }
 
 #[test]
+fn public_templates_are_a_flat_folder_named_by_package() {
+    let world = World::new();
+    let files = ["tpl/templates/chatml.jinja={{ a }}", "tpl/other/deep/llama.jinja={{ b }}", "tpl/readme.md=no template"];
+    world.wheel("demo-templates", &files);
+    world.lock("templates.lock", &["demo-templates"]);
+    let folder = world.fetch(&["templates"]).unwrap();
+    let read = |name: &str| std::fs::read_to_string(folder.join(name)).unwrap();
+    assert_eq!([read("tpl-chatml.jinja"), read("tpl-llama.jinja")], ["{{ a }}", "{{ b }}"]);
+    assert!(!folder.join("tpl-readme.md").exists());
+    assert_eq!(world.fetch(&["templates"]).unwrap(), folder);
+    assert_eq!((world.calls(), world.cached()), (1, vec!["templates-1".into()]));
+}
+
+#[test]
 fn offline_with_an_empty_cache_is_one_sentence() {
     let world = World::new();
     std::fs::remove_dir_all(world.path("wheels")).unwrap();

@@ -138,6 +138,10 @@ impl ChatTemplate {
                     continue;
                 };
                 speaks = true;
+                if *name == "tool_calls" {
+                    let parts = tool_parts(turn).into_iter().filter(|(_, changed)| same(&with(changed.clone())));
+                    notes.hidden.extend(parts.map(|(part, _)| format!("`{part}` of a tool call of turn {}", at + 1)));
+                }
                 let mut less = turn.clone();
                 less.extra.retain(|key, _| !group.contains(&key.as_str()));
                 let changed = with(less);
@@ -202,6 +206,26 @@ impl ChatTemplate {
 
 fn messages(turns: &[Turn]) -> Vec<Jinja> {
     turns.iter().map(super::span::plain_message).collect()
+}
+
+/// Turns with other names and other arguments of the tool calls, by the part that differs. A name that is a part of the
+/// call's id, as in Kimi's templates, is left out.
+fn tool_parts(turn: &Turn) -> Vec<(&'static str, Turn)> {
+    let parts = [("name", Value::from("another_name")), ("arguments", serde_json::json!({"another": "argument"}))];
+    let changed = parts.into_iter().filter_map(|(part, other)| {
+        let mut changed = turn.clone();
+        let mut found = false;
+        for call in changed.extra.get_mut("tool_calls")?.as_array_mut()? {
+            let id = call["id"].as_str().unwrap_or_default().to_owned();
+            let function = if call.get("function").is_some() { call.get_mut("function") } else { Some(call) };
+            let Some(value) = function.and_then(|function| function.get_mut(part)) else { continue };
+            let in_id = part == "name" && value.as_str().is_some_and(|name| id.contains(name));
+            found |= !is_blank(value) && !in_id;
+            *value = if value.is_string() && other.is_object() { other.to_string().into() } else { other.clone() };
+        }
+        found.then_some((part, changed))
+    });
+    changed.collect()
 }
 
 /// Arguments of all tool calls of a conversation.

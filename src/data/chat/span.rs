@@ -6,6 +6,7 @@
 use super::{
     ChatError, ChatTemplate, Conversation, Turn,
     jinja::{Value as Jinja, is_space},
+    turn::WEIGHTS,
 };
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -52,22 +53,23 @@ impl<'a> Spans<'a> {
             return Err(uncertain("the text around it depends on it"));
         };
         // The template formats other fields, such as tool calls, so only plain turns can be compared.
-        if turn.extra.values().all(is_blank) && !is_end_of(shown, &turn.content) {
+        let plain = turn.extra.iter().all(|(key, value)| is_blank(value) || is_metadata(key));
+        if plain && !is_end_of(shown, &turn.content) {
             return Err(uncertain("it is rendered changed or not at all"));
         }
         Ok(start..end + self.end_token(at, &self.text[end..])?)
     }
 
     /// Text of the template before and after a turn's content, in the first `until` turns. The turn is rendered without its
-    /// other fields, so that their text counts as the assistant's. Blank fields stay: an empty think block is the
-    /// template's.
+    /// other fields, so that their text counts as the assistant's. Blank fields and metadata stay: an empty think block and
+    /// a name in the header are the template's.
     fn around(&self, at: usize, until: usize) -> Result<(String, String), ChatError> {
         let uncertain = |why| ChatError::Uncertain { turn: at, why };
         let mut messages = self.messages[..until].to_vec();
         let turn = &self.turns[at];
-        let blank =
-            turn.extra.iter().filter(|(_, value)| is_blank(value)).map(|(key, value)| (key.clone(), value.clone()));
-        messages[at] = message(turn, &self.sentinel, &blank.collect());
+        let kept = turn.extra.iter().filter(|(key, value)| is_blank(value) || is_metadata(key));
+        let kept = kept.map(|(key, value)| (key.clone(), value.clone())).collect();
+        messages[at] = message(turn, &self.sentinel, &kept);
         let marked = self.template.call(&messages, &self.tools, false);
         let marked = marked.map_err(|_| uncertain("the template refuses plain text instead of it"))?;
         let mut parts = marked.split(&self.sentinel);
@@ -113,6 +115,11 @@ fn message(turn: &Turn, content: &str, extra: &Map<String, Value>) -> Jinja {
         message.entry(key).or_insert_with(|| value.clone());
     }
     Jinja::from(&Value::Object(message))
+}
+
+/// True if a field describes the turn and is no part of what the assistant says.
+pub fn is_metadata(key: &str) -> bool {
+    ["name", "id", "tool_call_id"].contains(&key) || WEIGHTS.contains(&key)
 }
 
 /// True if a field of a turn has no content.

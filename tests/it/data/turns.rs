@@ -306,7 +306,7 @@ fn oumi_2599_sglang_12123_arguments_are_encoded_once_in_any_form() {
     let spaced = r#"{"city": "Zürich", "days": 2}"#;
     for (name, expression, wanted) in CALLS {
         let template = format!(
-            "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{% for c in m.tool_calls or [] %}}[{expression}]{{% endfor %}}\
+            "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{% for c in m.tool_calls or [] %}}{{{{ c.function.name }}}}[{expression}]{{% endfor %}}\
              {{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
         );
         world.write("model/chat_template.jinja", template);

@@ -1,9 +1,9 @@
 //! The demo's target, imported from the GGUF file that `scripts/fetch.py smollm2` downloads.
 
 use super::*;
-use minijinja::context;
+use draftmill::data::chat::{ChatTemplate, Conversation, Role, Turn};
 use safetensors::{Dtype, SafeTensors};
-use serde_json::json;
+use serde_json::{Map, json};
 use std::sync::LazyLock;
 use tokenizers::Tokenizer;
 
@@ -57,13 +57,11 @@ fn ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
 
 #[test]
 fn prompt_ids_equal_those_of_transformers() {
-    let template = std::fs::read_to_string(folder().join("chat_template.jinja")).unwrap();
-    let environment = minijinja::Environment::new();
+    let template = ChatTemplate::load(folder()).unwrap();
     let tokenizer = tokenizer();
     for (question, prompt, continuation) in GREEDY {
-        let message = context! { role => "user", content => question };
-        let values = context! { messages => vec![message], add_generation_prompt => true };
-        let text = environment.render_str(&template, values).unwrap();
+        let turns = vec![Turn { role: Role::User, content: question.into(), extra: Map::new() }];
+        let text = template.prompt(&Conversation { turns, tools: None }).unwrap();
         assert_eq!(ids(&tokenizer, &text), prompt);
         let answer = tokenizer.decode(continuation, false).unwrap();
         assert!(

@@ -32,7 +32,7 @@ pub enum Statement {
         call: Expr,
         caller: Arc<Macro>,
     },
-    /// A block with variables of its own: `generation`, `block`, and `autoescape`.
+    /// A block with separate variables: `generation`, `block`, and `autoescape`.
     Scope(Body),
     /// Value of `{% autoescape %}`, which must be false.
     NoEscape(Expr),

@@ -2,11 +2,10 @@
 
 use super::{
     Error,
-    dict::Key,
-    interpreter::Interpreter,
-    methods,
-    object::Object,
-    value::{Range, Value},
+    names::{has_changing_method, has_method},
+    state::Interpreter,
+    text,
+    types::{Key, Object, Range, Value},
 };
 use std::sync::Arc;
 
@@ -36,7 +35,7 @@ pub fn item(value: &Value, key: &Value, interpreter: &mut Interpreter<'_>) -> Re
         Value::Str(name) | Value::Markup(name) => own(value, name, interpreter)?,
         _ => None,
     };
-    Ok(found.unwrap_or_else(|| missing(value, &super::text::repr(key).unwrap_or_default())))
+    Ok(found.unwrap_or_else(|| missing(value, &text::repr(key).unwrap_or_default())))
 }
 
 /// Only an attribute of the object, as the filter `attr` returns it.
@@ -102,11 +101,11 @@ fn own(value: &Value, name: &Arc<str>, interpreter: &mut Interpreter<'_>) -> Res
         },
         _ => {}
     }
-    if methods::changes(value, name) {
+    if has_changing_method(value, name) {
         return Ok(Some(Value::undefined(format!("the method `{name}` changes a {}: that is refused", value.kind()))));
     }
     let method = || Value::object(Object::Method { of: value.clone(), name: name.clone() });
-    Ok(methods::exists(value, name).then(method))
+    Ok(has_method(value, name).then(method))
 }
 
 /// `value[key]` without attributes; `None` if there is none.

@@ -1,73 +1,20 @@
-//! Calls: arguments, functions of the environment, and values that can be called.
+//! Calls: functions of the environment, and values that can be called.
 
 use super::{
     Error,
-    dict::{Dict, Key},
-    interpreter::Interpreter,
-    methods,
-    object::Object,
-    value::{Range, Value},
+    args::Args,
+    date, methods,
+    state::Interpreter,
+    text,
+    types::{Dict, Key, Object, Range, Value},
 };
 use std::{
     cell::{Cell, RefCell},
     rc::Rc,
-    sync::Arc,
 };
 
 /// Limit of `range`, as in Jinja2's sandbox.
 const MAX_RANGE: i128 = 100_000;
-
-/// Arguments of a call.
-#[derive(Clone, Debug, Default)]
-pub struct Args {
-    pub positional: Vec<Value>,
-    pub named: Vec<(Arc<str>, Value)>,
-}
-
-impl Args {
-    /// Removes an argument by name.
-    pub fn take(&mut self, name: &str) -> Option<Value> {
-        let at = self.named.iter().position(|(known, _)| **known == *name)?;
-        Some(self.named.remove(at).1)
-    }
-
-    /// Arguments in the order of `names`; the first `required` must be given. An empty name takes no argument by name.
-    ///
-    /// # Errors
-    /// Too many, too few or unknown arguments of `function`.
-    pub fn bind<const N: usize>(
-        mut self,
-        function: &str,
-        names: [&str; N],
-        required: usize,
-    ) -> Result<[Option<Value>; N], Error> {
-        let count = self.positional.len();
-        if count > N {
-            return Err(Error::new(format!("`{function}` takes at most {N} arguments, found {count}")));
-        }
-        let mut found = [const { None }; N];
-        for (slot, value) in found.iter_mut().zip(self.positional.drain(..)) {
-            *slot = Some(value);
-        }
-        for (index, name) in names.iter().enumerate() {
-            if found[index].is_none() && !name.is_empty() {
-                found[index] = self.take(name);
-            }
-        }
-        if let Some((name, _)) = self.named.first() {
-            return Err(Error::new(format!("`{function}` takes no argument `{name}`")));
-        }
-        if found[..required].iter().any(Option::is_none) {
-            return Err(Error::new(format!("`{function}` lacks an argument")));
-        }
-        Ok(found)
-    }
-
-    /// No arguments.
-    pub fn none(self, function: &str) -> Result<(), Error> {
-        self.bind(function, [], 0).map(drop)
-    }
-}
 
 /// Function of the environment by its name.
 pub fn global(name: &str) -> Option<Value> {
@@ -163,12 +110,12 @@ fn function(name: &str, args: Args) -> Result<Value, Error> {
         }
         "raise_exception" => {
             let [message] = args.bind(name, ["message"], 1)?;
-            Err(Error::new(super::text::string(&message.unwrap_or(Value::None))?))
+            Err(Error::new(text::string(&message.unwrap_or(Value::None))?))
         }
         "strftime_now" => {
             let [format] = args.bind(name, ["format"], 1)?;
             match format.as_ref().and_then(Value::as_str) {
-                Some(format) => Ok(Value::text(super::date::strftime(format))),
+                Some(format) => Ok(Value::text(date::strftime(format))),
                 None => Err(Error::new("strftime_now takes a text")),
             }
         }

@@ -1,57 +1,16 @@
 //! Tests: `value is name`.
 
 use super::{
-    Error, ast::Comparison, call::Args, dict::Key, eval::compare, filters, letters, object::Object, operators::binary,
-    text, value::Value,
+    Error,
+    args::Args,
+    ast::{Binary, Comparison},
+    letters,
+    names::{is_filter, is_test},
+    operators::binary,
+    text,
+    types::{Key, Object, Value},
 };
-use std::rc::Rc;
-
-const NAMES: [&str; 39] = [
-    "!=",
-    "<",
-    "<=",
-    "==",
-    ">",
-    ">=",
-    "boolean",
-    "callable",
-    "defined",
-    "divisibleby",
-    "eq",
-    "equalto",
-    "escaped",
-    "even",
-    "false",
-    "filter",
-    "float",
-    "ge",
-    "greaterthan",
-    "gt",
-    "in",
-    "integer",
-    "iterable",
-    "le",
-    "lessthan",
-    "lower",
-    "lt",
-    "mapping",
-    "ne",
-    "none",
-    "number",
-    "odd",
-    "sameas",
-    "sequence",
-    "string",
-    "test",
-    "true",
-    "undefined",
-    "upper",
-];
-
-/// True if there is a test of this name.
-pub fn exists(name: &str) -> bool {
-    NAMES.contains(&name)
-}
+use std::{cmp::Ordering, rc::Rc};
 
 /// Answer of a test.
 ///
@@ -72,7 +31,7 @@ pub fn test(name: &str, value: &Value, args: Args) -> Result<bool, Error> {
         let [other] = args.bind(name, [""], 1)?;
         return compare(value, comparison, &other.unwrap_or(Value::None));
     }
-    let rest = |divisor: Value| binary(value, super::ast::Binary::Mod, &divisor);
+    let rest = |divisor: Value| binary(value, Binary::Mod, &divisor);
     match name {
         "divisibleby" => {
             let [divisor] = args.bind(name, ["num"], 1)?;
@@ -101,7 +60,7 @@ pub fn test(name: &str, value: &Value, args: Args) -> Result<bool, Error> {
         "filter" | "test" => {
             // Python looks the value up, so it must be a possible key.
             Key::new(value.clone())?;
-            value.as_str().is_some_and(if name == "test" { exists } else { filters::exists })
+            value.as_str().is_some_and(if name == "test" { is_test } else { is_filter })
         }
         "float" => matches!(value, Value::Float(_)),
         "integer" => matches!(value, Value::Int(_)),
@@ -117,6 +76,23 @@ pub fn test(name: &str, value: &Value, args: Args) -> Result<bool, Error> {
         "lower" => letters::is("islower", &text::string(value)?).unwrap_or(false),
         "upper" => letters::is("isupper", &text::string(value)?).unwrap_or(false),
         _ => return Err(Error::new(format!("the test `{name}` is unknown"))),
+    })
+}
+
+/// Result of a comparison.
+///
+/// # Errors
+/// Types that Python does not compare.
+pub fn compare(left: &Value, comparison: Comparison, right: &Value) -> Result<bool, Error> {
+    Ok(match comparison {
+        Comparison::Eq => left.equals(right),
+        Comparison::Ne => !left.equals(right),
+        Comparison::In => right.contains(left)?,
+        Comparison::NotIn => !right.contains(left)?,
+        Comparison::Lt => left.compare(right)? == Some(Ordering::Less),
+        Comparison::Le => left.compare(right)?.is_some_and(Ordering::is_le),
+        Comparison::Gt => left.compare(right)? == Some(Ordering::Greater),
+        Comparison::Ge => left.compare(right)?.is_some_and(Ordering::is_ge),
     })
 }
 

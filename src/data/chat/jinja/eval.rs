@@ -3,15 +3,14 @@
 use super::{
     Error,
     ast::{Comparison, Const, Expr},
-    attribute, checks,
-    dict::{Dict, Key},
-    interpreter::{Interpreter, MAX_TEXT},
-    operators,
-    scope::Scope,
+    attribute,
+    checks::{self, compare},
+    filters, operators,
+    state::{Interpreter, MAX_TEXT},
     text,
-    value::Value,
+    types::{Dict, Key, Scope, Value},
 };
-use std::{cmp::Ordering, rc::Rc};
+use std::rc::Rc;
 
 impl Interpreter<'_> {
     /// Value of an expression.
@@ -23,7 +22,7 @@ impl Interpreter<'_> {
         exprs.iter().map(|expr| self.eval(expr, scope)).collect()
     }
 
-    // Each arm with variables has a function of its own, so that a frame of this one stays small.
+    // Each arm with variables is a separate function, so that frames of this one stay small.
     fn eval_inner(&mut self, expr: &Expr, scope: &Rc<Scope>) -> Result<Value, Error> {
         match expr {
             Expr::Const(value) => Ok(constant(value)),
@@ -129,7 +128,7 @@ impl Interpreter<'_> {
             (None, None) => return Err(Error::new(format!("the filter `{name}` has no input"))),
         };
         let args = self.arguments(arguments, scope)?;
-        super::filters::filter(self, name, &of, args)
+        filters::filter(self, name, &of, args)
     }
 }
 
@@ -161,21 +160,4 @@ fn constant(value: &Const) -> Value {
         Const::Float(value) => Value::Float(*value),
         Const::Text(text) => Value::Str(text.clone()),
     }
-}
-
-/// Result of a comparison.
-///
-/// # Errors
-/// Types that Python does not compare.
-pub fn compare(left: &Value, comparison: Comparison, right: &Value) -> Result<bool, Error> {
-    Ok(match comparison {
-        Comparison::Eq => left.equals(right),
-        Comparison::Ne => !left.equals(right),
-        Comparison::In => right.contains(left)?,
-        Comparison::NotIn => !right.contains(left)?,
-        Comparison::Lt => left.compare(right)? == Some(Ordering::Less),
-        Comparison::Le => left.compare(right)?.is_some_and(Ordering::is_le),
-        Comparison::Gt => left.compare(right)? == Some(Ordering::Greater),
-        Comparison::Ge => left.compare(right)?.is_some_and(Ordering::is_ge),
-    })
 }

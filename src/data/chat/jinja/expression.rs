@@ -3,8 +3,8 @@
 use super::{
     Error,
     ast::{Arguments, Binary, Comparison, Const, Expr},
-    checks,
     lexer::Kind,
+    names::is_test,
     parser::{MAX_NESTED, Parser},
 };
 
@@ -283,16 +283,17 @@ impl Parser {
         if !self.skip_op(":") {
             return first.ok_or_else(|| self.error("an expression is missing"));
         }
-        let mut parts = [first, None, None];
-        for part in 1..3 {
-            if part == 2 && !self.skip_op(":") {
-                break;
-            }
-            if !(self.is_op(":") || self.is_op("]") || self.is_op(",")) {
-                parts[part] = Some(self.expression(true)?);
-            }
+        let stop = self.bound()?;
+        let step = if self.skip_op(":") { self.bound()? } else { None };
+        Ok(Expr::Slice(Box::new([first, stop, step])))
+    }
+
+    /// Second or third part of a slice.
+    fn bound(&mut self) -> Result<Option<Expr>, Error> {
+        match self.peek() {
+            Kind::Op(":" | "]" | ",") => Ok(None),
+            _ => self.expression(true).map(Some),
         }
-        Ok(Expr::Slice(Box::new(parts)))
     }
 
     fn filters_and_tests(&mut self, mut inner: Expr) -> Result<Expr, Error> {
@@ -318,7 +319,7 @@ impl Parser {
             Kind::Name(_) => self.dotted()?,
             _ => return Err(self.error("the name of a test must follow `is`")),
         };
-        if !checks::exists(&name) {
+        if !is_test(&name) {
             self.unknown.push(self.error(format!("the test `{name}` is unknown")));
         }
         let takes_argument = match self.peek() {

@@ -1,72 +1,18 @@
 //! Filters: `value | name`. This file has those of lists; `text_filters.rs` has those of texts and numbers.
 
 use super::{
-    Error, attribute, call::Args, checks, dict::Key, interpreter::Interpreter, json, object::Object, operators, text,
-    text_filters, value::Value,
+    Error,
+    args::Args,
+    ast::Binary,
+    attribute, checks, json,
+    names::{is_filter, is_test},
+    operators,
+    state::Interpreter,
+    text, text_filters,
+    types::{Key, Object, Value},
+    value::sort_by,
 };
 use std::{cmp::Ordering, collections::HashSet, rc::Rc, sync::Arc};
-
-const NAMES: [&str; 54] = [
-    "abs",
-    "attr",
-    "batch",
-    "capitalize",
-    "center",
-    "count",
-    "d",
-    "default",
-    "dictsort",
-    "e",
-    "escape",
-    "filesizeformat",
-    "first",
-    "float",
-    "forceescape",
-    "format",
-    "groupby",
-    "indent",
-    "int",
-    "items",
-    "join",
-    "last",
-    "length",
-    "list",
-    "lower",
-    "map",
-    "max",
-    "min",
-    "pprint",
-    "random",
-    "reject",
-    "rejectattr",
-    "replace",
-    "reverse",
-    "round",
-    "safe",
-    "select",
-    "selectattr",
-    "slice",
-    "sort",
-    "string",
-    "striptags",
-    "sum",
-    "title",
-    "tojson",
-    "trim",
-    "truncate",
-    "unique",
-    "upper",
-    "urlencode",
-    "urlize",
-    "wordcount",
-    "wordwrap",
-    "xmlattr",
-];
-
-/// True if there is a filter of this name.
-pub fn exists(name: &str) -> bool {
-    NAMES.contains(&name)
-}
 
 /// Value of a filter.
 ///
@@ -189,6 +135,7 @@ pub fn filter(interpreter: &mut Interpreter<'_>, name: &str, value: &Value, args
         "unique" => {
             let [case, path] = args.bind(name, ["case_sensitive", "attribute"], 0)?;
             let keep_case = case.is_some_and(|case| case.truth());
+            #[expect(clippy::mutable_key_type, reason = "a key compares objects by identity")]
             let mut seen = HashSet::new();
             let mut kept = Vec::new();
             for item in value.items()? {
@@ -225,7 +172,7 @@ pub fn filter(interpreter: &mut Interpreter<'_>, name: &str, value: &Value, args
             }
             for item in value.items()? {
                 let item = by_path(interpreter, &item, path.as_ref())?;
-                total = operators::binary(&total, super::ast::Binary::Add, &item)?;
+                total = operators::binary(&total, Binary::Add, &item)?;
             }
             total
         }
@@ -369,7 +316,7 @@ fn map(interpreter: &mut Interpreter<'_>, value: &Value, mut args: Args) -> Resu
         return Ok(Object::generator([Err(Error::new("`map` needs the name of a filter"))]));
     }
     let name = args.positional.remove(0);
-    let name = name.as_str().filter(|name| exists(name)).map(String::from);
+    let name = name.as_str().filter(|name| is_filter(name)).map(String::from);
     let Some(name) = name else {
         return Ok(Object::generator([Err(Error::new("the filter of `map` is unknown"))]));
     };
@@ -406,7 +353,7 @@ fn select(interpreter: &mut Interpreter<'_>, name: &str, value: &Value, mut args
         false => None,
     };
     let test = if args.positional.is_empty() { None } else { Some(args.positional.remove(0)) };
-    if test.as_ref().is_some_and(|test| !test.as_str().is_some_and(checks::exists)) {
+    if test.as_ref().is_some_and(|test| !test.as_str().is_some_and(is_test)) {
         return failed("the test of a selection is unknown");
     }
     let wanted = name.starts_with("select");
@@ -436,21 +383,4 @@ fn select(interpreter: &mut Interpreter<'_>, name: &str, value: &Value, mut args
     }
     kept.extend(error.map(Err));
     Ok(Object::generator(kept))
-}
-
-/// Stable sort by a key; equal items keep their order, also if it is reversed.
-///
-/// # Errors
-/// Keys that Python does not compare.
-pub fn sort_by<T>(items: &mut [T], key: impl Fn(&T) -> &Value, reverse: bool) -> Result<(), Error> {
-    let mut failed = None;
-    items.sort_by(|a, b| {
-        let order = key(a).compare(key(b)).unwrap_or_else(|error| {
-            failed.get_or_insert(error);
-            None
-        });
-        let order = order.unwrap_or(Ordering::Equal);
-        if reverse { order.reverse() } else { order }
-    });
-    failed.map_or(Ok(()), Err)
 }

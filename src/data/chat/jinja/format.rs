@@ -1,13 +1,13 @@
 //! Python's `str.format`.
 
 use super::{
-    Error, attribute,
-    call::Args,
-    interpreter::Interpreter,
-    operators::as_float,
+    Error,
+    args::Args,
+    attribute,
     percent::{float_text, general, integer},
+    state::Interpreter,
     text,
-    value::Value,
+    types::Value,
 };
 use std::sync::Arc;
 
@@ -178,7 +178,7 @@ fn formatted(value: &Value, spec: &str) -> Result<String, Error> {
         let text: String = text.chars().take(parts.precision.unwrap_or(usize::MAX)).collect();
         return Ok(parts.padded("", &text, '<'));
     }
-    let (negative, prefix, digits) = match (value.as_int(), parts.kind, as_float(value)) {
+    let (negative, prefix, digits) = match (value.as_int(), parts.kind, value.as_float()) {
         (Some(int), None | Some('b' | 'd' | 'n' | 'o' | 'x' | 'X'), _) => {
             if parts.precision.is_some() {
                 return Err(wrong());

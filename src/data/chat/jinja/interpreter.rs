@@ -2,61 +2,17 @@
 
 use super::{
     Error,
+    args::Args,
     ast::{Arguments, Body, Expr, For, Macro, Statement, Target},
-    call::Args,
+    call,
     eval::is_constant_slice,
-    loops::Loop,
-    object::Object,
-    scope::Scope,
+    state::{Flow, Interpreter},
     text,
-    value::Value,
+    types::{Dict, Loop, Object, Scope, Value},
 };
 use std::{rc::Rc, sync::Arc};
 
-/// Limit of nested statements, expressions and calls, as Python limits recursion.
-const MAX_DEPTH: usize = 250;
-/// Limit of the rendered text in bytes.
-pub const MAX_TEXT: usize = 1 << 28;
-
-/// End of a list of statements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flow {
-    Next,
-    Break,
-    Continue,
-}
-
-/// State of a rendering.
-pub struct Interpreter<'a> {
-    pub context: &'a Scope,
-    pub out: String,
-    depth: usize,
-}
-
-impl<'a> Interpreter<'a> {
-    pub fn new(context: &'a Scope) -> Interpreter<'a> {
-        Interpreter { context, out: String::new(), depth: 0 }
-    }
-
-    /// Runs `inner` one level deeper.
-    pub fn deeper<T>(&mut self, inner: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<T, Error> {
-        if self.depth >= MAX_DEPTH {
-            return Err(Error::new("the template calls itself too deeply"));
-        }
-        self.depth += 1;
-        let done = inner(self);
-        self.depth -= 1;
-        done
-    }
-
-    /// Text that `inner` writes.
-    pub fn captured(&mut self, inner: impl FnOnce(&mut Self) -> Result<Flow, Error>) -> Result<(String, Flow), Error> {
-        let outer = std::mem::take(&mut self.out);
-        let done = self.deeper(inner);
-        let text = std::mem::replace(&mut self.out, outer);
-        done.map(|flow| (text, flow))
-    }
-
+impl Interpreter<'_> {
     pub fn body(&mut self, body: &[Statement], scope: &Rc<Scope>) -> Result<Flow, Error> {
         for statement in body {
             let flow = self.statement(statement, scope)?;
@@ -67,14 +23,6 @@ impl<'a> Interpreter<'a> {
         Ok(Flow::Next)
     }
 
-    fn write(&mut self, text: &str) -> Result<(), Error> {
-        if self.out.len() + text.len() > MAX_TEXT {
-            return Err(Error::new("the rendered text is too long"));
-        }
-        self.out.push_str(text);
-        Ok(())
-    }
-
     /// Writes the result of a block, which Jinja2 does not convert to text.
     fn write_text(&mut self, value: &Value) -> Result<(), Error> {
         match value.as_str() {
@@ -83,7 +31,7 @@ impl<'a> Interpreter<'a> {
         }
     }
 
-    // Each arm with variables has a function of its own, so that a frame of this one stays small.
+    // Each arm with variables is a separate function, so that frames of this one stay small.
     fn statement(&mut self, statement: &Statement, scope: &Rc<Scope>) -> Result<Flow, Error> {
         match statement {
             Statement::Data(text) => self.write(text)?,
@@ -224,7 +172,7 @@ impl<'a> Interpreter<'a> {
             Target::Name(name) => scope.set(name, value),
             Target::Attribute(name, attribute) => match self.lookup(name, scope) {
                 Value::Object(object) if matches!(&*object, Object::Namespace(_)) => {
-                    super::call::field_name(attribute)?;
+                    call::field_name(attribute)?;
                     value.limited(Some(&object))?;
                     if let Object::Namespace(fields) = &*object {
                         fields.borrow_mut().set(attribute, value);
@@ -247,7 +195,7 @@ impl<'a> Interpreter<'a> {
     }
 
     pub fn lookup(&self, name: &str, scope: &Scope) -> Value {
-        let found = scope.get(name).or_else(|| self.context.get(name)).or_else(|| super::call::global(name));
+        let found = scope.get(name).or_else(|| self.context.get(name)).or_else(|| call::global(name));
         found.unwrap_or_else(|| Value::undefined(format!("`{name}` is undefined")))
     }
 
@@ -297,7 +245,7 @@ impl<'a> Interpreter<'a> {
         }
         if definition.takes.kwargs {
             let rest = std::mem::take(&mut args.named);
-            inner.set(&"kwargs".into(), Value::Dict(Rc::new(super::dict::Dict::from_texts(rest))));
+            inner.set(&"kwargs".into(), Value::Dict(Rc::new(Dict::from_texts(rest))));
         } else if let Some((name, _)) = args.named.first() {
             return Err(Error::new(format!("the macro `{}` takes no argument `{name}`", definition.name)));
         }

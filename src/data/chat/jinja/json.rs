@@ -1,6 +1,6 @@
 //! Filter `tojson` as in transformers: `json.dumps` with `ensure_ascii=False`.
 
-use super::{Error, call::Args, text, value::Value};
+use super::{Error, args::Args, text, types::Value, value::sort_by};
 
 /// JSON text of a value.
 ///
@@ -46,7 +46,7 @@ impl Dumps {
             Value::Dict(dict) => {
                 let mut pairs: Vec<_> = dict.pairs().collect();
                 if self.sorted {
-                    super::filters::sort_by(&mut pairs, |(key, _)| key, false)?;
+                    sort_by(&mut pairs, |(key, _)| key, false)?;
                 }
                 self.write_all(['{', '}'], &pairs, depth, out, |(key, item), out| {
                     let key = match key {

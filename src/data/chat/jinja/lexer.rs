@@ -332,10 +332,12 @@ fn unescaped(text: &str) -> Result<String, String> {
             c if !c.is_ascii() => {
                 let code = u32::from(c);
                 out.push('\\');
-                out.push_str(&match code {
-                    ..=0xff => format!("x{code:02x}"),
-                    ..=0xffff => format!("u{code:04x}"),
-                    _ => format!("U{code:08x}"),
+                out.push_str(&if code <= 0xff {
+                    format!("x{code:02x}")
+                } else if code <= 0xffff {
+                    format!("u{code:04x}")
+                } else {
+                    format!("U{code:08x}")
                 });
             }
             c => out.extend(['\\', c]),

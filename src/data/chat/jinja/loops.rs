@@ -1,33 +1,17 @@
 //! Variable `loop` of a `for` block.
 
-use super::{Error, ast::For, interpreter::Interpreter, scope::Scope, value::Value};
+use super::{
+    Error,
+    ast::For,
+    state::Interpreter,
+    types::{Loop, Scope, Value},
+};
 use std::{
     cell::{Cell, RefCell},
     collections::VecDeque,
     rc::Rc,
     sync::Arc,
 };
-
-/// State of a loop.
-#[derive(Debug)]
-pub struct Loop {
-    pub block: Arc<For>,
-    /// Variables around the loop.
-    pub scope: Rc<Scope>,
-    pub depth: usize,
-    waiting: RefCell<VecDeque<Value>>,
-    /// Error that follows the waiting items.
-    error: RefCell<Option<Error>>,
-    /// True if the waiting items have to pass the test of the block.
-    filtered: Cell<bool>,
-    /// The next item, if it was looked at.
-    after: RefCell<Option<Value>>,
-    before: RefCell<Option<Value>>,
-    current: RefCell<Option<Value>>,
-    /// Number of items begun.
-    pub index: Cell<usize>,
-    changed: RefCell<Option<Vec<Value>>>,
-}
 
 impl Loop {
     pub fn new(block: &Arc<For>, scope: &Rc<Scope>, items: &Value, depth: usize) -> Result<Loop, Error> {

@@ -2,55 +2,12 @@
 
 use super::{
     Error,
-    call::Args,
-    dict::{Dict, Key},
-    interpreter::Interpreter,
-    object::{Object, View},
+    args::Args,
+    state::Interpreter,
     strings, text,
-    value::Value,
+    types::{Dict, Key, Object, Value, View},
 };
 use std::rc::Rc;
-
-const LIST: [&str; 3] = ["copy", "count", "index"];
-const SEQUENCE: [&str; 2] = ["count", "index"];
-const DICT: [&str; 6] = ["copy", "fromkeys", "get", "items", "keys", "values"];
-const INT: [&str; 5] = ["as_integer_ratio", "bit_count", "bit_length", "conjugate", "to_bytes"];
-const FLOAT: [&str; 5] = ["as_integer_ratio", "conjugate", "fromhex", "hex", "is_integer"];
-const LIST_CHANGES: [&str; 8] = ["append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"];
-const DICT_CHANGES: [&str; 5] = ["clear", "pop", "popitem", "setdefault", "update"];
-
-/// True if the value has this method.
-pub fn exists(value: &Value, name: &str) -> bool {
-    let names: &[&str] = match value {
-        Value::Str(_) | Value::Markup(_) => &strings::METHODS,
-        Value::List(_) => &LIST,
-        Value::Tuple(_) | Value::Range(_) => &SEQUENCE,
-        Value::Dict(_) => &DICT,
-        Value::Int(_) | Value::Bool(_) => &INT,
-        Value::Float(_) => &FLOAT,
-        Value::Object(object) => match &**object {
-            Object::Group(_) => &SEQUENCE,
-            Object::Loop(_) => &["changed", "cycle"],
-            Object::Cycler { .. } => &["next", "reset"],
-            Object::View(View::Keys | View::Items, _) => &["isdisjoint", "mapping"],
-            Object::View(..) => &["mapping"],
-            Object::Generator(_) => &["close", "send", "throw"],
-            Object::Function("dict") => &["fromkeys"],
-            _ => &[],
-        },
-        Value::Undefined(_) | Value::None => &[],
-    };
-    names.contains(&name)
-}
-
-/// True if the method changes its value, which the sandbox refuses.
-pub fn changes(value: &Value, name: &str) -> bool {
-    match value {
-        Value::List(_) => LIST_CHANGES.contains(&name),
-        Value::Dict(_) => DICT_CHANGES.contains(&name),
-        _ => false,
-    }
-}
 
 /// Calls a method.
 ///

@@ -1,56 +1,10 @@
-//! Values that are neither JSON nor Python's plain types: generators, views, macros, loops.
+//! Generators, views, and properties of objects.
 
-use super::{Error, ast::Macro, dict::Dict, loops::Loop, scope::Scope, value::Value};
-use std::{
-    cell::{Cell, RefCell},
-    collections::VecDeque,
-    rc::{Rc, Weak},
-    sync::Arc,
+use super::{
+    Error,
+    types::{Dict, Generator, Object, Value, View},
 };
-
-#[derive(Debug)]
-pub enum Object {
-    Namespace(RefCell<Dict>),
-    /// Items that can be read once, as filters such as `map` return them.
-    Generator(RefCell<Generator>),
-    View(View, Rc<Dict>),
-    /// Named tuple of `groupby`: the common value and the list.
-    Group(Rc<Vec<Value>>),
-    Macro {
-        definition: Arc<Macro>,
-        scope: Weak<Scope>,
-    },
-    Loop(Rc<Loop>),
-    Cycler {
-        items: Vec<Value>,
-        at: Cell<usize>,
-    },
-    Joiner {
-        separator: Value,
-        used: Cell<bool>,
-    },
-    /// A function of the environment.
-    Function(&'static str),
-    /// Method of a value, not called.
-    Method {
-        of: Value,
-        name: Arc<str>,
-    },
-}
-
-#[derive(Debug, Default)]
-pub struct Generator {
-    pub items: VecDeque<Value>,
-    /// Error that follows the items.
-    pub error: Option<Error>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum View {
-    Keys,
-    Values,
-    Items,
-}
+use std::cell::RefCell;
 
 impl View {
     pub fn items(self, dict: &Dict) -> Vec<Value> {
@@ -96,11 +50,14 @@ impl Object {
     }
 
     pub fn is_callable(&self) -> bool {
-        match self {
-            Object::Macro { .. } | Object::Loop(_) | Object::Joiner { .. } | Object::Function(_) => true,
-            Object::Method { .. } => true,
-            _ => false,
-        }
+        matches!(
+            self,
+            Object::Macro { .. }
+                | Object::Loop(_)
+                | Object::Joiner { .. }
+                | Object::Function(_)
+                | Object::Method { .. }
+        )
     }
 
     pub fn kind(&self) -> &'static str {

@@ -1,6 +1,6 @@
 //! Arithmetic operators.
 
-use super::{Error, ast::Binary, interpreter::MAX_TEXT, percent, text, value::Value};
+use super::{Error, ast::Binary, percent, state::MAX_TEXT, text, types::Value};
 
 /// Result of a binary operator.
 ///
@@ -21,7 +21,7 @@ pub fn binary(left: &Value, op: Binary, right: &Value) -> Result<Value, Error> {
     if let (Some(a), Some(b)) = (left.as_int(), right.as_int()) {
         return integers(a, op, b);
     }
-    if let (Some(a), Some(b)) = (as_float(left), as_float(right)) {
+    if let (Some(a), Some(b)) = (left.as_float(), right.as_float()) {
         return floats(a, op, b);
     }
     match op {
@@ -50,14 +50,6 @@ pub fn positive(value: &Value) -> Result<Value, Error> {
         (_, Some(value)) => Ok(Value::Int(value)),
         (Value::Float(value), _) => Ok(Value::Float(*value)),
         _ => Err(Error::new(format!("`+` does not take a value of type {}", value.kind()))),
-    }
-}
-
-pub fn as_float(value: &Value) -> Option<f64> {
-    match value {
-        Value::Float(value) => Some(*value),
-        #[expect(clippy::cast_precision_loss, reason = "Python rounds here as well")]
-        other => other.as_int().map(|value| value as f64),
     }
 }
 

@@ -4,6 +4,7 @@ use super::{
     Error,
     ast::{Arguments, Body, Expr, For, Macro, Statement, Takes, Target},
     lexer::{self, Kind, Token},
+    names::is_filter,
 };
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ pub fn parse(source: &str) -> Result<Body, Error> {
 /// Limit of operators, filters or attributes in a row.
 const MAX_CHAIN: usize = 200;
 /// Limit of expressions and blocks inside of each other.
-pub(super) const MAX_NESTED: usize = 60;
+pub(super) const MAX_NESTED: usize = 110;
 
 /// Position in the tokens of a template.
 pub struct Parser {
@@ -183,7 +184,7 @@ impl Parser {
         Ok(body)
     }
 
-    /// Body of a statement with variables of its own.
+    /// Body of a statement with separate variables.
     fn scope(&mut self, ends: &[&str]) -> Result<Body, Error> {
         let known = self.unknown.len();
         let body = self.inner(ends)?;
@@ -342,7 +343,7 @@ impl Parser {
         takes.caller &= !named("caller");
         takes.kwargs &= !named("kwargs");
         takes.varargs &= !named("varargs");
-        // What a macro inside reads is read by the outer one as well.
+        // The outer macro reads all that an inner one reads.
         self.reads.caller |= takes.caller;
         self.reads.kwargs |= takes.kwargs;
         self.reads.varargs |= takes.varargs;
@@ -433,7 +434,7 @@ impl Parser {
             named = false;
             self.link(&mut links)?;
             let name = self.dotted()?;
-            if !super::filters::exists(&name) {
+            if !is_filter(&name) {
                 self.unknown.push(self.error(format!("the filter `{name}` is unknown")));
             }
             let arguments = if self.is_op("(") { self.arguments()? } else { Arguments::default() };

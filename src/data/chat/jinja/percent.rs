@@ -1,6 +1,9 @@
 //! Python's formats of numbers, and the operator `%` of texts.
 
-use super::{Error, dict::Key, operators::as_float, text, value::Value};
+use super::{
+    Error, text,
+    types::{Key, Value},
+};
 
 /// `format % values`.
 ///
@@ -165,7 +168,7 @@ impl Spec {
                 (int < 0, integer(int, kind))
             }
             'e' | 'E' | 'f' | 'F' | 'g' | 'G' => {
-                let float = as_float(value).ok_or_else(wrong)?;
+                let float = value.as_float().ok_or_else(wrong)?;
                 let text = float_text(float, kind, self.precision.unwrap_or(6), self.alternate);
                 (float.is_sign_negative() && !float.is_nan(), text)
             }

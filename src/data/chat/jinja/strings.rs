@@ -2,65 +2,13 @@
 
 use super::{
     Error,
-    call::Args,
-    dict::{Dict, Key},
-    format,
-    interpreter::Interpreter,
-    letters,
+    args::Args,
+    format, letters,
+    state::Interpreter,
     text::{self, is_space},
-    value::Value,
+    types::{Dict, Key, Value},
 };
 use std::{ops::Range, rc::Rc};
-
-pub const METHODS: [&str; 47] = [
-    "capitalize",
-    "casefold",
-    "center",
-    "count",
-    "encode",
-    "endswith",
-    "expandtabs",
-    "find",
-    "format",
-    "format_map",
-    "index",
-    "isalnum",
-    "isalpha",
-    "isascii",
-    "isdecimal",
-    "isdigit",
-    "isidentifier",
-    "islower",
-    "isnumeric",
-    "isprintable",
-    "isspace",
-    "istitle",
-    "isupper",
-    "join",
-    "ljust",
-    "lower",
-    "lstrip",
-    "maketrans",
-    "partition",
-    "removeprefix",
-    "removesuffix",
-    "replace",
-    "rfind",
-    "rindex",
-    "rjust",
-    "rpartition",
-    "rsplit",
-    "rstrip",
-    "split",
-    "splitlines",
-    "startswith",
-    "strip",
-    "swapcase",
-    "title",
-    "translate",
-    "upper",
-    "zfill",
-];
 
 /// Calls a method of a text.
 ///
@@ -155,7 +103,7 @@ pub fn call(interpreter: &mut Interpreter<'_>, of: &str, name: &str, args: Args)
         }
         "zfill" => {
             let [width] = args.bind(name, [""], 1)?;
-            let sign = of.starts_with(['+', '-']).then(|| &of[..1]).unwrap_or_default();
+            let sign = if of.starts_with(['+', '-']) { &of[..1] } else { "" };
             let width = number(width, 0)? - sign.len() as i128;
             return plain(sign.to_owned() + &padded(&of[sign.len()..], width, '0', "rjust")?);
         }

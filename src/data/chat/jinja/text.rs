@@ -2,8 +2,7 @@
 
 use super::{
     Error,
-    object::{Object, View},
-    value::Value,
+    types::{Object, Value, View},
 };
 
 /// `str(value)`; an undefined value is empty, as in Jinja2.
@@ -94,10 +93,13 @@ pub fn ascii(value: &Value) -> Result<String, Error> {
 }
 
 fn code(c: char) -> String {
-    match u32::from(c) {
-        code @ ..=0xff => format!("\\x{code:02x}"),
-        code @ ..=0xffff => format!("\\u{code:04x}"),
-        code => format!("\\U{code:08x}"),
+    let code = u32::from(c);
+    if code <= 0xff {
+        format!("\\x{code:02x}")
+    } else if code <= 0xffff {
+        format!("\\u{code:04x}")
+    } else {
+        format!("\\U{code:08x}")
     }
 }
 

@@ -2,13 +2,12 @@
 
 use super::{
     Error,
-    call::Args,
-    letters,
-    operators::as_float,
-    percent,
+    args::Args,
+    letters, percent,
     strings::{lines, padded},
     text::{self, is_space},
-    value::Value,
+    types::{Dict, Key, Value},
+    value::sort_by,
 };
 use std::{cmp::Ordering, rc::Rc};
 
@@ -47,7 +46,7 @@ pub fn filter(name: &str, value: &Value, args: Args) -> Result<Value, Error> {
             }
             let values = match args.named.is_empty() {
                 true => Value::tuple(args.positional),
-                false => Value::Dict(Rc::new(super::dict::Dict::from_texts(args.named))),
+                false => Value::Dict(Rc::new(Dict::from_texts(args.named))),
             };
             return plain(percent::format(&text::string(value)?, &values)?);
         }
@@ -61,13 +60,13 @@ pub fn filter(name: &str, value: &Value, args: Args) -> Result<Value, Error> {
             let [default] = args.bind(name, ["default"], 0)?;
             let found = match value {
                 Value::Undefined(what) => return Err(Error::new(&**what)),
-                _ => as_float(value).or_else(|| parsed_float(value.as_str()?)),
+                _ => value.as_float().or_else(|| parsed_float(value.as_str()?)),
             };
             return Ok(found.map_or_else(|| default.unwrap_or(Value::Float(0.0)), Value::Float));
         }
         "filesizeformat" => {
             let [binary] = args.bind(name, ["binary"], 0)?;
-            let size = as_float(value).or_else(|| parsed_float(value.as_str()?));
+            let size = value.as_float().or_else(|| parsed_float(value.as_str()?));
             let size = size.ok_or_else(|| Error::new("filesizeformat takes a number"))?;
             return plain(file_size(size, binary.is_some_and(|binary| binary.truth())));
         }
@@ -123,10 +122,10 @@ fn sorted(value: &Value) -> Result<Value, Error> {
     Ok(match value {
         Value::Dict(dict) => {
             let mut pairs: Vec<_> = dict.pairs().collect();
-            super::filters::sort_by(&mut pairs, |(key, _)| key, false)?;
-            let mut made = super::dict::Dict::default();
+            sort_by(&mut pairs, |(key, _)| key, false)?;
+            let mut made = Dict::default();
             for (key, value) in pairs {
-                made.insert(super::dict::Key::new(key.clone())?, sorted(value)?);
+                made.insert(Key::new(key.clone())?, sorted(value)?);
             }
             Value::Dict(Rc::new(made))
         }
@@ -313,7 +312,7 @@ fn round(value: &Value, args: Args) -> Result<Value, Error> {
             text.parse().map(Value::Float).map_err(|_| wrong())
         }
         ("ceil" | "floor", _) => {
-            let float = as_float(value).ok_or_else(wrong)?;
+            let float = value.as_float().ok_or_else(wrong)?;
             let scaled = match value.as_int() {
                 Some(_) if power == 0 => float,
                 _ => float * 10_f64.powi(power),

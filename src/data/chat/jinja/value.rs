@@ -2,35 +2,9 @@
 
 use super::{
     Error,
-    dict::{Dict, Key},
-    object::{Object, View},
+    types::{Dict, Key, Object, Range, Value, View},
 };
 use std::{cmp::Ordering, rc::Rc, sync::Arc};
-
-#[derive(Clone, Debug)]
-pub enum Value {
-    /// A value that does not exist; the text says which.
-    Undefined(Arc<str>),
-    None,
-    Bool(bool),
-    Int(i128),
-    Float(f64),
-    Str(Arc<str>),
-    /// Text that is safe in HTML.
-    Markup(Arc<str>),
-    List(Rc<Vec<Value>>),
-    Tuple(Rc<Vec<Value>>),
-    Dict(Rc<Dict>),
-    Range(Range),
-    Object(Rc<Object>),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
-    pub start: i128,
-    pub stop: i128,
-    pub step: i128,
-}
 
 impl Range {
     pub fn len(self) -> i128 {
@@ -90,6 +64,14 @@ impl Value {
             Value::Int(value) => Some(*value),
             Value::Bool(value) => Some(i128::from(*value)),
             _ => None,
+        }
+    }
+
+    pub fn as_float(&self) -> Option<f64> {
+        match self {
+            Value::Float(value) => Some(*value),
+            #[expect(clippy::cast_precision_loss, reason = "Python rounds here as well")]
+            other => other.as_int().map(|value| value as f64),
         }
     }
 
@@ -372,4 +354,21 @@ impl From<&serde_json::Value> for Value {
             }
         }
     }
+}
+
+/// Stable sort by a key; equal items keep their order, also if it is reversed.
+///
+/// # Errors
+/// Keys that Python does not compare.
+pub fn sort_by<T>(items: &mut [T], key: impl Fn(&T) -> &Value, reverse: bool) -> Result<(), Error> {
+    let mut failed = None;
+    items.sort_by(|a, b| {
+        let order = key(a).compare(key(b)).unwrap_or_else(|error| {
+            failed.get_or_insert(error);
+            None
+        });
+        let order = order.unwrap_or(Ordering::Equal);
+        if reverse { order.reverse() } else { order }
+    });
+    failed.map_or(Ok(()), Err)
 }
