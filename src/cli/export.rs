@@ -4,7 +4,7 @@ use super::{ExportArgs, WhichCheckpoint, output};
 use crate::{
     common::exit::{Exit, Failure},
     config::{Config, Engine, load_text},
-    export::{self, ExportOptions},
+    export::{self, ExportOptions, ServeCommands},
     hf::{
         Dtype,
         config::TargetConfig,
@@ -29,16 +29,15 @@ pub fn run(args: &ExportArgs) -> Result<(), Failure> {
 }
 
 fn check(dir: &Path, target: Option<&Path>, json: bool) -> Result<(), Failure> {
-    let findings = validate::check(dir);
+    let defects = validate::check(dir);
+    let sound = defects.is_empty();
+    let findings: Vec<_> = defects.into_iter().chain(validate::engine_limits(dir)).collect();
     if json {
-        output::print_json(&serde_json::json!({ "dir": dir, "sound": findings.is_empty(), "findings": findings }))?;
-    } else if findings.is_empty() {
-        output::print(&format!(
-            "{}: sound; every name, shape, number type and key is as engines expect it\n",
-            dir.display()
-        ))?;
+        output::print_json(&serde_json::json!({ "dir": dir, "sound": sound, "findings": findings }))?;
     } else {
-        output::print(&findings.iter().map(|f| format!("{f}\n")).collect::<String>())?;
+        let listed = findings.iter().map(|f| format!("{f}\n")).collect::<String>();
+        let verdict = format!("{}: sound; every name, shape, dtype and key is as engines expect it\n", dir.display());
+        output::print(&if sound { listed + &verdict } else { listed })?;
     }
     match findings.iter().filter(|f| f.severity == Severity::Error).count() {
         0 => target.map_or(Ok(()), |target| belongs(dir, target)),
@@ -118,14 +117,21 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     if args.json {
         return output::print_json(&report);
     }
-    output::print(&format!(
+    let mut text = format!(
         "{}: step {step}, {} tensors, {} parameters, {} MiB in {}\n",
         report.dir.display(),
         report.tensors,
         report.parameters,
         report.bytes >> 20,
         report.dtype
-    ))
+    );
+    for (engine, command) in report.serve.iter().flat_map(ServeCommands::by_engine) {
+        text += &format!("\nServe with {engine}:\n  {command}\n");
+    }
+    for warning in validate::engine_limits(&report.dir) {
+        text += &format!("\n{warning}\n");
+    }
+    output::print(&text)
 }
 
 /// The checkpoint whose drafter had the best measured acceptance.

@@ -1,4 +1,4 @@
-//! Numbers for people, in one format in the whole program: `1,234,567`, `21.3 %`, `3 jobs`.
+//! Numbers for people, in one format in the whole program: `1,234,567`, `21.3 %`, `3 jobs`. Words for a shell.
 
 /// A whole number with a comma between thousands: 1234567 as `1,234,567`.
 pub fn grouped(number: u64) -> String {
@@ -28,9 +28,42 @@ pub fn counted(count: u64, noun: &str) -> String {
     format!("{} {noun}{ending}", grouped(count))
 }
 
+/// One word of a shell's command line, quoted if it has to be. Control characters are written as `$'\033'`, which bash, zsh and
+/// POSIX 2024 read.
+pub fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_./:=@%+,".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    if !text.chars().any(char::is_control) {
+        return format!("'{}'", text.replace('\'', r"'\''"));
+    }
+    let mut quoted = String::from("$'");
+    for c in text.chars() {
+        match c {
+            '\'' | '\\' => quoted.extend(['\\', c]),
+            c if c.is_control() => {
+                let mut bytes = [0; 4];
+                c.encode_utf8(&mut bytes).bytes().for_each(|byte| quoted += &format!("\\{byte:03o}"));
+            }
+            c => quoted.push(c),
+        }
+    }
+    quoted + "'"
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_are_quoted_for_a_shell_if_they_must_be() {
+        assert_eq!(shell_word("runs/a-1_b.c"), "runs/a-1_b.c");
+        assert_eq!(shell_word(""), "''");
+        assert_eq!(shell_word("a b$"), "'a b$'");
+        assert_eq!(shell_word("it's"), r"'it'\''s'");
+        assert_eq!(shell_word("\u{1b}it's"), r"$'\033it\'s'");
+    }
 
     #[test]
     fn numbers_have_one_format() {

@@ -2,11 +2,13 @@
 //! validated strictly and passes a self-test before it is published.
 
 mod self_test;
+mod serve;
 mod write;
 
 #[cfg(feature = "torch")]
 pub use self::self_test::run_self_test;
 pub use self::self_test::{SelfTestError, SelfTestReport, device_available};
+pub use self::serve::ServeCommands;
 pub use crate::hf::validate::{Finding, Severity, check};
 
 use crate::{
@@ -84,6 +86,8 @@ pub struct ExportReport {
     pub dtype: &'static str,
     /// Result of the self-test; `None` if it was skipped.
     pub self_check: Option<SelfTestReport>,
+    /// Command lines that serve it; `None` if the target's folder is not known.
+    pub serve: Option<ServeCommands>,
 }
 
 /// Exports the drafter of a checkpoint folder to `out` atomically, after validation and an optional self-test.
@@ -114,7 +118,9 @@ pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Res
         }
         Ok(())
     })?;
-    Ok(ExportReport { step: Some(from.state.step), self_check, ..written })
+    let serve = |target: &PathBuf| ServeCommands::new(out, target, options.layout, draft.block_size);
+    let serve = options.target.as_ref().map(serve);
+    Ok(ExportReport { step: Some(from.state.step), self_check, serve, ..written })
 }
 
 /// Exports at the end of a run, with a self-test on the first target's device. If the self-test cannot run, for example for
@@ -149,7 +155,9 @@ pub fn import_folder(dir: &Path, target: Option<&Path>, out: &Path, force: bool)
         check_target(&folder.config, target, model)?;
     }
     let tensors = draft_tensors(&folder.files, &folder.config)?;
-    write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))
+    let written = write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))?;
+    let serve = target.map(|target| ServeCommands::new(out, target, Layout::Zlab, folder.config.block_size));
+    Ok(ExportReport { serve, ..written })
 }
 
 /// Refuses a drafter of another target than `model`, the model in `folder`.

@@ -70,6 +70,7 @@ pub fn write_folder(
         bytes: fs::metadata(out.join(MODEL)).map_or(0, |m| m.len()),
         dtype: dtype_name(dtype),
         self_check: None,
+        serve: None,
     })
 }
 

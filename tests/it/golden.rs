@@ -10,6 +10,7 @@ mod files;
 mod labels;
 mod ladder;
 mod memory;
+mod other_folder;
 mod plain;
 mod random;
 mod target;

@@ -7,15 +7,16 @@ use draftmill::model::batch::{Rows, all_finite};
 use draftmill::model::target::{Depth, Target};
 use tch::{Device, Kind, Tensor};
 
-struct Case {
-    name: String,
-    config: TargetConfig,
-    weights: TensorFiles,
-    io: TensorFiles,
+/// One target under one spelling of its configuration.
+pub struct Case {
+    pub name: String,
+    pub config: TargetConfig,
+    pub weights: TensorFiles,
+    pub io: TensorFiles,
 }
 
 impl Case {
-    fn lengths(&self) -> Vec<u32> {
+    pub fn lengths(&self) -> Vec<u32> {
         let mask = tensor(&self.io, "attention_mask");
         Vec::<i64>::try_from(mask.sum_dim_intlist([1i64].as_slice(), false, Kind::Int64))
             .unwrap()
@@ -24,7 +25,7 @@ impl Case {
             .collect()
     }
 
-    fn ids(&self) -> Vec<i32> {
+    pub fn ids(&self) -> Vec<i32> {
         ints(&self.io, "input_ids").into_iter().map(|id| id as i32).collect()
     }
 
@@ -40,7 +41,7 @@ impl Case {
 }
 
 /// Every target of the folder under each of its configurations.
-fn cases() -> Vec<Case> {
+pub fn cases() -> Vec<Case> {
     let listed = json("targets.json");
     let mut cases = Vec::new();
     for entry in listed.as_object().unwrap().values().filter(|entry| !entry["model_dir"].is_null()) {
