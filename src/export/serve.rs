@@ -1,9 +1,6 @@
 //! Command lines of the engines that serve an export.
 
-use crate::{
-    common::text::shell_word,
-    hf::layout::Layout,
-};
+use crate::{common::text::shell_word, hf::layout::Layout};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 

@@ -193,7 +193,8 @@ fn check_proposals(json: &Value, findings: &mut Vec<Finding>) {
     let proposed = json["speculators_config"]["proposal_methods"][0]["speculative_tokens"].as_u64();
     let size = json["block_size"].as_u64();
     if json.get("sliding_window_non_causal").is_some_and(|value| *value == false) {
-        let remedy = "write true or delete the key: vLLM makes every layer causal otherwise, full attention too (vllm#56692)";
+        let remedy =
+            "write true or delete the key: vLLM makes every layer causal otherwise, full attention too (vllm#56692)";
         findings.push(warning(CONFIG, "sliding_window_non_causal", "= false", remedy));
     }
     if proposed.is_none() || size.is_some_and(|size| proposed != size.checked_sub(1)) {

@@ -163,7 +163,7 @@ fn check_refuses_a_pool_that_would_stop_for_good_and_a_disk_that_is_full() {
     let keys: Vec<_> = report.problems.iter().map(|problem| problem.key.as_str()).collect();
     assert_eq!(keys, ["pool.max_bytes", "run.dir"]);
     assert!(report.problems[0].message.contains("4 x 5835020 B"), "{}", report.problems[0]);
-    assert!(report.plan.is_some(), "the table is told in spite of problems");
+    assert!(report.plan.is_some(), "the forecast is reported in spite of problems");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn doctor_tells_what_the_machine_is_and_ends_with_its_own_code_where_it_does_not
     for part in ["libtorch", "threads", "memory", "open files", "run folder"] {
         assert!(table.lines().any(|line| line.starts_with(part)), "{part} is not in\n{table}");
     }
-    assert!(said.contains("everything works"), "{said}");
+    assert!(said.contains("all checks passed"), "{said}");
     let (code, out, said) =
         draftmill(&["doctor", "--json", "--set", "run.dir=/proc/nowhere/run", "--set", "admin.listen=off"]);
     assert_eq!(code, i32::from(Exit::Machine.code()), "{out}{said}");
@@ -213,10 +213,10 @@ fn doctor_tells_what_the_machine_is_and_ends_with_its_own_code_where_it_does_not
     assert_eq!(folder["state"], "failed");
     assert!(folder["found"].as_str().unwrap().contains("/proc"), "{folder}");
     assert!(folder["remedy"].as_str().unwrap().contains("run.dir"), "{folder}");
-    assert!(said.contains("do not work"), "{said}");
+    assert!(said.contains("checks failed, see above"), "{said}");
 }
 
-/// Where nobody has a GPU, that is said and is no fault; without libtorch as much is said.
+/// A machine without a GPU, and a build without libtorch, are no fault and are reported.
 #[test]
 fn doctor_says_which_devices_there_are() {
     let (_, table, _) = draftmill(&["doctor"]);

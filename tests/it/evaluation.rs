@@ -85,7 +85,7 @@ fn without_anything_held_out_nothing_is_measured_and_none_is_the_best() {
     let dir = dir.to_str().unwrap();
     let refused = run.plain(&["export", "--run", dir, "--out", "unused", "--checkpoint", "best"]);
     assert_eq!(refused.status.code(), Some(5));
-    assert!(text(&refused).contains("none is the best") && text(&refused).contains("[eval]"), "{}", text(&refused));
+    assert!(text(&refused).contains("there is no best one") && text(&refused).contains("[eval]"), "{}", text(&refused));
 }
 
 /// A measure that cannot be made costs that measure, and no step.

@@ -15,7 +15,7 @@ fn killed_once() -> Run {
     signal(&child, libc::SIGSTOP);
     let live = answer(&run.plain(&["runs", dir.to_str().unwrap(), "--json"]));
     assert_eq!(live[0]["state"], "running");
-    assert_eq!(run.plain(&["ledger", dir.to_str().unwrap(), "--verify"]).status.code(), Some(0), "while it goes on");
+    assert_eq!(run.plain(&["ledger", dir.to_str().unwrap(), "--verify"]).status.code(), Some(0), "while it runs");
     signal(&child, libc::SIGCONT);
     // Between two checkpoints, so that there is something to open again.
     while run.steps().len() % 4 != 3 {
@@ -64,7 +64,7 @@ fn runs_and_ledger_tell_what_became_of_a_run() {
     let job = format!("{}/{}", undone.0, undone.1);
     let told = text(&run.plain(&["ledger", dir, "--job", &job]));
     for part in
-        [&format!("job {job}: bucket"), "; reopened 2", "by start 2, which went on from step ", "held by checkpoint"]
+        [&format!("job {job}: bucket"), "; reopened 2", "by start 2, which resumed from step ", "contained in checkpoint"]
     {
         assert!(told.contains(part), "{part}: {told}");
     }

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking, and so do its helpers")]
 
 mod admin;
-mod answer;
+mod generate;
 mod bench;
 mod cli;
 mod config;
@@ -32,6 +32,8 @@ mod identity;
 mod import;
 mod imports;
 mod ledger;
+#[cfg(feature = "torch")]
+mod openmp;
 mod recovery;
 mod reload;
 mod scrape;

@@ -1,6 +1,10 @@
 //! Threads of libtorch's operations wait without spinning, unless the user chooses.
 
-use std::process::Command;
+use crate::train::{Guarded, Run, SLOW};
+use std::{
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
 
 /// What libgomp reports of its settings in a process of `draftmill` with these variables.
 fn settings(arguments: &[&str], variables: &[(&str, &str)]) -> String {
@@ -11,7 +15,7 @@ fn settings(arguments: &[&str], variables: &[(&str, &str)]) -> String {
     String::from_utf8(ended.unwrap().stderr).unwrap()
 }
 
-/// Issue 17, F4 (pytorch#35803): on busy cores, decoding took four times its processor time, all of it in libgomp's barriers.
+/// Issue 17, F4: on busy cores, decoding took four times its processor time, all of it in libgomp's barriers.
 #[test]
 fn threads_wait_passively_unless_the_user_chooses() {
     // `--help` ends a command before it begins.
@@ -25,17 +29,22 @@ fn threads_wait_passively_unless_the_user_chooses() {
     assert!(settings(&["eval", "--help"], &[("GOMP_SPINCOUNT", "4711")]).contains("GOMP_SPINCOUNT = '4711'"));
 }
 
-/// The program that starts again is the same process, under its own name and with its own arguments.
+/// A service manager and a shell know a run by its process id, name and arguments.
 #[test]
 fn the_process_keeps_its_id_name_and_arguments() {
-    let root = tempfile::tempdir().unwrap();
-    let fifo = root.path().join("fifo");
-    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
-    // The command reads the prompts, so it stands here until the FIFO has a writer.
-    let draft = ["--target", "", "--draft", "a b", "--prompts", fifo.to_str().unwrap()];
-    let mut child = Command::new(env!("CARGO_BIN_EXE_draftmill"));
-    child.arg("eval").args(draft).env_remove("OMP_WAIT_POLICY").env_remove("GOMP_SPINCOUNT");
-    let mut child = child.stderr(Stdio::null()).spawn().unwrap();
-    drop(child.kill());
-    drop(child.wait());
+    let run = Run::new(SLOW);
+    let mut train = run.draftmill("train", &[]);
+    train.env_remove("OMP_WAIT_POLICY").env_remove("GOMP_SPINCOUNT").env("TOKEN", "a b=c");
+    let wanted: Vec<String> = train.get_args().map(|word| word.to_str().unwrap().to_owned()).collect();
+    let child = Guarded(train.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/{}/{name}", child.id())).unwrap_or_default();
+    let list = |name: &str| read(name).split_terminator('\0').map(String::from).collect::<Vec<_>>();
+    let began = Instant::now();
+    while !list("environ").contains(&"OMP_WAIT_POLICY=PASSIVE".into()) {
+        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", list("environ"));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(list("environ").contains(&"TOKEN=a b=c".into()));
+    assert_eq!(read("comm").trim(), "draftmill");
+    assert_eq!(list("cmdline")[1..], wanted);
 }

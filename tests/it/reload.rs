@@ -123,7 +123,8 @@ impl Service {
 
     fn says(&mut self, text: &str) -> String {
         let has = |line: &Value| line["message"].as_str().is_some_and(|message| message.contains(text));
-        self.wait_for(has, text)["message"].as_str().unwrap().to_owned()
+        let line = self.wait_for(has, text);
+        ["message", "changes", "reason"].map(|key| line[key].as_str().unwrap_or_default()).join(" ")
     }
 
     fn metric(&self, name: &str) -> f64 {
@@ -243,7 +244,7 @@ fn a_file_that_cannot_be_taken_is_refused_with_its_sentences_and_training_goes_o
             &["plan.job_tokens = 512: it is 256 in the running service and needs a restart", "plan.buckets = 3"],
         ),
         (CONFIG.replace("16 MiB", "300 KiB"), &["pool.max_bytes = \"300 KiB\"", "could stop permanently"]),
-        (CONFIG.replace("layers = 2", "layers = 2\npaused = [0, 1]"), &["drafter.paused", "no drafter would be left"]),
+        (CONFIG.replace("layers = 2", "layers = 2\npaused = [0, 1]"), &["drafter.paused", "pauses every drafter"]),
     ] {
         let before = service.metric(REFUSED);
         fs::write(service.file(), broken).unwrap();

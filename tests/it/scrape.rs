@@ -164,7 +164,7 @@ fn every_series_of_the_table_is_there_from_the_first_scrape_and_no_other_one_com
     let promised = promised(&known);
     // Independent of the code that lists them.
     for series in [
-        "draftmill_actor_wait_seconds_sum{actor=\"target\",cause=\"room\",index=\"1\"}",
+        "draftmill_actor_wait_seconds_sum{actor=\"target\",cause=\"pool_full\",index=\"1\"}",
         "draftmill_actor_wait_seconds_bucket{actor=\"planner\",cause=\"queue\",index=\"0\",le=\"0.02\"}",
         "draftmill_actor_busy_seconds_count{actor=\"trainer\",index=\"0\"}",
         "draftmill_actor_state{actor=\"drafter\",index=\"1\",state=\"busy\"}",

@@ -54,7 +54,7 @@ fn the_json_has_every_figure_that_it_promises() {
         assert!((0.0..1.0).contains(&number(path)), "{path}: {out}");
     }
     assert_eq!((json["targets"].as_array().unwrap().len(), json["drafters"].as_array().unwrap().len()), (5, 3));
-    // What an actor did with its time is all of it, until its last work.
+    // Work and waits of an actor add up to the time until its last work.
     for worker in ["/targets/0", "/targets/4", "/drafters/0", "/drafters/2", "/trainer"] {
         let waits: f64 = json
             .pointer(&format!("{worker}/waits"))
@@ -182,7 +182,7 @@ fn jitter_and_failures_do_what_they_say() {
     let lost = 1.0 - failing.efficiency / plain.efficiency;
     assert!((0.05..0.15).contains(&lost), "{failing}");
     assert!(failing.jobs.trained + failing.jobs.skipped == failing.jobs.planned, "{:?}", failing.jobs);
-    // The same jobs fail whoever computes them, and a second try is another one.
+    // The same jobs fail on every target, and a second attempt is a new draw.
     let sets = ["simulate.job_failures=0.2", "dispatch.max_attempts=2", "dispatch.max_skip_fraction=1.0"];
     let (five, two) = (report(&node(600, &sets)), report(&node(600, &sets).targets(2)));
     assert_eq!(five.jobs, two.jobs);
@@ -236,7 +236,7 @@ fn milliseconds_of_the_clock_are_not_lost() {
 
 #[test]
 fn a_draw_can_be_chosen() {
-    let of = |draw| report(&node(1200, &["simulate.median_length=1000"]).draw(draw));
+    let of = |draw| report(&node(1200, &["simulate.median_length=1000"]).draw_policy(draw));
     let (uniform, proportional) = (of(DrawPolicy::Uniform), of(DrawPolicy::Proportional));
     assert_eq!((uniform.draw, proportional.draw), (DrawPolicy::Uniform, DrawPolicy::Proportional));
     assert!(

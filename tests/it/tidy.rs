@@ -136,11 +136,11 @@ fn metrics_are_named_in_one_place() {
 
 /// `cargo test --workspace --no-default-features` builds this package too, where neither libtorch nor time for it is.
 #[test]
-fn without_its_feature_the_shim_needs_nothing() {
+fn without_its_feature_torch_ext_needs_nothing() {
     let manifest: toml::Table = read("torch-ext/Cargo.toml").parse().unwrap();
     for kind in ["dependencies", "build-dependencies"] {
         for (name, dependency) in manifest[kind].as_table().unwrap() {
-            assert_eq!(dependency.get("optional"), Some(&true.into()), "{kind} of the shim: {name}");
+            assert_eq!(dependency.get("optional"), Some(&true.into()), "{kind} of torch-ext: {name}");
         }
     }
 }

@@ -304,7 +304,7 @@ fn a_drafter_that_slides_is_imported_and_not_trained_on() {
     std::fs::write(&file, config.to_string()).unwrap();
     let out = run.dir().join("sliding");
     let told = import(&out);
-    assert!(told.contains("not trained on") && !told.contains("Next:"), "{told}");
+    assert!(told.contains("training does not") && !told.contains("Next:"), "{told}");
     let init = format!("drafter.init_from={}", out.display());
     let refused = Run::new(&[&init]).train(&[]);
     assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));

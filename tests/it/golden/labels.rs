@@ -55,7 +55,10 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         assert_eq!(several.ids.iter().step_by(k).copied().collect::<Vec<_>>(), labels, "{name}");
         let (best, _) = logits.get(0).get(0).topk(k as i64, -1, true, true);
         let want = Vec::<f32>::try_from(best.softmax(-1, Kind::Float)).unwrap();
-        assert!(several.probabilities[k..2 * k].iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-4), "{name}");
+        assert!(
+            several.probabilities[k..2 * k].iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-4),
+            "{name}"
+        );
         let certain: Vec<f32> = (0..k).map(|rank| if rank == 0 { 1.0 } else { 0.0 }).collect();
         assert_eq!(several.probabilities[..k], certain);
     }
@@ -159,7 +162,8 @@ fn the_targets_states_teach_what_all_of_its_tokens_teach() {
     // With the last token but one, blocks run past the end; with the first, nothing stands before the anchor.
     let anchors = Anchors { rows: vec![vec![0, 2, 3, 10], vec![], vec![0, 1, 7, 18]] };
     let taught = |labels, out| {
-        let (hidden, target_labels) = target.forward_with_labels(&rows, &case.config().target_layer_ids, out, Some(labels)).unwrap();
+        let (hidden, target_labels) =
+            target.forward_with_labels(&rows, &case.config().target_layer_ids, out, Some(labels)).unwrap();
         let (hidden, target_labels) = (hidden.to_kind(Kind::Float), target_labels.unwrap());
         let packed = Packed {
             hidden: &hidden,

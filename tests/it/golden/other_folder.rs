@@ -18,9 +18,9 @@ fn rewrite(name: &str, to: &Path, change: impl Fn(&str, &[usize], &[u8]) -> (Vec
         (name.to_owned(), raw.dtype, shape, bytes)
     });
     let tensors = tensors.collect::<Vec<_>>();
-    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
-        (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
-    });
+    let views = tensors
+        .iter()
+        .map(|(name, dtype, shape, bytes)| (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
     fs::remove_file(to.join(name)).unwrap();
     fs::write(to.join(name), safetensors::serialize(views, None).unwrap()).unwrap();
 }

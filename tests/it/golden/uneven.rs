@@ -316,10 +316,10 @@ async fn a_single_bit_of_a_replica_that_differs_is_found_and_told() {
         });
         assert_eq!(counted, want, "{rendered}");
         for step in [2, 4] {
-            let told = log.contains(&format!("drafter 1 did not train step {step} with the weights"));
-            assert_eq!(told, flawed.is_some(), "{log}");
+            let reported = log.contains(&format!("replica differs from the published weights drafter=1 step={step} "));
+            assert_eq!(reported, flawed.is_some(), "{log}");
         }
-        assert!(!log.contains("drafter 0 did not"), "{log}");
+        assert!(!log.contains("published weights drafter=0"), "{log}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! `draftmill answer` as a user meets it: a tiny target, prompts of every kind, answers that `prepare` reads, kills and refusals.
+//! `draftmill generate` as a user meets it: a tiny target, prompts of every kind, answers that `prepare` reads, kills and refusals.
 
 use super::eval::Scene;
 use std::process::{Command, Output};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 fn command(scene: &Scene, more: &[&str]) -> Command {
     let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
     run.current_dir(&scene.0).args([
-        "answer",
+        "generate",
         "--target",
         "target",
         "--prompts",
