@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance build clean tools prometheus
+.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance test-serve build clean tools prometheus
 
 TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
@@ -73,6 +73,9 @@ bench-gpu: tools ## measure parity, memory and speed of a GPU (CUDA=1), or look 
 
 conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
 	@$(TORCH) $(MILL) --version >/dev/null; python3 benches/conformance/conform.py --mill "$(MILL)" $(CONFORM)
+
+test-serve: demo ## serve the demo's export with vLLM on the CPU and compare acceptance; installs 3 GB into the cache
+	@$(TORCH) python3 benches/conformance/serve.py --mill "$(MILL)" --prompts "$$($(FETCH) mtbench)" $(SERVE)
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked

@@ -178,6 +178,15 @@ fn a_short_real_training_learns_and_exports() {
     let again = run.train(&[]);
     assert_eq!(again.status.code(), Some(0), "{}", text(&again));
     assert_eq!((run.summary(), run.ledger()), (summary.clone(), (trained_jobs, 0)));
+
+    // Issue 17, F2: its closing lines have the whole commands to serve the export.
+    let config: Value = serde_json::from_slice(&std::fs::read(export.join("config.json")).unwrap()).unwrap();
+    let tokens = format!(r#""num_speculative_tokens": {}}}'"#, config["block_size"].as_u64().unwrap() - 1);
+    for part in
+        ["vllm serve tests/golden/", r#"'{"method": "dflash", "model": "#, &tokens, "--speculative-algorithm DFLASH"]
+    {
+        assert!(text(&again).contains(part), "{part}: {}", text(&again));
+    }
 }
 
 #[cfg(feature = "torch")]

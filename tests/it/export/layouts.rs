@@ -6,7 +6,7 @@ use draftmill::{
     hf::{
         Dtype,
         layout::{DraftFolder, Layout},
-        validate::check,
+        validate::{Severity, check, engine_limits},
     },
 };
 use serde_json::{Value, json};
@@ -185,4 +185,65 @@ fn vllm_46435_another_padding_of_the_vocabulary_is_refused() {
     let export = options(Layout::Speculators, &target);
     let refused = export_checkpoint(&from, &root.path().join("export"), &ExportOptions { target: None, ..export });
     assert!(refused.unwrap_err().to_string().contains("--target"));
+}
+
+/// Issue 17, F2: served without its method, or with another number of tokens than it was trained for, a drafter is accepted
+/// less or never, and no engine reports it. The commands that are printed have both.
+#[test]
+fn an_export_prints_commands_that_serve_it() {
+    let root = tempfile::tempdir().unwrap();
+    let (run, target) = (root.path().join("it's a run"), target(root.path(), 32));
+    fs::create_dir_all(run.join("checkpoints")).unwrap();
+    checkpoint(&run.join("checkpoints"));
+    let draftmill = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_draftmill"));
+        let out = command.current_dir(root.path()).arg("export").args(arguments).output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        String::from_utf8(out.stdout).unwrap()
+    };
+    for (layout, sglang) in [("zlab", true), ("speculators", false)] {
+        let write = ["--run", "it's a run", "--target", target.to_str().unwrap(), "--format", layout, "--force"];
+        let write = [&write[..], &["--out", "ex port", "--no-self-check"]].concat();
+        let said = draftmill(&write);
+        let config = r#"'{"method": "dflash", "model": "ex port", "num_speculative_tokens": 3}'"#;
+        let vllm = format!("  vllm serve {} --speculative-config {config}\n", target.display());
+        assert!(said.contains(&vllm), "{said}");
+        assert_eq!(said.contains("sglang.launch_server") && said.contains("--speculative-algorithm DFLASH"), sglang);
+        let json: Value = serde_json::from_str(&draftmill(&[&write[..], &["--json"]].concat())).unwrap();
+        assert_eq!(json["serve"]["vllm"], vllm.trim());
+        assert_eq!(json["serve"]["sglang"].is_string(), sglang);
+
+        // Heads of 4 are sound, and no engine serves them.
+        let said = draftmill(&["--check", "ex port"]);
+        assert!(said.contains("warning: config.json: head_dim = 4") && said.contains("sound"), "{said}");
+        let json: Value = serde_json::from_str(&draftmill(&["--check", "ex port", "--json"])).unwrap();
+        assert_eq!((&json["sound"], &json["findings"][0]["severity"]), (&json!(true), &json!("warning")));
+    }
+}
+
+/// vllm#56692: a folder of speculators' own that vLLM would serve with a causal block is read as it was trained, and named.
+#[test]
+fn vllm_56692_false_for_non_causal_is_read_as_full_attention() {
+    let (zlab, speculators) = both();
+    let findings = speculators.edit(|config| config["sliding_window_non_causal"] = json!(false));
+    only(&findings, "sliding_window_non_causal", "vllm#56692");
+    let out = speculators.root.path().join("imported");
+    import_folder(&speculators.dir, None, &out, false).unwrap();
+    assert_eq!(bytes(&out), bytes(&zlab.dir));
+}
+
+/// Head sizes of vLLM 0.32's CPU attention (get_supported_head_sizes), and of flash attention (supports_head_size).
+#[test]
+fn head_sizes_that_an_engine_cannot_serve_are_warnings() {
+    let warned = |head: usize| {
+        let export = super::export(Dtype::F32);
+        export.edit(|config| config["head_dim"] = json!(head));
+        let findings = engine_limits(&export.dir);
+        assert!(findings.iter().all(|finding| finding.severity == Severity::Warning && finding.key == "head_dim"));
+        findings.first().map(|finding| finding.value.clone())
+    };
+    assert_eq!([32, 64, 80, 96, 112, 128, 160, 192, 224, 256].map(warned), [const { None }; 10]);
+    for (head, part) in [(16, "vLLM does not serve on a CPU"), (512, "on a GPU"), (36, "neither"), (1024, "neither")] {
+        assert!(warned(head).is_some_and(|value| value.contains(part)), "{head}: {:?}", warned(head));
+    }
 }
