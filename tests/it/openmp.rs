@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What libgomp reports of its settings in a process of `draftmill` with these variables.
+/// Settings that libgomp reports in a process of `draftmill` with these variables.
 fn settings(arguments: &[&str], variables: &[(&str, &str)]) -> String {
     let mut draftmill = Command::new(env!("CARGO_BIN_EXE_draftmill"));
     draftmill.args(arguments).env_remove("OMP_WAIT_POLICY").env_remove("GOMP_SPINCOUNT");

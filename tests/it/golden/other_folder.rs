@@ -12,7 +12,7 @@ fn parts<'a>(bytes: &'a [u8], shape: &[usize]) -> std::slice::ChunksExact<'a, u8
 /// Copies tensors, each changed by `change` from name, shape and bytes to another shape and other bytes.
 fn rewrite(name: &str, to: &Path, change: impl Fn(&str, &[usize], &[u8]) -> (Vec<usize>, Vec<u8>)) {
     let files = open(name);
-    let tensors: Vec<_> = files.names().map(|name| {
+    let tensors = files.names().map(|name| {
         let raw = files.get(name).unwrap();
         let (shape, bytes) = change(name, raw.shape, raw.bytes);
         (name.to_owned(), raw.dtype, shape, bytes)
