@@ -289,7 +289,7 @@ fn losses(table: &mut Table) -> Outcome<()> {
         let update = format!("to an update alone, {:.1} s", costs.update);
         table.row("checkpoint_stall_updates", costs.stall / costs.update, Reported, update);
         table.row("checkpoint_stall_seconds", costs.stall, Reported, "drafter of 1 GiB, moments 2 GiB".into());
-        let beside = format!("a step beside the writing to a step alone; written after {:.1} s", costs.written);
+        let beside = format!("a step during the write to a step alone; written after {:.1} s", costs.written);
         table.row("checkpoint_step_beside", costs.step_beside / costs.step, Reported, beside);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The configurations that are shipped, and the texts that are made from the types.
+//! Shipped configurations, and the texts that are generated from the types.
 
 use draftmill::config::{self, FIELDS, Wire};
 use std::path::{Path, PathBuf};
