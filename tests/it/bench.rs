@@ -50,7 +50,7 @@ fn gpu(program: Option<&str>, version: &str, variables: &[(&str, &str)]) -> (boo
 }
 
 #[test]
-fn the_script_for_gpus_starts_a_program_that_is_there_with_libtorch_and_says_what_is_missing() {
+fn gpu_script_runs_the_program_or_reports_what_is_missing() {
     let (done, text) = gpu(Some("program"), "2.11.0+cu130", &[("SIZE", "qwen3-8b"), ("OUT", "here")]);
     assert!(done && text.starts_with("--gpu --device cuda:0 --date 20"), "{text}");
     assert!(text.contains(" --out here --size qwen3-8b\nlibraries DIR/lib\n"), "{text}");

@@ -153,7 +153,7 @@ fn check_finds_a_damaged_target_and_says_which_tensor() {
 }
 
 #[test]
-fn check_refuses_a_pool_that_would_stop_for_good_and_a_disk_that_is_full() {
+fn check_refuses_a_pool_that_would_block_and_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
     target(folder.path());
     let stored = Stored::Ready(Samples { lengths: vec![3000; 40], validation: 0 });
@@ -167,7 +167,7 @@ fn check_refuses_a_pool_that_would_stop_for_good_and_a_disk_that_is_full() {
 }
 
 #[test]
-fn check_refuses_a_gpu_that_cannot_hold_what_it_is_given_and_tells_who_holds_it() {
+fn check_refuses_a_gpu_without_enough_memory() {
     let folder = tempfile::tempdir().unwrap();
     target(folder.path());
     let stored = Stored::Ready(Samples { lengths: vec![10, 20, 30, 40], validation: 0 });
@@ -197,7 +197,7 @@ fn check_names_a_store_that_does_not_fit_the_configuration() {
 }
 
 #[test]
-fn doctor_tells_what_the_machine_is_and_ends_with_its_own_code_where_it_does_not_work() {
+fn doctor_describes_the_machine_and_has_its_own_exit_code() {
     let (code, table, said) = draftmill(&["doctor"]);
     assert_eq!(code, 0, "{table}{said}");
     for part in ["libtorch", "threads", "memory", "open files", "run folder"] {

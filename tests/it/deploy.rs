@@ -54,7 +54,7 @@ fn systemd_finds_nothing_wrong_with_the_unit() {
 }
 
 #[test]
-fn the_container_trains_as_nobody_in_particular_and_is_built_from_what_the_repository_has() {
+fn the_container_has_an_unprivileged_user_and_existing_files() {
     let recipe = config("Containerfile");
     let line = |start: &str| recipe.lines().rfind(|line| line.starts_with(start)).unwrap_or_default();
     assert_eq!(recipe.lines().filter(|line| line.starts_with("FROM ")).count(), 2, "no compiler in what runs");

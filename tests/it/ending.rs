@@ -140,7 +140,7 @@ fn the_first_fault_wins_over_a_sigterm() {
 }
 
 #[test]
-fn whoever_holds_the_end_is_named_and_half_of_the_grace_ends_the_training_of_the_pool() {
+fn a_drain_ends_at_half_of_the_grace_and_names_slow_actors() {
     let sets = ["shutdown.pool=train", "shutdown.grace=14s", "simulate.micro_batch=6s", "drafter.devices=[\"cpu\"]"];
     let run = Run::new(&[FULL, &sets].concat());
     let mut running = Running::start(&run, &[], &[]);

@@ -17,7 +17,7 @@ fn measures(run: &Run) -> Vec<Value> {
 }
 
 #[test]
-fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays() {
+fn a_run_is_evaluated_to_its_end_and_keeps_the_best_checkpoint() {
     let run = Run::new(MEASURED);
     let trained = run.train(&["--json"]);
     assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
@@ -121,7 +121,7 @@ fn speculators_477_a_run_learns_what_the_target_says_or_all_of_it() {
 
 /// Least-squares initialisation starts nearer to the target than random weights, supports top-k labels, and runs once.
 #[test]
-fn fitted_weights_begin_nearer_to_the_target_and_a_start_that_goes_on_fits_nothing() {
+fn least_squares_weights_start_nearer_and_are_computed_once() {
     let taught = ["drafter.layers=2", "drafter.labels=target", "drafter.label_top_k=4", "run.epochs=8"];
     let random = Run::new(&[MEASURED, &taught, &["run.max_steps=1"]].concat());
     let fitted = Run::new(&[MEASURED, &taught, &["drafter.init_method=least-squares"]].concat());

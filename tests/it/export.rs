@@ -204,7 +204,7 @@ fn a_folder_of_garbage_gives_findings_and_no_panic() {
 }
 
 #[test]
-fn an_export_replaces_nothing_unless_told_and_leaves_nothing_half_written() {
+fn an_export_replaces_only_with_force_and_is_atomic() {
     let export = export(Dtype::Bf16);
     let from = export.root.path().join("step-7");
     let forced = ExportOptions { force: true, ..ExportOptions::new(Dtype::F32) };

@@ -216,7 +216,7 @@ fn r1_death_at_any_point_loses_nothing_and_repeats_nothing() {
 
 /// verl#7401 and others: a checkpoint that could not be written must neither end the run nor harm the one before it.
 #[test]
-fn a_write_that_fails_costs_one_checkpoint_or_ends_the_run_with_a_sentence() {
+fn a_failed_write_costs_one_checkpoint_or_ends_the_run() {
     let world = World::new();
     for (begin, point, often) in world.points() {
         if of_a_checkpoint(&point) {

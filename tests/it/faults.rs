@@ -163,7 +163,7 @@ fn assert_whole(dir: &Path) {
 
 /// transformers#40691 and others: a disk that fills up, or turns read-only, during a run.
 #[test]
-fn transformers_40691_a_full_or_read_only_disk_costs_no_checkpoint_that_was_there() {
+fn transformers_40691_a_full_disk_costs_no_old_checkpoint() {
     let full = "mkdir $FOLDER && mount -t tmpfs -o size=60k tmpfs $FOLDER || exit 90
         \"$@\"; echo code $?; cp -r $FOLDER $FOLDER.then
         mount -o remount,size=10m $FOLDER && \"$@\"; echo code $?; cp -r $FOLDER $FOLDER.end";

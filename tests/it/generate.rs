@@ -79,7 +79,7 @@ mod torch {
     }
 
     #[test]
-    fn every_answer_is_what_the_target_says_to_its_prompt_and_turns_follow_each_other() {
+    fn every_answer_is_the_targets_own_in_every_turn() {
         let scene = Scene::new();
         scene.write(
             "prompts.jsonl",

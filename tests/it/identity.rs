@@ -58,7 +58,7 @@ mod torch {
     use std::{fs, path::Path};
 
     #[test]
-    fn another_target_taps_or_drafter_are_refused_by_name_and_other_numbers_of_workers_are_not() {
+    fn other_models_are_refused_and_other_worker_counts_are_not() {
         let target = tempfile::tempdir().unwrap();
         for name in ["config.json", "model.safetensors"] {
             let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/target_qwen3").join(name);

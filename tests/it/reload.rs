@@ -232,7 +232,7 @@ warmup_fraction";
 }
 
 #[test]
-fn a_file_that_cannot_be_taken_is_refused_with_its_sentences_and_training_goes_on() {
+fn an_invalid_file_is_refused_and_training_continues() {
     let mut service = Service::start(CONFIG);
     let hash = service.metric("draftmill_config_hash");
     for (broken, sentences) in [

@@ -148,7 +148,7 @@ fn promised(known: &Known) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_series_of_the_table_is_there_from_the_first_scrape_and_no_other_one_comes() {
+fn the_first_scrape_has_every_series_and_no_other_appears() {
     // Every counted event happens: failures, returns, skips, restarts.
     let faulty = ["simulate.job_failures=0.2", "dispatch.max_skip_fraction=1.0", "dispatch.max_attempts=2"];
     let long = ["run.epochs=500", "dispatch.restart_pause=10ms"];

@@ -58,12 +58,12 @@ impl Outlet {
         None
     }
 
-    /// Whether the plan has not ended.
+    /// True until the plan has ended.
     pub(super) fn is_open(&self) -> bool {
         self.feed.is_some()
     }
 
-    /// Whether the next item only waits for the dispatcher's queue.
+    /// True if the next item only waits for the dispatcher's queue.
     pub(super) fn may_leave(&self) -> bool {
         self.slot.is_some() || matches!(self.next, Some(Outgoing::Barrier))
     }

@@ -38,7 +38,7 @@ fn clean(arguments: &[&str], stdin: &str) {
 
 #[test]
 #[ignore = "needs Prometheus: make test-dashboards"]
-fn the_rules_and_the_configuration_are_clean_and_every_alert_does_what_its_test_says() {
+fn rules_and_configuration_pass_promtool() {
     clean(&["check", "config", "prometheus.yml"], "");
     clean(&["check", "rules", "--lint=all", "--lint-fatal", "alerts.yml"], "");
     clean(&["test", "rules", "alerts_test.yml"], "");

@@ -86,7 +86,7 @@ fn sampled_answers_are_those_of_the_same_stream_alone() {
 }
 
 #[test]
-fn an_answer_ends_with_a_stop_token_with_its_own_room_or_with_everybodys() {
+fn an_answer_ends_at_a_stop_token_or_at_a_limit() {
     let world = World::random(2, 40);
     let prompt = vec![1, 2, 3];
     let long = plain(&world.target, &prompt, &settings(10, 0.0, vec![]), 0).unwrap().tokens;

@@ -65,7 +65,7 @@ impl Scene {
 }
 
 #[test]
-fn an_export_serves_as_the_drafter_in_memory_in_every_layout_and_number_type() {
+fn an_export_serves_as_in_memory_in_every_layout_and_dtype() {
     let scene = Scene::new();
     for layout in [Layout::Zlab, Layout::Speculators] {
         for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {

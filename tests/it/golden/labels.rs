@@ -242,7 +242,7 @@ async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
 }
 
 #[tokio::test]
-async fn states_travel_with_their_batch_in_its_number_type_and_are_counted_in_its_bytes() {
+async fn states_have_the_batch_dtype_and_count_in_its_bytes() {
     let case = DraftCase::load();
     let width = case.config().hidden_size;
     for (dtype, kind) in [(FeatureDtype::F32, Kind::Float), (FeatureDtype::Bf16, Kind::BFloat16)] {
@@ -264,7 +264,7 @@ async fn states_travel_with_their_batch_in_its_number_type_and_are_counted_in_it
 
 /// A NaN in the last state fails its batch as in a tap, whatever part of it is kept.
 #[tokio::test]
-async fn a_last_state_that_is_no_number_is_told() {
+async fn a_nan_in_the_last_state_is_reported() {
     let case = DraftCase::load();
     let (from, folder) = (path(case.json["target_dir"].as_str().unwrap()), tempfile::tempdir().unwrap());
     std::fs::copy(from.join("config.json"), folder.path().join("config.json")).unwrap();

@@ -299,7 +299,7 @@ async fn the_update_does_not_depend_on_which_drafter_is_fast() {
 
 /// `drafter.replica_check_every`: a drafter's weights must equal the optimizer's, bit by bit.
 #[tokio::test]
-async fn a_single_bit_of_a_replica_that_differs_is_found_and_told() {
+async fn a_single_different_bit_of_a_replica_is_logged() {
     for (flawed, want) in [(None, [4, 0]), (Some(1), [2, 2])] {
         let recorder = PrometheusBuilder::new().build_recorder();
         let _counting = metrics::set_default_local_recorder(&recorder);
