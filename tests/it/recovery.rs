@@ -328,3 +328,21 @@ fn a_pipe_or_device_as_input_is_refused_and_not_waited_for() {
         }
     }
 }
+
+/// The training diverged, and the newest checkpoints hold the result: a run continues from an earlier one on request.
+#[test]
+fn a_run_resumes_from_an_earlier_checkpoint_on_request() {
+    let run = Run::new(SLOW);
+    kill_at(&run, 14);
+    let steps = draftmill::run_dir::checkpoint::steps(&run.dir().join("checkpoints")).unwrap();
+    let earlier = steps[0];
+    assert!(steps.len() > 1, "{steps:?}");
+    let refused = run.train(&["--from-checkpoint", "step-3141"]);
+    assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
+    assert!(text(&refused).contains(&format!("it has step-{}", steps.last().unwrap())), "{}", text(&refused));
+    let resumed = run.train(&["--from-checkpoint", &format!("step-{earlier}")]);
+    assert_eq!(resumed.status.code(), Some(0), "{}", text(&resumed));
+    assert!(text(&resumed).contains(&format!("resuming from checkpoint step-{earlier}")), "{}", text(&resumed));
+    assert_whole(&run);
+    crate::torture::assert_sound(&run.dir());
+}

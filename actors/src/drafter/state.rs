@@ -161,7 +161,7 @@ impl<B> State<B> {
         let loss = report.loss_numerator;
         if !loss.is_finite() {
             return Err(format!(
-                "the loss of job {job} is {loss}; lower optimizer.learning_rate or train in f32; if the resumed run ends the same way, delete its newest folder in checkpoints"
+                "the loss of job {job} is {loss}; lower optimizer.learning_rate or train in f32; if the resumed run ends the same way, continue from an earlier checkpoint: draftmill train --from-checkpoint step-N"
             ));
         }
         self.failed.clear();
