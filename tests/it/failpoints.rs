@@ -44,7 +44,7 @@ const SOME: &[&str] = &[
     "sync:manifest.json",
     "sync:checkpoint",
     "rename:checkpoint",
-    "sync:checkpoints",
+    "sync:parent of checkpoint",
     "delete:checkpoint",
     "commit:schema",
     "committed:schema",
@@ -80,7 +80,7 @@ impl World {
     fn new() -> World {
         let world = World { store: Run::new(SETS), damaged: PathBuf::new(), newest: 0 };
         let damaged = world.folder("damaged");
-        let killed = world.train(&damaged, "sync:checkpoints=2*off->return(kill)", Begin::Empty, &[]);
+        let killed = world.train(&damaged, "sync:parent of checkpoint=2*off->return(kill)", Begin::Empty, &[]);
         assert!(killed.status.signal().is_some(), "{}", text(&killed));
         let newest = StateReader::open(&damaged).unwrap().latest_checkpoint().unwrap().unwrap();
         fs::write(damaged.join("checkpoints").join(newest.name).join("state.json"), "{}").unwrap();
@@ -180,7 +180,7 @@ impl World {
             log.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["step"].as_u64().unwrap()).collect();
         assert_eq!(steps, (1..=steps.len() as u64).collect::<Vec<_>>(), "{case}");
         let left = fs::read_dir(run.join("checkpoints")).unwrap().map(|entry| entry.unwrap().file_name());
-        let left: Vec<_> = left.filter(|name| name.to_str().unwrap().ends_with(".tmp")).collect();
+        let left: Vec<_> = left.filter(|name| name.to_str().unwrap().contains("draftmill-partial")).collect();
         assert!(left.is_empty(), "{case}: {left:?}");
     }
 }
@@ -191,7 +191,7 @@ fn second(often: bool) -> &'static str {
 }
 
 fn of_a_checkpoint(point: &str) -> bool {
-    let other = ["run.toml", "summary.json", "run folder", "damaged"];
+    let other = ["run.toml", "summary.json", "steps.jsonl", "evals.jsonl", "run folder", "damaged"];
     !point.starts_with("commit") && !other.iter().any(|part| point.contains(part))
 }
 
@@ -229,15 +229,15 @@ fn a_failed_write_costs_one_checkpoint_or_ends_the_run() {
             // The first: on a slow disk the second may be the last one, whose failure ends the run.
             let ended = world.train(&run, &format!("{point}=1*return({kind})"), begin, &[]);
             assert_eq!(ended.status.code(), Some(0), "{case}: {}", text(&ended));
-            let told = if point == "delete:checkpoint" { "old checkpoints not deleted" } else { "could not be written" };
+            let told = if point == "delete:checkpoint" { "old checkpoints not deleted" } else { "checkpoint failed" };
             assert!(text(&ended).contains(told) && text(&ended).contains(reason), "{case}: {}", text(&ended));
             world.assert_complete(&run, &case);
             fs::remove_dir_all(run).unwrap();
         }
         let (kind, reason) = match point.split(':').next() {
             Some("commit") => ("erofs", "is read-only"),
-            Some("committed") => ("enospc", "the disk is full; free some space"),
-            _ if point == "sync:run folder" => ("enospc", "the disk is full; free some space"),
+            Some("committed") => ("enospc", "the disk is full; free disk space"),
+            _ if point == "sync:run folder" => ("enospc", "the disk is full; free disk space"),
             _ => ("enospc", "No space left on device"),
         };
         let case = format!("{point} {kind}");
@@ -266,7 +266,7 @@ fn a_checkpoint_that_failed_is_counted() {
         if let Some(url) = line["metrics"].as_str() {
             address = url.trim_start_matches("http://").trim_end_matches("/metrics").to_owned();
         }
-        if line["message"].as_str().is_some_and(|text| text.contains("could not be written")) {
+        if line["message"].as_str().is_some_and(|text| text.contains("checkpoint failed")) {
             counted = Some(without_run(&get(&address, "/metrics")));
         }
     }

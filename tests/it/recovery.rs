@@ -246,12 +246,12 @@ fn a_checkpoint_that_never_came_to_exist_is_removed() {
     let checkpoints = run.dir().join("checkpoints");
     let last = run.steps().len();
     fs::create_dir(checkpoints.join("step-99999")).unwrap();
-    fs::create_dir(checkpoints.join("step-7.tmp")).unwrap();
+    fs::create_dir(checkpoints.join(".step-7.draftmill-partial")).unwrap();
     fs::write(checkpoints.join("notes.tmp"), "a person's").unwrap();
     undo_the_end(&run);
     assert!(run.train(&[]).status.success());
     assert_eq!(draftmill::run_dir::checkpoint::steps(&checkpoints).unwrap().last(), Some(&(last as u64)));
-    assert!(!checkpoints.join("step-7.tmp").exists() && checkpoints.join("notes.tmp").exists());
+    assert!(!checkpoints.join(".step-7.draftmill-partial").exists() && checkpoints.join("notes.tmp").exists());
 }
 
 #[test]
