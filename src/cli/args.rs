@@ -261,6 +261,9 @@ pub struct TrainArgs {
     /// With --fresh: delete the run in run.dir
     #[arg(long, requires = "fresh")]
     pub force: bool,
+    /// Resume from this checkpoint instead of the newest, for example step-500; later steps are given up
+    #[arg(long, value_name = "STEP", value_parser = checkpoint_step, conflicts_with = "fresh")]
+    pub from_checkpoint: Option<u64>,
     /// Write the summary to stdout as JSON; summary.json in run.dir has the same content
     #[arg(long)]
     pub json: bool,
@@ -407,6 +410,12 @@ pub struct EvalArgs {
     /// Write an SVG plot of acceptance by position and tokens per step
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
+}
+
+/// Reads `step-500` or `500`.
+fn checkpoint_step(text: &str) -> Result<u64, String> {
+    let digits = text.strip_prefix("step-").unwrap_or(text);
+    digits.parse().map_err(|_| "not a step; write step-500 or 500".to_owned())
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

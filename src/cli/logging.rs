@@ -4,7 +4,7 @@ use super::{LogArgs, json_lines::JsonLines, log_throttle};
 use crate::{
     admin::recent_warnings::FaultLayer,
     common::exit::{Exit, Failure},
-    config::{Log, LogFormat},
+    config::{Log, LogFormat, log_filter},
     service::{Logs, SetLevel},
 };
 use std::{
@@ -22,7 +22,7 @@ use tracing_subscriber::{
 /// If the filter is invalid, or a logger exists already.
 pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     let level = level(args, log);
-    let filter = EnvFilter::try_new(level).map_err(|error| {
+    let filter = checked(level).map_err(|error| {
         Failure::new(
             Exit::Usage,
             format!("--log-level {level} is not a log filter ({error}); choose error, warn, info, debug or trace"),
@@ -41,12 +41,19 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     let registry = tracing_subscriber::registry().with(lines.with_filter(filter)).with(faults);
     registry.try_init().map_err(Failure::of(Exit::Internal))?;
     let set_level = move |level: &str| {
-        let filter = EnvFilter::try_new(level).map_err(|error| error.to_string())?;
+        let filter = checked(level)?;
         handle.reload(filter).map_err(|error| error.to_string())
     };
     let fixed = args.log_level.is_some() || args.verbose > 0;
     let set_level = (!fixed).then(|| Arc::new(set_level) as SetLevel);
     Ok(Logs { set_level, human, settle: Some(log_throttle::flush) })
+}
+
+fn checked(level: &str) -> Result<EnvFilter, String> {
+    match log_filter::problem(level) {
+        Some(problem) => Err(problem),
+        None => EnvFilter::try_new(level).map_err(|error| error.to_string()),
+    }
 }
 
 /// Writer of one log line to stderr. On a terminal it first clears the line of a progress bar, which is then drawn again.

@@ -13,7 +13,7 @@ use crate::{
 /// Trains until the end of the last epoch, max_steps, a signal, or the first fault; then prints the summary.
 pub fn run(args: &TrainArgs, loaded: Loaded, logs: Logs) -> Result<(), Failure> {
     let source = Source { file: args.config.config.clone(), sets: args.config.set.clone() };
-    let start = Start { fresh: args.fresh, force: args.force, source, logs };
+    let start = Start { fresh: args.fresh, force: args.force, from_checkpoint: args.from_checkpoint, source, logs };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()

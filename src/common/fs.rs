@@ -131,8 +131,8 @@ impl AtomicDir {
         Ok(AtomicDir { path, partial, label, _lock: lock, published: false })
     }
 
-    /// The folder to write into.
-    pub fn path(&self) -> &Path {
+    /// Hidden folder to write into.
+    pub fn partial_path(&self) -> &Path {
         &self.partial
     }
 

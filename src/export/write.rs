@@ -48,7 +48,7 @@ pub fn write_folder(
     check_free(out, force)?;
     fs::create_dir_all(parent(out)).map_err(at(parent(out)))?;
     let dir = AtomicDir::create(out, "export").map_err(at(out))?;
-    let (model, config) = (dir.path().join(MODEL), dir.path().join(CONFIG));
+    let (model, config) = (dir.partial_path().join(MODEL), dir.partial_path().join(CONFIG));
     match dtype {
         Dtype::F32 => checkpoint::write_tensors(&model, tensors, f32::to_le_bytes, RawDtype::F32),
         Dtype::F16 => checkpoint::write_tensors(&model, tensors, |v| f16::from_f32(v).to_le_bytes(), RawDtype::F16),
@@ -56,10 +56,10 @@ pub fn write_folder(
     }
     .map_err(at(&model))?;
     write_json(&config, json).map_err(at(&config))?;
-    if let Some(finding) = validate::check(dir.path()).into_iter().next() {
+    if let Some(finding) = validate::check(dir.partial_path()).into_iter().next() {
         return Err(ExportError::Unsound(finding));
     }
-    self_test(dir.path())?;
+    self_test(dir.partial_path())?;
     check_free(out, force)?;
     let out = dir.publish().map_err(at(out))?;
     Ok(ExportReport {

@@ -48,7 +48,7 @@ impl NewFolder {
 
     pub(super) fn new_file(&self, name: &str) -> Result<NewFile, ImportError> {
         debug_assert!(FILES.contains(&name), "{name} is missing in FILES");
-        let path = self.dir.path().join(name);
+        let path = self.dir.partial_path().join(name);
         let file = File::create(&path).map_err(|e| failed(&path, e))?;
         Ok(NewFile { path, to: BufWriter::with_capacity(1 << 20, file) })
     }

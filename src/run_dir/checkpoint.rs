@@ -114,13 +114,13 @@ pub fn write(
     create_parent(checkpoints).map_err(at(checkpoints))?;
     // A folder of the same step may exist that was renamed but never recorded in state.db.
     let dir = AtomicDir::create(&whole, "checkpoint").map_err(at(&whole))?;
-    let file = |name: &str| dir.path().join(name);
+    let file = |name: &str| dir.partial_path().join(name);
     for (name, tensors) in tensors {
         write_tensors(&file(name), tensors, f32::to_le_bytes, safetensors::Dtype::F32).map_err(at(&file(name)))?;
     }
     write_json(&file(STATE), state).map_err(at(&file(STATE)))?;
     write_json(&file(DRAFT_CONFIG), &draft.to_json()).map_err(at(&file(DRAFT_CONFIG)))?;
-    let manifest = Manifest { files: digests(dir.path()).map_err(at(dir.path()))? };
+    let manifest = Manifest { files: digests(dir.partial_path()).map_err(at(dir.partial_path()))? };
     write_json(&file(MANIFEST), &manifest).map_err(at(&file(MANIFEST)))?;
     dir.publish().map_err(at(&whole))?;
     Ok(name)

@@ -49,6 +49,8 @@ pub struct StartContext {
     pub samples: u64,
     /// Delete an old run; needs `force`.
     pub fresh: bool,
+    /// Step of the checkpoint to resume from; the newest if `None`.
+    pub from_checkpoint: Option<u64>,
     pub force: bool,
 }
 
@@ -82,7 +84,7 @@ impl RunDir {
     /// # Errors
     /// A [`Failure`]: the folder is in use, has another identity, lacks a usable checkpoint, or cannot be written.
     pub fn open(&self, loaded: &Loaded, context: &StartContext) -> Result<OpenRun, Failure> {
-        let StartContext { identity, samples, fresh, force } = context;
+        let StartContext { identity, samples, fresh, force, from_checkpoint } = context;
         if *fresh && self.holds_a_run() {
             if !force {
                 return Err(Failure::new(
@@ -130,7 +132,7 @@ impl RunDir {
             ));
         }
         state.set_identity(identity).map_err(Failure::of(Exit::Run))?;
-        let (from, verified) = self.resume_point(&mut state)?.unzip();
+        let (from, verified) = self.resume_point(&mut state, *from_checkpoint)?.unzip();
         let step = from.as_ref().map_or(0, |checkpoint| checkpoint.step);
         let text = annotated(&loaded.written.wire);
         let config = &loaded.config;
@@ -186,8 +188,26 @@ impl RunDir {
     }
 
     /// Newest intact checkpoint. Damaged ones are logged and renamed for inspection.
-    fn resume_point(&self, state: &mut StateDb) -> Result<Option<(Checkpoint, Verified)>, Failure> {
-        let known = state.checkpoints().map_err(Failure::of(Exit::Run))?;
+    fn resume_point(
+        &self,
+        state: &mut StateDb,
+        wanted: Option<u64>,
+    ) -> Result<Option<(Checkpoint, Verified)>, Failure> {
+        let mut known = state.checkpoints().map_err(Failure::of(Exit::Run))?;
+        if let Some(step) = wanted {
+            let steps: Vec<_> = known.iter().map(|checkpoint| checkpoint.name.clone()).collect();
+            known.retain(|checkpoint| checkpoint.step == step);
+            if known.is_empty() {
+                return Err(Failure::new(
+                    Exit::Usage,
+                    format!(
+                        "--from-checkpoint: {} has no checkpoint of step {step}; it has {}",
+                        self.checkpoints().display(),
+                        if steps.is_empty() { "none".into() } else { steps.join(", ") }
+                    ),
+                ));
+            }
+        }
         let mut unusable = Vec::new();
         for checkpoint in &known {
             let dir = self.checkpoints().join(&checkpoint.name);

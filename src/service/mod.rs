@@ -50,6 +50,8 @@ use tokio::{
 pub struct Start {
     /// Start from the beginning instead of resuming.
     pub fresh: bool,
+    /// Step of the checkpoint to resume from; the newest if `None`.
+    pub from_checkpoint: Option<u64>,
     /// With `fresh`: delete an existing run.
     pub force: bool,
     /// Source of the configuration, for reloads.

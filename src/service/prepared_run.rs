@@ -52,7 +52,13 @@ impl PreparedRun {
             identity.insert("pool.replay_window".into(), window.to_string());
         }
         let folder = RunDir::new(&config.run.dir);
-        let context = StartContext { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
+        let context = StartContext {
+            identity,
+            samples: lengths.len() as u64,
+            fresh: start.fresh,
+            force: start.force,
+            from_checkpoint: start.from_checkpoint,
+        };
         let opened = folder.open(&loaded, &context)?;
         Ok(PreparedRun { loaded, models, store, source, lengths, machine, forecast, opened })
     }

@@ -52,7 +52,7 @@ impl StepRecorder {
     }
 }
 
-/// Records steps until the trainer drops the sender. A failed write shutdown the run.
+/// Records steps until the trainer drops the sender. A failed write stops the run.
 async fn record(
     mut records: mpsc::Receiver<StepRecord>,
     mut log: StepLog,

@@ -1,4 +1,4 @@
-//! The binary when its targets and drafters fail: it ends non-zero with the first fault, or goes on without the one that failed.
+//! The binary with failing targets and drafters: it ends non-zero with the first fault, or continues without the failed one.
 
 use crate::train::{Run, SLOW, text};
 

@@ -11,7 +11,7 @@ fn names(folder: &Path) -> Vec<String> {
 
 fn dir_with(path: &Path, content: &str) -> AtomicDir {
     let dir = AtomicDir::create(path, "test folder").unwrap();
-    fs::write(dir.path().join("file"), content).unwrap();
+    fs::write(dir.partial_path().join("file"), content).unwrap();
     dir
 }
 
