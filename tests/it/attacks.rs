@@ -157,6 +157,19 @@ fn e5_a_fresh_start_removes_the_evaluations() {
     assert!(fresh.status.success() && !evals.exists(), "{}", text(&fresh));
 }
 
+#[test]
+fn e8_a_byte_that_is_no_utf8_in_a_log_does_not_stop_a_run() {
+    let run = killed_at(6, &[]);
+    for name in ["steps.jsonl", "evals.jsonl"] {
+        let path = run.dir().join(name);
+        let mut bytes = fs::read(&path).unwrap_or_default();
+        bytes.splice(0..0, b"\xff{\n".iter().copied());
+        fs::write(path, bytes).unwrap();
+    }
+    assert!(assert_finishes(&run).contains("step log has damaged lines"));
+    assert!(fs::read(run.dir().join("steps.jsonl")).unwrap().starts_with(b"\xff{\n"), "it stays");
+}
+
 /// Without a reader of stderr the run trains, obeys its signals and ends.
 #[test]
 fn e6_a_reader_of_stderr_that_stalls_freezes_nothing() {
@@ -266,7 +279,9 @@ fn e14_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for() {
         let name = model.join(name);
         pipe(&name);
     }
-    commands.push(("model", run.draftmill("check", &["--set", &target])));
+    let mut check = run.draftmill("check", &["--set", &target]);
+    check.args(["--set", "run.engine=torch"]);
+    commands.push(("model", check));
     commands.push(("tokenizer", run.draftmill("prepare", &["--set", &target])));
     for (what, mut command) in commands {
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -293,6 +308,45 @@ fn e16_a_limit_of_file_sizes_is_a_sentence() {
     let ended = limited.arg(train.get_program()).args(train.get_args()).output().unwrap();
     assert!(matches!(ended.status.code(), Some(6 | 7)), "{:?} {}", ended.status, text(&ended));
     assert!(text(&ended).contains("error"), "{}", text(&ended));
+}
+
+/// The signal comes while the start reads its files; before that, the process has no say.
+#[test]
+fn e16_a_signal_early_in_a_start_is_heard() {
+    let run = Run::new(SLOW);
+    for (number, code) in [(libc::SIGTERM, 0), (libc::SIGINT, 130)] {
+        let child = run.draftmill("train", &[]).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let status = format!("/proc/{}/status", child.id());
+        let holds = || {
+            let text = fs::read_to_string(&status).unwrap();
+            let masks = text.lines().filter(|line| line.starts_with("SigBlk:") || line.starts_with("SigCgt:"));
+            let mut masks = masks.map(|line| u64::from_str_radix(line.split_whitespace().last().unwrap(), 16).unwrap());
+            masks.any(|mask| mask & (1 << (number - 1)) != 0)
+        };
+        while !holds() {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        signal(&child, number);
+        let ended = child.wait_with_output().unwrap();
+        assert_eq!(ended.status.code(), Some(code), "{}", text(&ended));
+    }
+}
+
+#[test]
+fn e16_worker_threads_of_zero_are_refused() {
+    let run = Run::new(SLOW);
+    let refused = run.draftmill("train", &[]).env("TOKIO_WORKER_THREADS", "0").output().unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
+    assert!(text(&refused).contains("TOKIO_WORKER_THREADS") && !text(&refused).contains("panicked"), "{}", text(&refused));
+}
+
+#[test]
+fn e16_check_names_a_run_folder_that_cannot_be_written() {
+    let run = Run::new(SLOW);
+    let below = format!("run.dir={}", run.dir().parent().unwrap().join("smoke.toml/run").display());
+    let mut check = run.draftmill("check", &[]);
+    let refused = check.args(["--set", &below]).output().unwrap();
+    assert!(!refused.status.success() && text(&refused).contains("cannot be written"), "{}", text(&refused));
 }
 
 #[test]
