@@ -4,6 +4,7 @@
 mod openmp;
 
 fn main() {
+    draftmill::common::process::ignore_file_size_signal();
     let _points = draftmill::common::failpoint::set_up();
     draftmill::cli::main().leave()
 }

@@ -209,12 +209,7 @@ fn inputs(config: &Config, written: &Written) -> Vec<Problem> {
         return vec![written.problem("data.inputs", "there is neither a prepared store nor an input", remedy)];
     }
     let unreadable = config.data.inputs.iter().filter_map(|path| {
-        // Opening a pipe blocks until its other end is open.
-        if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-            let reason = format!("{} cannot be read: it is not a regular file", path.display());
-            return Some(written.problem("data.inputs", reason, remedy));
-        }
-        let reason = match std::fs::File::open(path) {
+        let reason = match crate::common::fs::open_input(path) {
             Ok(_) => return None,
             Err(error) => error.to_string(),
         };

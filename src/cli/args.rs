@@ -431,6 +431,8 @@ pub enum WhichCheckpoint {
     Latest,
     Best,
     Step(u64),
+    /// Whole checkpoint that state.db does not list, `step-N.later`.
+    Later(u64),
 }
 
 impl FromStr for WhichCheckpoint {
@@ -440,10 +442,14 @@ impl FromStr for WhichCheckpoint {
         match text {
             "latest" => Ok(WhichCheckpoint::Latest),
             "best" => Ok(WhichCheckpoint::Best),
-            _ => text
-                .parse()
-                .map(WhichCheckpoint::Step)
-                .map_err(|_| "write \"latest\", \"best\" or a step, for example 500".into()),
+            _ => {
+                let step = text.strip_prefix("step-").unwrap_or(text);
+                let (step, which): (_, fn(u64) -> Self) = match step.strip_suffix(".later") {
+                    Some(step) => (step, WhichCheckpoint::Later),
+                    None => (step, WhichCheckpoint::Step),
+                };
+                step.parse().map(which).map_err(|_| "write \"latest\", \"best\" or a step, for example 500".into())
+            }
         }
     }
 }

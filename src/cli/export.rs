@@ -17,6 +17,7 @@ use crate::{
     run_dir::{
         RunDir,
         checkpoint::{self, Verified},
+        db::StateReader,
         eval_log,
     },
 };
@@ -66,8 +67,8 @@ fn check_target(dir: &Path, target: &Path) -> Result<(), Failure> {
 
 fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     let folder = RunDir::new(run);
-    let steps = checkpoint::steps(&folder.checkpoints()).unwrap_or_default();
-    if steps.is_empty() {
+    let steps = folder.steps()?;
+    if steps.is_empty() && !matches!(args.checkpoint, WhichCheckpoint::Later(_)) {
         let why = match folder.config().exists() {
             true => "has no checkpoint yet; wait for the first one, or end the run with one Ctrl-C, which writes one",
             false => "is not a run; name the run.dir of a run",
@@ -86,10 +87,14 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         WhichCheckpoint::Latest => steps.last().copied(),
         WhichCheckpoint::Best => Some(best(run, &steps)?),
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
+        WhichCheckpoint::Later(step) => {
+            folder.checkpoints().join(checkpoint::aside_name(step)).is_dir().then_some(step)
+        }
     };
     let step = step.ok_or_else(|| {
         let wanted = match args.checkpoint {
             WhichCheckpoint::Step(step) => step.to_string(),
+            WhichCheckpoint::Later(step) => checkpoint::aside_name(step),
             WhichCheckpoint::Latest | WhichCheckpoint::Best => "latest".into(),
         };
         let run = run.display();
@@ -101,8 +106,17 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     // The dtype of run.toml, or bf16.
     let configured = config.map_or(Dtype::Bf16, |config| config.checkpoint.export_dtype.into());
     let dtype = args.dtype.map_or(configured, Dtype::from);
-    let checkpoint = folder.checkpoints().join(checkpoint::name_of(step));
-    let trained_with = Verified::open(&checkpoint).map_err(Failure::of(Exit::Model))?.state.config;
+    let name = match args.checkpoint {
+        WhichCheckpoint::Later(step) => checkpoint::aside_name(step),
+        _ => checkpoint::name_of(step),
+    };
+    let checkpoint = folder.checkpoints().join(name);
+    let verified = Verified::open(&checkpoint).map_err(Failure::of(Exit::Model))?;
+    // A run without a usable state.db can still be exported.
+    if let Ok(origin) = StateReader::open(run).and_then(|state| state.origin()) {
+        verified.check_origin(&origin).map_err(Failure::of(Exit::Model))?;
+    }
+    let trained_with = verified.state.config;
     let trained_with = load_text(&trained_with, "the checkpoint's configuration", &[]).map(|loaded| loaded.config).ok();
     let options = ExportOptions {
         dtype,

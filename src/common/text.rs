@@ -13,6 +13,18 @@ pub fn grouped(number: u64) -> String {
     text
 }
 
+/// Text without control characters, which a terminal would obey: each is written as an escape, `\\u{1b}`.
+pub fn printable(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() && !matches!(c, '\n' | '\t') {
+            true => shown.extend(c.escape_default()),
+            false => shown.push(c),
+        }
+    }
+    shown
+}
+
 /// A share of 1 in percent, with one decimal: 0.213 as `21.3 %`.
 pub fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)

@@ -5,10 +5,10 @@ use super::{
     values::ByteSize,
     wire::{FIELDS, SECTIONS, Wire},
 };
+use crate::common::fs::open_input;
 use serde::Deserialize;
 use std::{
     collections::BTreeMap,
-    fs::File,
     io::{self, Read},
     path::Path,
 };
@@ -118,7 +118,7 @@ pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
 /// If the file cannot be read, or is longer than 1 MiB: parsing it and listing its mistakes would take too long.
 pub fn read_text(path: &Path) -> io::Result<String> {
     let mut text = String::new();
-    let length = File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)? as u64;
+    let length = open_input(path)?.take(MAX_FILE + 1).read_to_string(&mut text)? as u64;
     if length > MAX_FILE {
         return Err(io::Error::other(format!("it is longer than {}", ByteSize(MAX_FILE))));
     }

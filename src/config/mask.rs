@@ -3,6 +3,7 @@
 //! The row is frozen with the target, so text must not give it a meaning. A fallback to the padding token, which is often
 //! the end of text, reduces acceptance without an error (Automodel#2461).
 
+use crate::common::fs::read_input_text;
 use crate::hf::{HfError, config::TargetConfig, read_json};
 use serde::Serialize;
 use serde_json::Value;
@@ -28,7 +29,7 @@ const MASK_WORDS: [&str; 5] = ["<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<|ma
 /// If tokenizer.json is missing or malformed.
 pub fn mask_token_of(folder: &Path, target: &TargetConfig) -> Result<Option<MaskToken>, HfError> {
     let tokenizer = read_json(&folder.join("tokenizer.json"))?;
-    let template = std::fs::read_to_string(folder.join("chat_template.jinja")).unwrap_or_default();
+    let template = read_input_text(&folder.join("chat_template.jinja"), 16 << 20).unwrap_or_default();
     let settings = read_json(&folder.join("tokenizer_config.json")).unwrap_or_default();
     // Older folders store the template, or a list of templates, in this key. Its JSON text contains every token it uses.
     let template = template + &settings.get("chat_template").map(Value::to_string).unwrap_or_default();

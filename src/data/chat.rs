@@ -9,6 +9,7 @@ mod python;
 mod span;
 
 use self::span::Spans;
+use crate::common::fs::read_input_text;
 use crate::hf::{HfError, read_json};
 use minijinja::{
     Environment,
@@ -107,7 +108,7 @@ impl ChatTemplate {
     pub fn load(folder: &Path) -> Result<ChatTemplate, ChatError> {
         let settings = optional(&folder.join("tokenizer_config.json"))?;
         let path = folder.join("chat_template.jinja");
-        let (text, with_tools) = match std::fs::read_to_string(&path) {
+        let (text, with_tools) = match read_input_text(&path, 16 << 20) {
             Ok(text) => (text, None),
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 let named = |name| template_of(&settings["chat_template"], name);

@@ -1,6 +1,7 @@
 //! Reader of the input files, plain or gzipped: yields their rows in chunks of bounded size.
 
 use super::split::{RawRow, Splitter};
+use crate::common::fs::open_input;
 use crate::common::hash::hex;
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
@@ -118,7 +119,7 @@ struct Hashed {
 impl Input {
     fn open(path: &Path, max_row_bytes: u64) -> io::Result<Input> {
         let mut plain =
-            BufReader::with_capacity(BUFFER, Hashed { file: File::open(path)?, hash: Sha256::new(), bytes: 0 });
+            BufReader::with_capacity(BUFFER, Hashed { file: open_input(path)?, hash: Sha256::new(), bytes: 0 });
         let gzip = plain.fill_buf()?.starts_with(&GZIP_MAGIC);
         Ok(Input {
             source: if gzip { Source::Gzip(MultiGzDecoder::new(plain)) } else { Source::Plain(plain) },

@@ -8,13 +8,13 @@
 //!
 //! The training samples come first (`train_samples` of the metadata), then those for validation.
 
+use crate::common::fs::open_input;
 use crate::common::hash::hex;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 use std::{
     collections::BTreeMap,
-    fs::File,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -77,7 +77,7 @@ impl Store {
             _ => StoreError::Read { path: path.into(), source },
         };
         let damaged = |reason: String| StoreError::Damaged { path: path.into(), reason };
-        let file = File::open(path).map_err(read)?;
+        let file = open_input(path).map_err(read)?;
         // SAFETY: the map is only read. A store is written under another name and renamed, so no writer changes its bytes.
         // A file truncated by hand ends this process with SIGBUS, as it would any reader of maps.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;

@@ -3,11 +3,11 @@
 //! A conversation is appended when its last answer is complete, so the partial output holds complete conversations and at
 //! most one torn end. The finished file has them in input order, independent of interruptions.
 
-use crate::common::fs::{AtomicFile, lock_file, remove_file, sync_parent, with_suffix, write_atomic};
+use crate::common::fs::{AtomicFile, lock_file, read_input, remove_file, sync_parent, with_suffix, write_atomic};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write},
     path::{Path, PathBuf},
 };
@@ -193,7 +193,7 @@ impl PartialOutput {
 }
 
 fn read_identity(path: &Path) -> Option<Value> {
-    serde_json::from_slice(&fs::read(path).ok()?).ok()
+    serde_json::from_slice(&read_input(path, 1 << 20).ok()?).ok()
 }
 
 /// First field in which two objects differ, with both values.
@@ -210,6 +210,7 @@ fn difference(before: &Value, now: &Value) -> Option<(String, String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use serde_json::json;
 
     fn line(row: u64, turn: u64, last: bool) -> AnswerLine {

@@ -10,6 +10,7 @@ pub mod validate;
 
 pub use draftmill_actors::messages::engine::FeatureDtype as Dtype;
 
+use crate::common::fs::read_input;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
@@ -54,12 +55,15 @@ pub fn dtype_from_name(name: &str) -> Option<Dtype> {
     [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().find(|&dtype| dtype_name(dtype) == name)
 }
 
+/// Maximum size of a JSON file in bytes.
+const MAX_JSON: u64 = 1 << 30;
+
 /// Reads a JSON file.
 ///
 /// # Errors
 /// [`HfError::Read`] or [`HfError::Json`].
 pub fn read_json(path: &Path) -> Result<serde_json::Value, HfError> {
-    let bytes = std::fs::read(path).map_err(|source| HfError::Read { path: path.into(), source })?;
+    let bytes = read_input(path, MAX_JSON).map_err(|source| HfError::Read { path: path.into(), source })?;
     serde_json::from_slice(&bytes)
         .map_err(|error| HfError::Json { file: path.display().to_string(), reason: error.to_string() })
 }

@@ -1,10 +1,10 @@
 //! Memory-mapped safetensors files of a folder, sharded or not, with access by tensor name.
 
 use super::{HfError, read_json};
+use crate::common::fs::open_input;
 use memmap2::Mmap;
 use safetensors::tensor::{Metadata, SafeTensors};
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 pub use safetensors::tensor::Dtype as RawDtype;
@@ -171,7 +171,7 @@ impl TensorFiles {
 impl MappedFile {
     fn open(path: &Path) -> Result<MappedFile, HfError> {
         let read = |source| HfError::Read { path: path.into(), source };
-        let file = File::open(path).map_err(read)?;
+        let file = open_input(path).map_err(read)?;
         // SAFETY: the map is only read. Weight files are written once and renamed. A file that another process truncates ends
         // this process with SIGBUS, as it would any reader of maps.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;

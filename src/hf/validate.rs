@@ -5,7 +5,7 @@ use super::layout::{CONFIG, MODEL};
 use crate::hf::{
     Dtype,
     draft::DraftConfig,
-    dtype_from_name,
+    dtype_from_name, dtype_name,
     layout::{Layout, config_of, tensor_shapes},
     read_json,
     tensors::{RawDtype, TensorFiles},
@@ -321,7 +321,11 @@ fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mu
             }
         };
         if stated.is_some_and(|stated| stated != dtype) {
-            let value = format!("is stored as {:?}, but config.json has {:?}", dtype, stated);
+            let value = format!(
+                "is stored as {}, but config.json has {}",
+                dtype_name(dtype),
+                stated.map_or("none", dtype_name)
+            );
             findings.push(error(MODEL, name, value, "set the config's dtype to that of the tensors"));
         }
         if !raw.all_finite() {

@@ -82,6 +82,7 @@ fn saving(folder: &Path) -> CheckpointWriter {
         folder: folder.to_owned(),
         settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 2, ..RetentionPolicy::default() }, config: String::new() }).1,
         seed: 1,
+        run: String::new(),
         draft,
     }
 }

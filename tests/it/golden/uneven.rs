@@ -196,6 +196,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
         folder: folder.path().to_path_buf(),
         settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() }, config: String::new() }).1,
         seed: 17,
+        run: String::new(),
         draft: config.clone(),
     };
     let weights = init_params(&config, 5).unwrap();
