@@ -5,7 +5,10 @@ use super::{
     load::Written,
     problem::Problems,
     rules::broken_rules,
-    values::{Collectives, Dtype, Engine, InitMethod, Labels, Overlong, SlotWeights, TopK, UnknownRole},
+    values::{
+        Collectives, Dtype, Engine, HiddenFields, InitMethod, Labels, LeadingAssistant, Overlong, SlotWeights, TopK,
+        UnknownRole,
+    },
     wire::{self, Wire},
 };
 use crate::common::{device::Device, token::Token};
@@ -51,6 +54,9 @@ pub struct Data {
     pub max_length: u32,
     pub overlong: Overlong,
     pub unknown_role: UnknownRole,
+    pub hidden_fields: HiddenFields,
+    pub leading_assistant: LeadingAssistant,
+    pub allow_truncated: bool,
     pub min_supervised: u32,
     pub validation_fraction: f64,
     pub max_reject_fraction: f64,
@@ -188,6 +194,9 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             max_length: data.max_length,
             overlong: data.overlong,
             unknown_role: data.unknown_role,
+            hidden_fields: data.hidden_fields,
+            leading_assistant: data.leading_assistant,
+            allow_truncated: data.allow_truncated,
             min_supervised: data.min_supervised,
             validation_fraction: data.validation_fraction,
             max_reject_fraction: data.max_reject_fraction,

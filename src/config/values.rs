@@ -90,6 +90,24 @@ words! {
     }
 }
 words! {
+    /// Treatment of a field of a turn that the chat template does not show.
+    HiddenFields {
+        /// Rejects the row and reports the field.
+        Reject = "reject",
+        /// Keeps the row without the field and counts it.
+        Keep = "keep",
+    }
+}
+words! {
+    /// Treatment of assistant turns before the first user turn.
+    LeadingAssistant {
+        /// Removes the turns and counts the row.
+        Drop = "drop",
+        /// Rejects the row.
+        Reject = "reject",
+    }
+}
+words! {
     /// Source of the sample lengths of `draftmill simulate`.
     Lengths {
         /// Lognormal distribution.

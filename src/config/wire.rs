@@ -4,8 +4,8 @@
 //! for unknown keys and the reload check use the table.
 
 use super::values::{
-    Auto, ByteSize, Collectives, Dtype, Engine, InitMethod, Labels, Lengths, Listen, LogFormat, Overlong,
-    PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
+    Auto, ByteSize, Collectives, Dtype, Engine, HiddenFields, InitMethod, Labels, LeadingAssistant, Lengths, Listen,
+    LogFormat, Overlong, PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::JobOrder, pool::DrawPolicy};
@@ -111,6 +111,14 @@ sections! {
         Restart overlong: Overlong = Overlong::Cut;
         /// A turn with an unknown role: "reject" rejects the row, "skip" removes the turn.
         Restart unknown_role: UnknownRole = UnknownRole::Reject;
+        /// A field of a turn that the chat template does not show, such as tool calls or reasoning: "reject" rejects the row,
+        /// "keep" keeps it without the field and counts it. Metadata such as `id` or `name` never reject a row.
+        Restart hidden_fields: HiddenFields = HiddenFields::Reject;
+        /// Assistant turns before the first user turn: "drop" removes them and counts the row, "reject" rejects the row.
+        Restart leading_assistant: LeadingAssistant = LeadingAssistant::Drop;
+        /// false = an input file that is known to be cut is an error: gzip data without their end, an array without `]`, half
+        /// a last line. true = its whole rows are read, and the lost row is counted.
+        Restart allow_truncated: bool = false;
         /// Minimum number of supervised tokens of a sample. `prepare` counts and removes shorter ones; this is no error.
         Restart min_supervised: u32 = 32;
         /// Fraction of samples that is held out of training and used by section [eval]. A hash of the content selects them,

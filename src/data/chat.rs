@@ -4,9 +4,11 @@
 //! (such as empty think blocks, Automodel#3738) are not. The range of a turn is found by rendering the conversation again
 //! with a sentinel instead of the turn, so no template has to be known by name.
 
+mod fit;
 mod jinja;
 mod python;
 mod span;
+mod turn;
 
 use self::span::Spans;
 use crate::common::fs::read_input_text;
@@ -15,40 +17,14 @@ use minijinja::{
     Environment,
     value::{Serde, Value as Jinja},
 };
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::{io::ErrorKind, ops::Range, path::Path};
 use thiserror::Error;
 
-/// Speaker of a turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    System,
-    User,
-    Assistant,
-    Tool,
-}
-
-impl Role {
-    /// Name of the role in chat templates.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Role::System => "system",
-            Role::User => "user",
-            Role::Assistant => "assistant",
-            Role::Tool => "tool",
-        }
-    }
-}
-
-/// One turn of a conversation.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Turn {
-    pub role: Role,
-    pub content: String,
-    /// Other fields of the row's turn (`tool_calls`, `reasoning_content`, ...), passed on to the template. The fields above
-    /// override `role` and `content` in it.
-    pub extra: Map<String, Value>,
-}
+pub use self::{
+    fit::Notes,
+    turn::{Role, Turn, Weight},
+};
 
 /// A conversation.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -64,6 +40,7 @@ pub struct Rendered {
     pub text: String,
     /// Supervised byte ranges of `text`: ascending, disjoint, on character boundaries.
     pub supervised: Vec<Range<usize>>,
+    pub notes: Notes,
 }
 
 /// Failure to load a template or to render a conversation.
@@ -84,6 +61,12 @@ pub enum ChatError {
     /// The range of a turn in the rendered text is uncertain, so the turn must not be trained on.
     #[error("the position of turn {turn} in the rendered text is uncertain: {why}")]
     Uncertain { turn: usize, why: &'static str },
+    /// A raw completion of a thinking model, without the tag that the prompt opened.
+    #[error(
+        "turn {} closes a block of thinking that it does not open, and the template does not open it; write the text before \
+         `</think>` as `reasoning_content`, or add the opening tag", .turn + 1
+    )]
+    UnopenedThinking { turn: usize },
 }
 
 /// Compiled chat template of a model.
@@ -149,14 +132,17 @@ impl ChatTemplate {
         &self.text
     }
 
-    /// Renders the whole conversation and finds its supervised ranges.
+    /// Renders the whole conversation and finds its supervised ranges. The notes name the differences.
     ///
     /// # Errors
-    /// The template's refusal, or a turn whose range is uncertain.
+    /// The template's refusal, a turn whose range is uncertain, or thinking without its opening tag.
     pub fn render(&self, conversation: &Conversation) -> Result<Rendered, ChatError> {
+        let mut notes = Notes::default();
+        let fitted = self.fit(conversation, &mut notes)?;
+        let conversation = fitted.as_ref();
         let spans = Spans::new(self, conversation)?;
         let mut supervised: Vec<Range<usize>> = Vec::new();
-        for (at, _) in conversation.turns.iter().enumerate().filter(|(_, turn)| turn.role == Role::Assistant) {
+        for (at, _) in conversation.turns.iter().enumerate().filter(|(_, turn)| turn.is_supervised()) {
             let span = spans.find(at)?;
             if supervised.last().is_some_and(|last| last.end > span.start) {
                 return Err(ChatError::Uncertain { turn: at, why: "it overlaps the previous turn" });
@@ -164,7 +150,9 @@ impl ChatTemplate {
             supervised.push(span);
         }
         supervised.retain(|span| !span.is_empty());
-        Ok(Rendered { text: spans.into_text(), supervised })
+        let text = spans.into_text();
+        self.note_hidden(conversation, &text, &mut notes);
+        Ok(Rendered { text, supervised, notes })
     }
 
     /// Renders a conversation up to the assistant's next answer, with `enable_thinking` off: drafters are trained and evaluated
@@ -173,6 +161,8 @@ impl ChatTemplate {
     /// # Errors
     /// The template's refusal.
     pub fn prompt(&self, conversation: &Conversation) -> Result<String, ChatError> {
+        let fitted = self.fit_arguments(conversation, &mut Notes::default());
+        let conversation = fitted.as_ref().unwrap_or(conversation);
         let messages: Vec<_> = conversation.turns.iter().map(span::plain_message).collect();
         let quiet = minijinja::context! { enable_thinking => false };
         self.call_with(&messages, &Jinja::from(Serde(&conversation.tools)), true, quiet)
@@ -244,6 +234,7 @@ fn template_of(value: &Value, name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::Map;
 
     const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>\n' }}\
                           {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";

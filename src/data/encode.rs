@@ -1,17 +1,18 @@
 //! Encoder from a row to a sample: renders, tokenises, masks, cuts and applies the limits. Pure, so that rows run in parallel.
 
 use super::{
-    chat::{ChatTemplate, loss_mask},
+    change::Change,
+    chat::{ChatError, ChatTemplate, Conversation, Rendered, Role, Turn, loss_mask},
     input::InputRow,
     options::PrepareOptions,
     reject::{Reason, Reject},
-    row::{ParsedRow, RoleCounts, parse},
+    row::{ParsedRow, RowNotes, RowPolicy, parse},
     split::RowContent,
     store::Split,
 };
 use crate::{
     common::hash::sha256,
-    config::{Overlong, UnknownRole},
+    config::{HiddenFields, Overlong},
     hf::read_json,
 };
 use draftmill_actors::runtime::fault::panic_text;
@@ -36,7 +37,7 @@ pub struct Sample {
 /// Result of encoding one row.
 #[derive(Clone, Debug)]
 pub struct EncodedRow {
-    pub roles: RoleCounts,
+    pub notes: RowNotes,
     pub outcome: Result<Sample, Reject>,
 }
 
@@ -48,7 +49,8 @@ pub struct Encoder {
     pub vocab_size: Option<u64>,
     max_length: usize,
     overlong: Overlong,
-    unknown_role: UnknownRole,
+    rows: RowPolicy,
+    hidden_fields: HiddenFields,
     min_supervised: usize,
 }
 
@@ -71,7 +73,11 @@ impl Encoder {
             vocab_size: vocab_size(&options.model_dir)?,
             max_length: options.data.max_length as usize,
             overlong: options.data.overlong,
-            unknown_role: options.data.unknown_role,
+            rows: RowPolicy {
+                unknown_role: options.data.unknown_role,
+                leading_assistant: options.data.leading_assistant,
+            },
+            hidden_fields: options.data.hidden_fields,
             min_supervised: options.data.min_supervised as usize,
         })
     }
@@ -89,21 +95,21 @@ impl Encoder {
     /// # Errors
     /// A sentence, if the row needs a template or tokenizer and the model folder has none.
     pub fn encode(&self, row: &InputRow) -> Result<EncodedRow, String> {
-        let mut roles = RoleCounts::default();
-        let outcome = guarded(|| self.sample(row, &mut roles))?;
-        Ok(EncodedRow { roles, outcome })
+        let mut notes = RowNotes::default();
+        let outcome = guarded(|| self.sample(row, &mut notes))?;
+        Ok(EncodedRow { notes, outcome })
     }
 
-    fn sample(&self, input_row: &InputRow, roles: &mut RoleCounts) -> Result<Sample, Problem> {
+    fn sample(&self, input_row: &InputRow, notes: &mut RowNotes) -> Result<Sample, Problem> {
         let bytes = match &input_row.row.content {
             RowContent::Bytes(bytes) => bytes,
             RowContent::TooLarge { bytes } => return Err(Reason::TooLarge.because(format!("{bytes} bytes")).into()),
         };
-        let (ids, mask, from_chat) = match parse(bytes, input_row.row.truncated, self.unknown_role, roles)? {
+        let (ids, mask, from_chat) = match parse(bytes, input_row.row.truncated, self.rows, notes)? {
             ParsedRow::Tokens { ids, mask } => (ids, mask, false),
             ParsedRow::Chat(conversation) => {
                 let chat = self.chat().map_err(|text| Problem::Model(text.into()))?;
-                let rendered = chat.template.render(&conversation).map_err(|e| Reason::Template.because(e))?;
+                let rendered = self.rendered(&chat.template, &conversation, notes)?;
                 // The template has written the special tokens already.
                 let encoding = chat.tokenizer.encode(rendered.text, false).map_err(|e| Reason::Tokenizer.because(e))?;
                 let id = |&id: &u32| {
@@ -114,6 +120,36 @@ impl Encoder {
             }
         };
         Ok(self.judge(ids, mask, from_chat)?)
+    }
+
+    /// Renders a conversation and rejects it if the template hides what it holds.
+    fn rendered(
+        &self,
+        template: &ChatTemplate,
+        conversation: &Conversation,
+        notes: &mut RowNotes,
+    ) -> Result<Rendered, Reject> {
+        let rendered = template.render(conversation).map_err(|error| match error {
+            ChatError::UnopenedThinking { .. } => Reason::UnopenedThinking.because(error),
+            _ => Reason::Template.because(error),
+        })?;
+        if !rendered.notes.hidden.is_empty() {
+            if self.hidden_fields == HiddenFields::Reject {
+                let shown = rendered.notes.hidden.iter().take(3).map(String::as_str).collect::<Vec<_>>().join(", ");
+                return Err(
+                    Reason::Hidden.because(format!("{shown}; data.hidden_fields = \"keep\" keeps the row without it"))
+                );
+            }
+            notes.changes.insert(Change::Hidden);
+        }
+        notes.changes.extend(&rendered.notes.changes);
+        notes.unseen.extend(rendered.notes.unseen.iter().cloned());
+        if rendered.supervised.is_empty() && conversation.turns.iter().any(|turn| turn.role == Role::Assistant) {
+            let none = !conversation.turns.iter().any(Turn::is_supervised);
+            let detail = if none { "all assistant turns have weight 0" } else { "the assistant's turns are empty" };
+            return Err(Reason::NothingSupervised.because(detail));
+        }
+        Ok(rendered)
     }
 
     /// Applies the limits on length, vocabulary and supervision.
@@ -207,7 +243,7 @@ impl ChatTokenizer {
     /// # Errors
     /// The text of the template's or tokenizer's refusal.
     #[cfg(feature = "torch")]
-    pub fn prompt(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, String> {
+    pub fn prompt(&self, conversation: &Conversation) -> Result<Vec<u32>, String> {
         self.prompt_ids(conversation).map_err(|reject| reject.detail)
     }
 
@@ -216,13 +252,13 @@ impl ChatTokenizer {
     /// # Errors
     /// The row's reject.
     #[cfg(feature = "torch")]
-    pub fn row_prompt(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
+    pub fn row_prompt(&self, conversation: &Conversation) -> Result<Vec<u32>, Reject> {
         let made = guarded(|| Ok(self.prompt_ids(conversation)?));
         made.unwrap_or_else(|why| Err(Reason::Fault.because(why)))
     }
 
     #[cfg(feature = "torch")]
-    fn prompt_ids(&self, conversation: &super::chat::Conversation) -> Result<Vec<u32>, Reject> {
+    fn prompt_ids(&self, conversation: &Conversation) -> Result<Vec<u32>, Reject> {
         let text = self.template.prompt(conversation).map_err(|error| Reason::Template.because(error))?;
         // The template has written the special tokens already.
         let encoding = self.tokenizer.encode(text, false).map_err(|error| Reason::Tokenizer.because(error))?;

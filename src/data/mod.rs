@@ -5,8 +5,10 @@
 //!                    └──────── reject ────────▶ <store>.rejects.jsonl
 //! ```
 
+pub(crate) mod change;
 pub mod chat;
 pub(crate) mod encode;
+mod format;
 pub(crate) mod input;
 mod options;
 mod prepare;
@@ -19,6 +21,7 @@ mod store;
 mod writer;
 
 pub use self::{
+    change::Change,
     options::PrepareOptions,
     prepare::{PrepareError, prepare},
     reject::{Reason, Reject},

@@ -3,7 +3,8 @@
 use super::options::PrepareOptions;
 use super::{
     encode::{EncodedRow, Encoder, Sample, split_of},
-    input::{InputRow, Inputs, ReadError},
+    format,
+    input::{InputRow, Inputs, ReadError, Unusable},
     reject::Reject,
     report::{PrepareReport, Progress},
     row::ROLES,
@@ -33,15 +34,19 @@ pub enum PrepareError {
     NoInputs,
     #[error("{} of data.inputs cannot be read ({source}); correct the path or fetch the file again", path.display())]
     Read { path: PathBuf, source: io::Error },
+    /// A file that holds no rows, is cut, or is named in a way that needs a shell or a client.
+    #[error("{} of data.inputs {why}", path.display())]
+    Unusable { path: PathBuf, why: String },
     #[error("{} cannot be written ({source}); free some disk, or choose another data.store", path.display())]
     Write { path: PathBuf, source: io::Error },
     /// The rows need a template and a tokenizer, and the model folder has none.
     #[error("target.dir: {0}")]
     Model(String),
     #[error(
-        "{} of {} rows ({}) were rejected, above data.max_reject_fraction = {most} ({}); see {} and correct \
+        "{} of {} rows ({}) were rejected, above data.max_reject_fraction = {most} ({}{}); see {} and correct \
          the rows, or raise the setting",
-        .report.rejected_rows(), .report.rows, percent(.report.reject_fraction()), .report.reasons(), rejects(.report)
+        .report.rejected_rows(), .report.rows, percent(.report.reject_fraction()), .report.reasons(), first(.report),
+        rejects(.report)
     )]
     TooManyRejected { most: f64, report: Box<PrepareReport> },
     #[error("{} of data.inputs has no rows; give files with one conversation a line, or one JSON array", .inputs.join(", "))]
@@ -71,12 +76,24 @@ fn rejects(report: &PrepareReport) -> String {
 }
 
 fn because(report: &PrepareReport) -> String {
-    if report.reasons().is_empty() { String::new() } else { format!(" ({})", report.reasons()) }
+    if report.reasons().is_empty() { String::new() } else { format!(" ({}{})", report.reasons(), first(report)) }
+}
+
+fn first(report: &PrepareReport) -> String {
+    report.first_reject.as_ref().map_or_else(String::new, |first| format!("; the first one: {first}"))
 }
 
 impl From<ReadError> for PrepareError {
     fn from(ReadError { path, source }: ReadError) -> Self {
-        PrepareError::Read { path, source }
+        match source.downcast::<Unusable>() {
+            Ok(Unusable { mut why, cut }) => {
+                if cut {
+                    why.push_str(", or read its whole rows with data.allow_truncated = true");
+                }
+                PrepareError::Unusable { path, why }
+            }
+            Err(source) => PrepareError::Read { path, source },
+        }
     }
 }
 
@@ -106,7 +123,8 @@ pub fn prepare(
     }
     let encoder = Encoder::load(options).map_err(PrepareError::Model)?;
     let mut output = Output::create(options)?;
-    let mut inputs = Inputs::new(options.data.inputs.clone(), options.data.max_row_bytes);
+    let mut inputs = Inputs::new(options.data.inputs.clone(), options.data.max_row_bytes)
+        .allow_truncated(options.data.allow_truncated);
     let mut chunk = inputs.read_chunk()?;
     while !chunk.is_empty() {
         // The next chunk is read while this one is encoded.
@@ -126,10 +144,13 @@ pub fn prepare(
 /// Size of an input in bytes. Called before anything is written, so that a wrong path fails at once.
 fn size(path: &Path) -> Result<u64, PrepareError> {
     let failed = |source| PrepareError::Read { path: path.into(), source };
-    let metadata = fs::metadata(path).map_err(failed)?;
+    let metadata = fs::metadata(path).map_err(|error| match format::no_such_file(path) {
+        Some(why) if error.kind() == io::ErrorKind::NotFound => PrepareError::Unusable { path: path.into(), why },
+        _ => failed(error),
+    })?;
     // Opening a pipe may block, and a device has no end.
     if !metadata.is_file() {
-        let what = if metadata.is_dir() { "it is a folder" } else { "it is not a regular file" };
+        let what = if metadata.is_dir() { "it is a folder: list the files in it" } else { "it is not a regular file" };
         return Err(failed(io::Error::other(what)));
     }
     Ok(metadata.len())
@@ -147,7 +168,7 @@ struct Output {
     from_chat: bool,
 }
 
-/// Limit on the unknown role names that are counted separately; the data choose the names.
+/// Limit on the names of roles and fields that are counted separately; the data choose the names.
 const MOST_NAMES: usize = 64;
 
 impl Output {
@@ -175,16 +196,20 @@ impl Output {
     /// Writes and counts one encoded row.
     fn take(&mut self, row: &InputRow, file: &Path, encoded: EncodedRow) -> Result<(), PrepareError> {
         self.report.rows += 1;
-        for ((name, _), count) in ROLES.iter().zip(encoded.roles.known).filter(|(_, count)| *count > 0) {
+        for ((name, _), count) in ROLES.iter().zip(encoded.notes.roles.known).filter(|(_, count)| *count > 0) {
             *self.report.roles.entry(name.to_string()).or_default() += count;
         }
-        for name in encoded.roles.unknown {
-            let known = self.report.unknown_roles.contains_key(&name);
-            let name = if known || self.report.unknown_roles.len() < MOST_NAMES { name } else { "(others)".into() };
-            *self.report.unknown_roles.entry(name).or_default() += 1;
+        for name in encoded.notes.roles.unknown {
+            count_name(&mut self.report.unknown_roles, name);
         }
         match encoded.outcome {
             Ok(sample) => {
+                for change in encoded.notes.changes {
+                    *self.report.changed.entry(change).or_default() += 1;
+                }
+                for name in encoded.notes.unseen {
+                    count_name(&mut self.report.unseen_fields, name.chars().take(40).collect());
+                }
                 self.add(sample).map_err(|source| PrepareError::Write { path: self.store_path.clone(), source })
             }
             Err(reject) => {
@@ -213,6 +238,10 @@ impl Output {
         let Reject { reason, detail } = reject;
         let counts = if reason.by_policy() { &mut self.report.left_out } else { &mut self.report.rejected };
         *counts.entry(*reason).or_default() += 1;
+        if !reason.by_policy() && self.report.first_reject.is_none() {
+            let detail: String = detail.chars().take(200).collect();
+            self.report.first_reject = Some(format!("{}, line {}: {detail}", file.display(), row.row.line));
+        }
         let line = json!({
             "file": file.display().to_string(), "line": row.row.line, "row": row.number, "reason": reason.word(),
             "detail": detail,
@@ -239,6 +268,7 @@ impl Output {
     ) -> Result<PrepareReport, PrepareError> {
         let Output { store, store_path, rejects, rejects_part, rejects_path, mut report, from_chat, .. } = self;
         report.files = inputs.done.len() as u64;
+        report.truncated_files = inputs.truncated;
         report.bytes = inputs.bytes_read();
         report.tokens_per_second = report.tokens as f64 / report.seconds.max(1e-9);
         let write = |path: &Path, source| PrepareError::Write { path: path.into(), source };
@@ -270,6 +300,12 @@ impl Output {
     }
 }
 
+/// Counts a name that the data choose.
+fn count_name(names: &mut BTreeMap<String, u64>, name: String) {
+    let name = if names.contains_key(&name) || names.len() < MOST_NAMES { name } else { "(others)".into() };
+    *names.entry(name).or_default() += 1;
+}
+
 /// Metadata of the store on its origin, without paths and times: the same inputs give the same bytes on every machine.
 fn metadata(
     options: &PrepareOptions,
@@ -293,12 +329,15 @@ fn metadata(
         ("max_length", options.data.max_length.to_string()),
         ("overlong", options.data.overlong.to_string()),
         ("unknown_role", options.data.unknown_role.to_string()),
+        ("hidden_fields", options.data.hidden_fields.to_string()),
+        ("leading_assistant", options.data.leading_assistant.to_string()),
         ("min_supervised", options.data.min_supervised.to_string()),
         ("validation_fraction", options.data.validation_fraction.to_string()),
         ("max_row_bytes", options.data.max_row_bytes.to_string()),
         ("rows", report.rows.to_string()),
         ("rejected", counts(&report.rejected)),
         ("left_out", counts(&report.left_out)),
+        ("changed", serde_json::to_string(&report.changed).unwrap_or_default()),
         ("cut", report.cut.to_string()),
         ("tokens", report.tokens.to_string()),
         ("supervised_tokens", report.supervised_tokens.to_string()),

@@ -43,6 +43,8 @@ macro_rules! reasons {
 reasons! {
     InvalidUtf8 = "invalid_utf8" bad "not UTF-8";
     InvalidJson = "invalid_json" bad "not JSON";
+    TrailingComma = "trailing_comma" bad "a comma after the last element";
+    NotANumber = "nan_or_infinity" bad "NaN or Infinity, which JSON lacks";
     Truncated = "truncated" bad "the file ends inside the row";
     TooLarge = "row_too_large" bad "more bytes than data.max_row_bytes";
     NotAnObject = "not_an_object" bad "not a JSON object";
@@ -54,6 +56,9 @@ reasons! {
     UnsupportedContent = "unsupported_content" bad "content that is not text";
     AssistantFirst = "assistant_first" bad "the assistant speaks first";
     BadTools = "bad_tools" bad "`tools` that are not a list";
+    BadToolArguments = "bad_tool_arguments" bad "tool arguments whose text is not JSON";
+    Hidden = "hidden_by_template" bad "a field that the chat template does not show (data.hidden_fields)";
+    UnopenedThinking = "unopened_thinking" bad "`</think>` without `<think>`, which the template does not open";
     Template = "template_error" bad "refused by the chat template";
     Tokenizer = "tokenizer_error" bad "refused by the tokenizer";
     BadTokens = "bad_tokens" bad "`input_ids` or `loss_mask` with wrong values";

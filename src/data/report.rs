@@ -1,6 +1,6 @@
 //! Progress and final report of `prepare`.
 
-use super::reject::Reason;
+use super::{change::Change, reject::Reason};
 use crate::common::text::{counted, grouped, percent};
 use serde::Serialize;
 use std::{collections::BTreeMap, fmt, path::PathBuf};
@@ -40,6 +40,14 @@ pub struct PrepareReport {
     pub rejected: BTreeMap<Reason, u64>,
     /// Sound rows that a setting excludes, by reason.
     pub left_out: BTreeMap<Reason, u64>,
+    /// Rows of samples that were changed, by change.
+    pub changed: BTreeMap<Change, u64>,
+    /// Rows of samples with metadata that the chat template does not show, by the name of the field.
+    pub unseen_fields: BTreeMap<String, u64>,
+    /// Input files that are cut; `data.allow_truncated` let them pass.
+    pub truncated_files: u64,
+    /// First bad row: file, line and detail.
+    pub first_reject: Option<String>,
     /// Turns by role name.
     pub roles: BTreeMap<String, u64>,
     /// Turns of unknown roles, by role name.
@@ -100,6 +108,15 @@ impl fmt::Display for PrepareReport {
         line("  to train", self.train_samples, String::new())?;
         line("  to validate", self.validation_samples, String::new())?;
         line("  cut", self.cut, "truncated to data.max_length".into())?;
+        for (change, &count) in &self.changed {
+            line(&format!("  {}", change.word()), count, change.text().into())?;
+        }
+        for (name, &count) in &self.unseen_fields {
+            line("  field not shown", count, format!("`{name}`, which the chat template does not read"))?;
+        }
+        if self.truncated_files > 0 {
+            line("truncated files", self.truncated_files, "read up to their cut: data.allow_truncated".into())?;
+        }
         let mean = self.tokens / self.samples().max(1);
         line("tokens", self.tokens, format!("mean {} per sample, longest {}", grouped(mean), grouped(self.longest)))?;
         line("  supervised", self.supervised_tokens, share(self.supervised_tokens, self.tokens))?;

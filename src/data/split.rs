@@ -111,6 +111,16 @@ impl Splitter {
         (at, None)
     }
 
+    /// True if an array has begun and not ended.
+    pub fn in_array(&self) -> bool {
+        self.mode == Mode::Array
+    }
+
+    /// Line of the next byte, from 1.
+    pub fn current_line(&self) -> u64 {
+        self.line
+    }
+
     /// Ends the file and returns its last row, if any. `cut` states that the file ended too early.
     ///
     /// If an end is missing between rows, returns an empty truncated row, so that the lost rows are reported.

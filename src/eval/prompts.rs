@@ -1,13 +1,10 @@
 //! Reader of prompt files: OpenAI `messages`, MT-Bench `turns`, HumanEval `prompt`.
 
-use crate::{
-    config::UnknownRole,
-    data::{
-        chat::{Conversation, Role, Turn},
-        input::{InputRow, Inputs},
-        row::{self, ParsedRow},
-        split::RowContent,
-    },
+use crate::data::{
+    chat::{Conversation, Role, Turn},
+    input::{InputRow, Inputs},
+    row::{self, ParsedRow, RowPolicy},
+    split::RowContent,
 };
 use serde_json::{Map, Value};
 use std::{
@@ -98,7 +95,7 @@ pub fn parse(bytes: &[u8], truncated: bool, line: u64) -> Result<Prompt, String>
 
 /// Parses a conversation and drops the assistant's final turns.
 fn messages(bytes: &[u8], truncated: bool) -> Result<Conversation, String> {
-    let row = row::parse(bytes, truncated, UnknownRole::Reject, &mut Default::default());
+    let row = row::parse(bytes, truncated, RowPolicy::default(), &mut Default::default());
     match row.map_err(|reject| format!("{} ({})", reject.reason, reject.detail))? {
         ParsedRow::Chat(mut conversation) => {
             while conversation.turns.last().is_some_and(|turn| turn.role == Role::Assistant) {
@@ -198,6 +195,8 @@ mod tests {
         assert!(error.contains("prompts.jsonl, line 4: ") && error.contains("promt"), "{error}");
         std::fs::write(&path, "\n").unwrap();
         assert!(matches!(read(&path, None), Err(PromptError::Empty(_))));
+        std::fs::write(&path, "PAR1").unwrap();
+        assert!(read(&path, None).unwrap_err().to_string().contains("(it is a Parquet file"));
         assert!(matches!(read(&folder.path().join("none"), None), Err(PromptError::Read { .. })));
     }
 }

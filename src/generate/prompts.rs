@@ -1,12 +1,11 @@
 //! Reader of prompts: conversations of the input files without their answers, and reasons to skip a row.
 
 use crate::{
-    config::UnknownRole,
     data::{
         Reason,
         chat::{Role, Turn},
         input::{InputRow, Inputs, ReadError},
-        row::{self, ParsedRow},
+        row::{self, ParsedRow, RowPolicy},
     },
     eval,
 };
@@ -108,7 +107,7 @@ impl PromptReader {
 pub fn parse_prompts(input_row: &InputRow, index: u64) -> Result<PromptConversation, SkipReason> {
     let row = &input_row.row;
     let bytes = row.content.bytes().ok_or(SkipReason::TooLarge)?;
-    let parsed = row::parse(bytes, row.truncated, UnknownRole::Reject, &mut Default::default());
+    let parsed = row::parse(bytes, row.truncated, RowPolicy::default(), &mut Default::default());
     let (groups, tools) = match parsed.map_err(|reject| reject.reason) {
         Ok(ParsedRow::Chat(conversation)) => (groups(conversation.turns), conversation.tools),
         Ok(ParsedRow::Tokens { .. }) => return Err(SkipReason::Tokens),

@@ -1,6 +1,8 @@
 //! `prepare` from files to store: samples, splits, roles, policies, and the state after an error.
 
+mod files;
 mod rejects;
+mod turns;
 pub mod world;
 
 use self::world::{World, answer, chat, gzip, jsonl};

@@ -57,6 +57,11 @@ fn renderings_and_spans_are_those_of_jinja2() {
             let name = format!("{model}, {}", case["name"]);
             let rendered = match template.render(&conversation(&case)) {
                 Err(ChatError::Uncertain { .. }) if case["uncertain"] == true => continue,
+                Err(ChatError::UnopenedThinking { turn })
+                    if case["messages"][turn]["content"].to_string().contains("</think>") =>
+                {
+                    continue;
+                }
                 other => other.unwrap_or_else(|e| panic!("{name}: {e}")),
             };
             assert_eq!(rendered.text, case["text"].as_str().unwrap(), "{name}");

@@ -114,7 +114,7 @@ fn message(turn: &Turn, content: &str, extra: &Map<String, Value>) -> Jinja {
 }
 
 /// True if a field of a turn has no content.
-fn is_blank(value: &Value) -> bool {
+pub fn is_blank(value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::String(text) => text.chars().all(is_space),

@@ -2,7 +2,7 @@
 
 use super::world::{World, chat, gzip, jsonl};
 use draftmill::{
-    config::Overlong,
+    config::{HiddenFields, Overlong},
     data::{PrepareError, Reason},
 };
 use serde_json::{Value, json};
@@ -74,6 +74,7 @@ fn speculators_801_all_kinds_together_are_counted_and_the_run_goes_on() {
 #[test]
 fn the_remaining_kinds_have_their_names_too() {
     let mut world = tolerant();
+    world.options.data.allow_truncated = true;
     let mut seen: Vec<String> = table().into_iter().map(|case| case.0).collect();
     let mut only = |world: &World, file: &str, line: u64, reason: Reason| {
         let report = world.prepare(&[file]).unwrap();
@@ -182,7 +183,8 @@ fn sound_rows_that_a_setting_leaves_out_are_no_sign_of_bad_data() {
 
 #[test]
 fn a_turn_that_only_calls_tools_needs_no_content() {
-    let world = World::new();
+    let mut world = World::new();
+    world.options.data.hidden_fields = HiddenFields::Keep;
     let row = json!({"messages": [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": null, "tool_calls": [{"type": "function"}]},

@@ -1,7 +1,7 @@
 //! Folder with a tiny model to prepare data for: a ChatML template and a tokenizer with one token for each byte.
 
 use draftmill::{
-    config::{Data, Overlong, UnknownRole},
+    config::{Data, HiddenFields, LeadingAssistant, Overlong, UnknownRole},
     data::{PrepareError, PrepareOptions, PrepareReport, Split, Store, prepare},
 };
 use flate2::{Compression, write::GzEncoder};
@@ -34,6 +34,9 @@ impl World {
             max_length: 1000,
             overlong: Overlong::Cut,
             unknown_role: UnknownRole::Reject,
+            hidden_fields: HiddenFields::Reject,
+            leading_assistant: LeadingAssistant::Drop,
+            allow_truncated: false,
             min_supervised: 1,
             validation_fraction: 0.0,
             max_reject_fraction: 0.0,
