@@ -7,21 +7,24 @@ pub mod lr_schedule;
 pub mod machine;
 pub mod pipeline_settings;
 mod report;
+mod store;
 
 pub use self::{
     forecast::{Bucket, DeviceMemory, Disk, Forecast, PoolForecast, forecast},
     machine::{Machine, capacity_problems},
     report::Report,
+    store::examine_store,
 };
 
 use crate::{
-    common::exit::Exit,
+    common::{exit::Exit, guard::Protected},
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
         pool_problem, start_from, step_problem,
     },
-    hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
+    hf::{config::TargetConfig, draft::DraftConfig, layout::DraftFolder, tensors::TensorFiles},
+    run_dir::files,
 };
 
 /// State of the prepared store.
@@ -57,6 +60,7 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
             "listen on 127.0.0.1 to allow local clients only",
         ));
     }
+    outputs(config, written, &mut report);
     let prompts = config.eval.prompt_file.as_deref().filter(|_| config.evaluates(true));
     if let Some(Err(error)) = prompts.map(|file| crate::eval::read(file, Some(1))) {
         report.fail(Exit::Config, written.problem("eval.prompt_file", error.to_string(), ""));
@@ -98,6 +102,22 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
     report
 }
 
+/// Checks that no file of the run is inside a model folder or an input of the run (speculators#690).
+fn outputs(config: &Config, written: &Written, report: &mut Report) {
+    let folders = [Some(&config.target.dir), config.drafter.init_from.as_ref()];
+    let protected = Protected::default()
+        .inputs(&config.data.inputs)
+        .inputs([&config.data.store])
+        .inputs(config.eval.prompt_file.iter())
+        .folders(folders.into_iter().flatten());
+    let folder = &config.run.dir;
+    let files = files::FILES.iter().chain(&files::DIRS).map(|name| folder.join(name));
+    let refusal = std::iter::once(folder.clone()).chain(files).find_map(|path| protected.path(&path).err());
+    if let Some(refusal) = refusal {
+        report.fail(Exit::Config, written.problem("run.dir", refusal.to_string(), "choose another run.dir"));
+    }
+}
+
 /// Reads the target's configuration and derives the drafter's shape.
 fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(TargetConfig, DraftConfig)> {
     let folder = &config.target.dir;
@@ -125,11 +145,18 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
         }
     }
     let target = target?;
+    positions(config, written, &target, report);
     let mask = mask_token_id(config, written, &target, report);
     // Without a mask token the rest of the shape is still checked with row 0, which always exists.
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
         Ok(drafter) => {
             let init = config.drafter.init_from.as_deref().filter(|_| mask.is_some());
+            if let Some(Err(error)) = init.map(|init| {
+                let folder = DraftFolder::open(init, Some(target.num_hidden_layers)).ok()?;
+                Some(folder.check_shared(&config.target.dir, &target))
+            }).flatten() {
+                report.fail(Exit::Model, written.problem("drafter.init_from", error.to_string(), ""));
+            }
             let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));
             let started =
                 started.map_err(|problems| problems.0.into_iter().for_each(|one| report.fail(Exit::Model, one)));
@@ -139,6 +166,18 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
             problems.0.into_iter().for_each(|problem| report.fail(Exit::Config, problem));
             None
         }
+    }
+}
+
+/// Checks that the target has a position for each token of the longest sample that `prepare` may write (torchtitan#3395).
+fn positions(config: &Config, written: &Written, target: &TargetConfig, report: &mut Report) {
+    let positions = target.max_position_embeddings;
+    if config.data.max_length as usize > positions {
+        let message = format!("the target has {positions} positions (max_position_embeddings)");
+        report.fail(
+            Exit::Config,
+            written.problem("data.max_length", message, format!("lower it to at most {positions}")),
+        );
     }
 }
 

@@ -2,12 +2,20 @@
 
 use super::{EvalArgs, output};
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        guard::Protected,
+    },
     eval::{self, EvalOptions, Record},
 };
 
 /// Measures a drafter and tells the figures.
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
+    if let Some(path) = &args.plot {
+        let protected = Protected::default().inputs([&args.prompts]).folders([&args.target, &args.draft]);
+        let refused = |why| Failure::new(Exit::Usage, format!("--plot: {why}"));
+        protected.file(path, "a plot of draftmill eval", eval::is_plot).map_err(refused)?;
+    }
     let prompts = eval::read(&args.prompts, args.limit).map_err(Failure::of(Exit::Data))?;
     let count = prompts.len();
     let options = EvalOptions {

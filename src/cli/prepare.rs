@@ -39,7 +39,7 @@ pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
         let exit = match error {
             PrepareError::Model(_) => Exit::Model,
             PrepareError::Interrupted => Exit::Interrupted,
-            PrepareError::NoInputs => Exit::Config,
+            PrepareError::NoInputs | PrepareError::Refused(_) | PrepareError::BeyondPositions { .. } => Exit::Config,
             _ => Exit::Data,
         };
         Failure::new(exit, error)
@@ -56,16 +56,17 @@ fn text(progress: &Progress) -> String {
     )
 }
 
-/// What is known of the store that the configuration names.
-pub fn stored(config: &Config) -> Stored {
+/// State of the store that the configuration names, and the store if it can be opened.
+pub fn stored(config: &Config) -> (Stored, Option<Store>) {
     let path = &config.data.store;
     if !path.exists() {
-        return Stored::Absent;
+        return (Stored::Absent, None);
     }
     match Store::open(path) {
         Ok(store) => {
-            Stored::Ready(Samples { lengths: store.lengths(Split::Train), validation: store.len(Split::Validation) })
+            let samples = Samples { lengths: store.lengths(Split::Train), validation: store.len(Split::Validation) };
+            (Stored::Ready(samples), Some(store))
         }
-        Err(error) => Stored::Broken(error.to_string()),
+        Err(error) => (Stored::Broken(error.to_string()), None),
     }
 }

@@ -10,6 +10,7 @@ pub(crate) mod encode;
 pub(crate) mod input;
 mod options;
 mod prepare;
+mod provenance;
 mod reject;
 mod report;
 pub(crate) mod row;
@@ -21,9 +22,10 @@ mod writer;
 pub use self::{
     options::PrepareOptions,
     prepare::{PrepareError, prepare},
+    provenance::{Difference, differences},
     reject::{Reason, Reject},
     report::{PrepareReport, Progress},
     source::StoreSource,
-    store::{FORMAT, Split, Store, StoreError},
+    store::{Contents, FORMAT, Split, Store, StoreError},
 };
 pub use crate::common::text::grouped;

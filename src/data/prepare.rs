@@ -5,14 +5,19 @@ use super::{
     encode::{EncodedRow, Encoder, Sample, split_of},
     input::{InputRow, Inputs, ReadError},
     reject::Reject,
+    provenance::{self, INPUTS, SPECIAL_TOKENS, TEMPLATE, TOKENIZER, TOKENIZER_OF_IDS, UNUSED},
     report::{PrepareReport, Progress},
     row::ROLES,
-    store::Split,
+    store::{Split, is_store},
     writer::StoreWriter,
 };
-use crate::common::{
-    fs::{AtomicFile, remove_file, with_suffix},
-    text::percent,
+use crate::{
+    common::{
+        fs::{AtomicFile, remove_file, with_suffix},
+        guard::{Protected, Refusal, lines_are},
+        text::percent,
+    },
+    hf::read_json,
 };
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde_json::json;
@@ -26,6 +31,9 @@ use std::{
 use thiserror::Error;
 use tokio::time::Instant;
 
+/// Ending of the file of rejects, next to the store.
+const REJECTS: &str = ".rejects.jsonl";
+
 /// Failure of `prepare`. A store that exists already is unchanged.
 #[derive(Debug, Error)]
 pub enum PrepareError {
@@ -35,6 +43,13 @@ pub enum PrepareError {
     Read { path: PathBuf, source: io::Error },
     #[error("{} cannot be written ({source}); free some disk, or choose another data.store", path.display())]
     Write { path: PathBuf, source: io::Error },
+    #[error("data.store: {0}")]
+    Refused(#[from] Refusal),
+    #[error(
+        "data.max_length = {max_length}, but the target has {positions} positions (max_position_embeddings); lower it to at \
+         most {positions}"
+    )]
+    BeyondPositions { max_length: u32, positions: u64 },
     /// The rows need a template and a tokenizer, and the model folder has none.
     #[error("target.dir: {0}")]
     Model(String),
@@ -83,7 +98,7 @@ impl From<ReadError> for PrepareError {
 /// Prepares a store. Calls `progress` before the first file is opened and after every chunk of rows; `progress` may stop it.
 ///
 /// The bytes of the store are a function of the inputs' contents and the options. Rows without a sample are written to
-/// `<store>.rejects.jsonl`, also if there are too many of them; a file of an earlier run is replaced.
+/// `<store>.rejects.jsonl`, also if there are too many of them. Files of an earlier run are replaced, other files never.
 ///
 /// # Errors
 /// A [`PrepareError`]; no store is written then.
@@ -104,6 +119,8 @@ pub fn prepare(
     for path in &options.data.inputs {
         shown.bytes_total += size(path)?;
     }
+    may_write(options)?;
+    check_positions(options)?;
     let encoder = Encoder::load(options).map_err(PrepareError::Model)?;
     let mut output = Output::create(options)?;
     let mut inputs = Inputs::new(options.data.inputs.clone(), options.data.max_row_bytes);
@@ -121,6 +138,33 @@ pub fn prepare(
     }
     output.report.seconds = begun.elapsed().as_secs_f64();
     output.finish(options, &encoder, &inputs)
+}
+
+/// Checks that the store and its rejects may be written: they replace only a store and its rejects, and touch neither an
+/// input nor the model.
+fn may_write(options: &PrepareOptions) -> Result<(), Refusal> {
+    let protected = Protected::default().inputs(&options.data.inputs).folders([&options.model_dir]);
+    protected.file(&options.data.store, "a store of prepared data", is_store)?;
+    let rejects = with_suffix(&options.data.store, REJECTS);
+    protected.file(&rejects, "a list of rejected rows", |head| lines_are(head, b"{\"detail\":", is_reject))
+}
+
+/// True for a line that [`Output::reject`] writes.
+fn is_reject(line: &[u8]) -> bool {
+    let keys = ["file", "line", "row", "reason", "detail"];
+    let value = serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(line);
+    value.is_ok_and(|value| value.len() == keys.len() && keys.iter().all(|key| value.contains_key(*key)))
+}
+
+/// Refuses samples that the target has no positions for (torchtitan#3395).
+fn check_positions(options: &PrepareOptions) -> Result<(), PrepareError> {
+    let config = read_json(&options.model_dir.join("config.json")).unwrap_or_default();
+    let positions = config["max_position_embeddings"].as_u64().filter(|&positions| positions > 0);
+    let max_length = options.data.max_length;
+    match positions.filter(|&positions| u64::from(max_length) > positions) {
+        Some(positions) => Err(PrepareError::BeyondPositions { max_length, positions }),
+        None => Ok(()),
+    }
 }
 
 /// Size of an input in bytes. Called before anything is written, so that a wrong path fails at once.
@@ -152,7 +196,7 @@ const MOST_NAMES: usize = 64;
 
 impl Output {
     fn create(options: &PrepareOptions) -> Result<Output, PrepareError> {
-        let rejects_path = with_suffix(&options.data.store, ".rejects.jsonl");
+        let rejects_path = with_suffix(&options.data.store, REJECTS);
         let failed = |path: &Path| {
             let path = path.to_path_buf();
             move |source| PrepareError::Write { path, source }
@@ -283,25 +327,28 @@ fn metadata(
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
         json!({ "name": name, "bytes": read.bytes, "sha256": read.sha256 })
     });
-    let unused = || "unused".to_string();
+    let unused = || UNUSED.to_string();
+    let of_ids = match chat {
+        Some(_) => None,
+        None => provenance::tokenizer_sha256(&options.model_dir),
+    };
+    let of_ids = of_ids.unwrap_or_else(unused);
     let counts = |counts: &BTreeMap<_, u64>| serde_json::to_string(counts).unwrap_or_default();
     let pairs = [
-        ("inputs", serde_json::Value::from_iter(files).to_string()),
-        ("template_sha256", chat.map_or_else(unused, |chat| chat.template_sha256.clone())),
-        ("tokenizer_sha256", chat.map_or_else(unused, |chat| chat.tokenizer_sha256.clone())),
+        (INPUTS, serde_json::Value::from_iter(files).to_string()),
+        (TEMPLATE, chat.map_or_else(unused, |chat| chat.template_sha256.clone())),
+        (TOKENIZER, chat.map_or_else(unused, |chat| chat.tokenizer_sha256.clone())),
+        (TOKENIZER_OF_IDS, of_ids),
+        (SPECIAL_TOKENS, chat.map_or_else(unused, |_| provenance::special_tokens(&options.model_dir))),
         ("vocab_size", encoder.vocab_size.map_or_else(|| "unknown".into(), |size| size.to_string())),
-        ("max_length", options.data.max_length.to_string()),
-        ("overlong", options.data.overlong.to_string()),
-        ("unknown_role", options.data.unknown_role.to_string()),
-        ("min_supervised", options.data.min_supervised.to_string()),
-        ("validation_fraction", options.data.validation_fraction.to_string()),
-        ("max_row_bytes", options.data.max_row_bytes.to_string()),
         ("rows", report.rows.to_string()),
         ("rejected", counts(&report.rejected)),
         ("left_out", counts(&report.left_out)),
         ("cut", report.cut.to_string()),
         ("tokens", report.tokens.to_string()),
         ("supervised_tokens", report.supervised_tokens.to_string()),
+        ("unknown_roles", report.unknown_roles.values().sum::<u64>().to_string()),
     ];
-    pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+    let settings = provenance::settings(&options.data).into_iter().map(|setting| (setting.key, setting.value));
+    pairs.into_iter().chain(settings).map(|(key, value)| (key.to_string(), value)).collect()
 }

@@ -3,7 +3,10 @@
 //! A conversation is appended when its last answer is complete, so the partial output holds complete conversations and at
 //! most one torn end. The finished file has them in input order, independent of interruptions.
 
-use crate::common::fs::{AtomicFile, lock_file, remove_file, sync_parent, with_suffix, write_atomic};
+use crate::common::{
+    fs::{AtomicFile, lock_file, remove_file, sync_parent, with_suffix, write_atomic},
+    guard::{Protected, Refusal, lines_are},
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{
@@ -12,6 +15,9 @@ use std::{
     path::{Path, PathBuf},
 };
 use thiserror::Error;
+
+/// Ending of the file with the recorded identity, after the name of the partial output.
+const OPTIONS: &str = ".options";
 
 /// One answer: the exact token ids of its prompt and of the answer. The fields are keys of the output file; `prepare` uses
 /// `input_ids` and `loss_mask` unchanged.
@@ -54,6 +60,8 @@ pub enum PartialOutputError {
         path.display()
     )]
     Other { path: PathBuf, what: String, before: String, now: String },
+    #[error("--out: {0}")]
+    Refused(#[from] Refusal),
     #[error("{} cannot be written ({source}); free disk space, or choose another --out", path.display())]
     Write { path: PathBuf, source: io::Error },
 }
@@ -77,7 +85,7 @@ pub struct PartialOutput {
 impl PartialOutput {
     /// Opens the partial output of `out`, or resumes an existing one. `identity` is an object with everything that determines
     /// the lines; a partial output of another identity is refused, or discarded if `force` is set. `found` receives each
-    /// line of an earlier start. A torn end is dropped.
+    /// line of an earlier start. A torn end is dropped. Only files of answers are replaced, and nothing that is `protected`.
     ///
     /// # Errors
     /// An existing output without `force`, another identity, another process that writes it, or an I/O error.
@@ -85,12 +93,16 @@ impl PartialOutput {
         out: &Path,
         identity: &Value,
         force: bool,
+        protected: &Protected,
         found: &mut dyn FnMut(&AnswerLine),
     ) -> Result<PartialOutput, PartialOutputError> {
         if out.exists() && (!force || out.is_dir()) {
             return Err(PartialOutputError::Exists(out.into()));
         }
         let path = with_suffix(out, ".part");
+        protected.file(out, "a file of answers", is_answers)?;
+        protected.file(&path, "a partial file of answers", is_answers)?;
+        protected.file(&with_suffix(&path, OPTIONS), "the options of a partial file of answers", is_identity)?;
         let failed = |source| PartialOutputError::Write { path: path.clone(), source };
         let file = lock_file(&path).map_err(failed)?;
         let mut part = PartialOutput { out: out.into(), path: path.clone(), file, spans: Vec::new(), end: 0 };
@@ -162,7 +174,7 @@ impl PartialOutput {
 
     /// Path of the recorded identity, next to the partial output.
     fn identity_path(&self) -> PathBuf {
-        with_suffix(&self.path, ".options")
+        with_suffix(&self.path, OPTIONS)
     }
 
     /// Reads the complete conversations and truncates the file after the last one.
@@ -190,6 +202,15 @@ impl PartialOutput {
         self.file.seek(SeekFrom::Start(self.end))?;
         Ok(())
     }
+}
+
+fn is_answers(head: &[u8]) -> bool {
+    lines_are(head, b"{\"file\":", |line| serde_json::from_slice::<AnswerLine>(line).is_ok())
+}
+
+fn is_identity(head: &[u8]) -> bool {
+    let keys = ["prompts", "target", "tokenizer"];
+    serde_json::from_slice::<Value>(head).is_ok_and(|value| keys.iter().all(|key| value.get(key).is_some()))
 }
 
 fn read_identity(path: &Path) -> Option<Value> {

@@ -18,7 +18,7 @@ pub fn kind_of(dtype: Dtype) -> Kind {
 /// file.
 ///
 /// # Errors
-/// Returns an error if the tensor is absent, has another shape or dtype, or libtorch fails.
+/// Returns an error if the tensor is absent, has another shape or dtype, has a value that is not finite, or libtorch fails.
 pub fn weight(
     files: &TensorFiles,
     name: &str,
@@ -32,7 +32,17 @@ pub fn weight(
         RawDtype::BF16 => Kind::BFloat16,
         _ => Kind::Float,
     };
-    Ok(from_bytes(&raw, stored)?.f_to_device_(device, kind, false, false)?)
+    // The bytes are read for the copy anyway; a NaN of a target would appear as a diverging loss much later.
+    if !raw.all_finite() {
+        return Err(HfError::NotFinite { file: files.label().into(), name: name.into() }.into());
+    }
+    let loaded = from_bytes(&raw, stored)?.f_to_device_(device, kind, false, false)?;
+    // f16 has a smaller range than the other two.
+    if kind == Kind::Half && stored != Kind::Half && loaded.f_isfinite()?.f_all()?.f_int64_value(&[])? == 0 {
+        let dtype = "f16".into();
+        return Err(HfError::OutOfRange { file: files.label().into(), name: name.into(), dtype }.into());
+    }
+    Ok(loaded)
 }
 
 /// Reads any tensor of a file as it is, on the CPU: also token ids and masks.
