@@ -17,7 +17,7 @@ pub use self::{
 };
 
 use crate::{
-    common::{exit::Exit, guard::Protected},
+    common::{exit::Exit, guard::{Protected, lines_are}},
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
@@ -26,6 +26,7 @@ use crate::{
     hf::{config::TargetConfig, draft::DraftConfig, layout::DraftFolder, tensors::TensorFiles},
     run_dir::files,
 };
+use serde_json::Value;
 
 /// State of the prepared store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,10 +113,25 @@ fn outputs(config: &Config, written: &Written, report: &mut Report) {
         .folders(folders.into_iter().flatten());
     let folder = &config.run.dir;
     let files = files::FILES.iter().chain(&files::DIRS).map(|name| folder.join(name));
-    let refusal = std::iter::once(folder.clone()).chain(files).find_map(|path| protected.path(&path).err());
+    let touched = std::iter::once(folder.clone()).chain(files).find_map(|path| protected.path(&path).err());
+    // Without a database these files are not of a run, unless their content is.
+    let own = |name: &str, ours: fn(&[u8]) -> bool| protected.file(&folder.join(name), "a file of a run", ours).err();
+    let foreign = || {
+        own(files::CONFIG, |head| String::from_utf8_lossy(head).contains("[run]"))
+            .or_else(|| own(files::STEPS, is_log))
+            .or_else(|| own(files::EVALS, is_log))
+            .or_else(|| own(files::SUMMARY, |head| head.starts_with(b"{")))
+    };
+    let new = !folder.join(files::STATE_DB).exists();
+    let refusal = touched.or_else(|| new.then(foreign).flatten());
     if let Some(refusal) = refusal {
         report.fail(Exit::Config, written.problem("run.dir", refusal.to_string(), "choose another run.dir"));
     }
+}
+
+/// True for the first bytes of a log of a run, whose lines are objects with a step.
+fn is_log(head: &[u8]) -> bool {
+    lines_are(head, b"{", |line| serde_json::from_slice::<Value>(line).is_ok_and(|value| value["step"].is_u64()))
 }
 
 /// Reads the target's configuration and derives the drafter's shape.

@@ -112,4 +112,17 @@ mod tests {
         write(false).unwrap_err();
         assert_eq!((left(), fs::read(out.join(MODEL)).unwrap()), (1, before));
     }
+    #[test]
+    fn speculators_690_a_folder_of_another_model_is_never_replaced() {
+        let root = tempfile::tempdir().unwrap();
+        let out = root.path().join("target");
+        fs::create_dir(&out).unwrap();
+        for config in [r#"{"model_type": "llama"}"#, "{", "[]"] {
+            fs::write(out.join(CONFIG), config).unwrap();
+            fs::write(out.join(MODEL), "weights").unwrap();
+            let error = write_folder(&out, true, &Value::Null, &[], Dtype::F32, |_| Ok(())).unwrap_err();
+            assert!(matches!(error, ExportError::Foreign { .. }), "{error}");
+            assert_eq!(fs::read_to_string(out.join(MODEL)).unwrap(), "weights");
+        }
+    }
 }

@@ -249,7 +249,8 @@ mod tests {
 
     fn open(out: &Path, identity: &Value, force: bool) -> Result<(PartialOutput, Vec<(u64, u64)>), PartialOutputError> {
         let mut found = Vec::new();
-        let part = PartialOutput::open(out, identity, force, &mut |line| found.push((line.row, line.turn)))?;
+        let protected = Protected::default();
+        let part = PartialOutput::open(out, identity, force, &protected, &mut |line| found.push((line.row, line.turn)))?;
         Ok((part, found))
     }
 
@@ -306,12 +307,31 @@ mod tests {
         assert_eq!(found, []);
         assert!(!part.finish().unwrap());
         assert!(!out.exists());
-        fs::write(&out, "precious").unwrap();
+        let mut first = open(&out, &json!({}), false).unwrap().0;
+        first.write(&[line(7, 1, true)]).unwrap();
+        assert!(first.finish().unwrap());
+        let before = fs::read(&out).unwrap();
         assert!(matches!(open(&out, &json!({}), false), Err(PartialOutputError::Exists(_))));
         let (mut part, _) = open(&out, &json!({}), true).unwrap();
-        assert_eq!(fs::read_to_string(&out).unwrap(), "precious", "until the new one is complete");
+        assert_eq!(fs::read(&out).unwrap(), before, "until the new one is complete");
         part.write(&[line(0, 1, true)]).unwrap();
         assert!(part.finish().unwrap());
         assert_eq!(rows(&out), [(0, 1)]);
+    }
+
+    #[test]
+    fn speculators_690_only_files_of_answers_are_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("answers.jsonl");
+        for name in ["answers.jsonl", "answers.jsonl.part", "answers.jsonl.part.options"] {
+            let path = folder.path().join(name);
+            fs::write(&path, "{\"prompt\": \"precious\"}\n").unwrap();
+            let error = open(&out, &json!({}), true).err().unwrap();
+            assert!(matches!(error, PartialOutputError::Refused(_)), "{error}");
+            assert_eq!(fs::read_to_string(&path).unwrap(), "{\"prompt\": \"precious\"}\n");
+            fs::remove_file(&path).unwrap();
+        }
+        let protected = Protected::default().folders([folder.path()]);
+        assert!(PartialOutput::open(&out, &json!({}), true, &protected, &mut |_| ()).is_err(), "inside the target");
     }
 }

@@ -167,7 +167,7 @@ fn read_rope_scaling(gguf: &Gguf, model: &Architecture) -> Result<RopeScaling, I
     };
     let kind = gguf.text(&key("scaling.type"))?;
     let scaling = match (kind, factor) {
-        (Some("none"), _) | (None, None | Some(1.0)) => RopeScaling::None,
+        (Some("none"), _) | (None, None) | (None | Some("linear"), Some(1.0)) => RopeScaling::None,
         // Targets with such a scaling cannot be loaded (Automodel#2376).
         (Some("linear") | None, factor) => {
             let found = factor.map_or("linear".into(), |factor| format!("linear by {factor}"));

@@ -32,6 +32,7 @@ mod identity;
 mod import;
 mod imports;
 mod ledger;
+mod origin;
 mod recovery;
 mod reload;
 mod scrape;
