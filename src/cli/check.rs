@@ -7,7 +7,7 @@ use crate::{
     config::{Loaded, Problems},
 };
 
-/// Tells every problem on stderr and the forecast on stdout, or both as JSON on stdout.
+/// Prints problems to stderr and the forecast to stdout, or both as JSON to stdout.
 pub fn run(args: &CheckArgs, loaded: Option<&Loaded>, problems: Problems) -> Result<(), Failure> {
     let mut report = Report::from(problems);
     if let Some(loaded) = loaded {
@@ -22,9 +22,9 @@ pub fn run(args: &CheckArgs, loaded: Option<&Loaded>, problems: Problems) -> Res
         output::print_json(&report)?;
     } else {
         output::print(&report.table())?;
-        report.notes.iter().for_each(|note| output::tell(&format!("note: {note}")));
+        report.notes.iter().for_each(|note| output::note(&format!("note: {note}")));
     }
     report.sound()?;
-    output::tell("no problem found");
+    output::note("no problem found");
     Ok(())
 }

@@ -2,17 +2,20 @@
 
 use super::{ConfigArgs, load, output};
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::counted,
+    },
     doctor::{State, examine},
 };
 use clap::Args;
 
-/// Tells what this machine is and whether it works: libtorch, devices, copies between GPUs, memory, disk, limits
+/// Checks this machine: libtorch, devices, copies between GPUs, memory, disk, limits
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Each device multiplies matrices, which are held to plain arithmetic; each GPU sends random bits to each other one. No model and no \
-data are needed. With a configuration its run folder is looked at, and the devices that it names have to be there. Ends with 7 \
-where something does not work; each line says what helps.
+Each device multiplies matrices, and doctor compares the products with plain arithmetic. Each GPU sends random bits to each other \
+GPU. No model or data is needed. With a configuration, doctor also checks its run folder and its devices. The exit code is 7 if a \
+check fails; each finding contains a remedy.
 
 Examples:
   draftmill doctor
@@ -25,19 +28,18 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
-/// One line for each part of the machine on stdout.
+/// Prints one line per finding to stdout.
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let chosen = args.config.config.is_some() || !args.config.set.is_empty();
     let report = examine(&load(&args.config)?, chosen);
     if args.json { output::print_json(&report) } else { output::print(&report.table()) }?;
     let [warnings, failed] = [State::Warning, State::Failed].map(|state| report.count(state));
     match report.exit() {
-        Exit::Done if warnings == 0 => output::tell("everything works"),
-        Exit::Done if warnings == 1 => output::tell("everything works; there is a warning"),
-        Exit::Done => output::tell(&format!("everything works; there are {warnings} warnings")),
+        Exit::Done if warnings == 0 => output::note("all checks passed"),
+        Exit::Done => output::note(&format!("all checks passed, with {}", counted(warnings as u64, "warning"))),
         exit => {
-            let all = report.findings.len();
-            return Err(Failure::new(exit, format!("{failed} of {all} parts of this machine do not work, see above")));
+            let all = counted(report.findings.len() as u64, "check");
+            return Err(Failure::new(exit, format!("{failed} of {all} failed, see above")));
         }
     }
     Ok(())

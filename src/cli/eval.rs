@@ -5,11 +5,12 @@ use crate::{
     common::{
         exit::{Exit, Failure},
         guard::Protected,
+        text::counted,
     },
     eval::{self, EvalOptions, Record},
 };
 
-/// Measures a drafter and tells the figures.
+/// Evaluates a drafter and prints the report.
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     if let Some(path) = &args.plot {
         let protected = Protected::default().inputs([&args.prompts]).folders([&args.target, &args.draft]);
@@ -30,11 +31,20 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     let report = evaluate(&options, prompts, &mut |record: &Record| {
         done += 1;
         let produced: usize = record.steps.iter().map(|step| step.produced).sum();
-        output::tell(&format!("response {done} ({count} prompts): {produced} tokens in {} steps", record.steps.len()));
+        output::note(&format!(
+            "response {done} of {}: {} in {}",
+            counted(count as u64, "prompt"),
+            counted(produced as u64, "token"),
+            counted(record.steps.len() as u64, "step")
+        ));
     })?;
     if let Some(path) = &args.plot {
-        let failed =
-            |e| Failure::new(Exit::Usage, format!("{} cannot be written ({e}); give another --plot", path.display()));
+        let failed = |e| {
+            Failure::new(
+                Exit::Usage,
+                format!("{} cannot be written ({e}); choose another path for --plot", path.display()),
+            )
+        };
         crate::common::fs::write_atomic(path, eval::svg(&report).as_bytes()).map_err(failed)?;
     }
     if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }
@@ -43,7 +53,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
 #[cfg(feature = "torch")]
 use crate::eval::evaluate;
 
-/// What stands in for the measurement in a build without libtorch: a sentence.
+/// Returns the error of a build without libtorch.
 #[cfg(not(feature = "torch"))]
 fn evaluate(_: &EvalOptions, _: Vec<eval::Prompt>, _: &mut dyn FnMut(&Record)) -> Result<eval::Report, Failure> {
     Err(Failure::new(

@@ -2,8 +2,11 @@
 
 use super::{ExportArgs, WhichCheckpoint, output};
 use crate::{
-    common::exit::{Exit, Failure},
-    config::{Config, Engine, load_text},
+    common::{
+        exit::{Exit, Failure},
+        text::{counted, grouped},
+    },
+    config::{ByteSize, Config, Engine, load_text},
     export::{self, ExportOptions},
     hf::{
         Dtype,
@@ -19,12 +22,12 @@ use crate::{
 };
 use std::path::{Path, PathBuf};
 
-/// Writes a drafter as a model folder, or checks one.
+/// Exports a drafter as a model folder, or checks such a folder.
 pub fn run(args: &ExportArgs) -> Result<(), Failure> {
     match (&args.check, &args.run, &args.out) {
         (Some(dir), ..) => check(dir, args.target.as_deref(), args.json),
         (None, Some(run), Some(out)) => write(args, run, out),
-        _ => Err(Failure::new(Exit::Usage, "give --run DIR and --out DIR, or --check DIR")),
+        _ => Err(Failure::new(Exit::Usage, "use --run DIR with --out DIR, or --check DIR")),
     }
 }
 
@@ -34,23 +37,27 @@ fn check(dir: &Path, target: Option<&Path>, json: bool) -> Result<(), Failure> {
         output::print_json(&serde_json::json!({ "dir": dir, "sound": findings.is_empty(), "findings": findings }))?;
     } else if findings.is_empty() {
         output::print(&format!(
-            "{}: sound; every name, shape, number type and key is as engines expect it\n",
+            "{}: sound; all names, shapes, dtypes and keys are as inference engines expect them\n",
             dir.display()
         ))?;
     } else {
         output::print(&findings.iter().map(|f| format!("{f}\n")).collect::<String>())?;
     }
     match findings.iter().filter(|f| f.severity == Severity::Error).count() {
-        0 => target.map_or(Ok(()), |target| belongs(dir, target)),
+        0 => target.map_or(Ok(()), |target| check_target(dir, target)),
         n => Err(Failure::new(
             Exit::Model,
-            format!("{} has {n} errors; an engine would not load it, or load something else", dir.display()),
+            format!(
+                "{} has {}; an inference engine would refuse this folder or load other weights",
+                dir.display(),
+                counted(n as u64, "error")
+            ),
         )),
     }
 }
 
-/// Whether a sound folder is a drafter of this target.
-fn belongs(dir: &Path, target: &Path) -> Result<(), Failure> {
+/// Checks that a sound folder is a drafter of this target.
+fn check_target(dir: &Path, target: &Path) -> Result<(), Failure> {
     let model = TargetConfig::load(target).map_err(Failure::of(Exit::Model))?;
     DraftFolder::open_for(dir, target, &model).map(drop).map_err(Failure::of(Exit::Model))
 }
@@ -60,8 +67,8 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     let steps = checkpoint::steps(&folder.checkpoints()).unwrap_or_default();
     if steps.is_empty() {
         let why = match folder.config().exists() {
-            true => "has no checkpoint yet; let it train on, or end it with one Ctrl-C, which writes one",
-            false => "is no run; give the run.dir of a run",
+            true => "has no checkpoint yet; wait for the first one, or end the run with one Ctrl-C, which writes one",
+            false => "is not a run; name the run.dir of a run",
         };
         return Err(Failure::new(Exit::Model, format!("{} {why}", run.display())));
     }
@@ -70,7 +77,7 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         let run = run.display();
         return Err(Failure::new(
             Exit::Model,
-            format!("{run} is a simulated run, which trains no drafter; give a run of run.engine = \"torch\""),
+            format!("{run} is a simulated run, which trains no drafter; name a run with run.engine = \"torch\""),
         ));
     }
     let step = match args.checkpoint {
@@ -79,16 +86,19 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
     };
     let step = step.ok_or_else(|| {
-        let asked = match args.checkpoint {
+        let wanted = match args.checkpoint {
             WhichCheckpoint::Step(step) => step.to_string(),
             WhichCheckpoint::Latest | WhichCheckpoint::Best => "latest".into(),
         };
         let run = run.display();
-        Failure::new(Exit::Model, format!("{run} has no checkpoint {asked}; it has those of the steps {steps:?}"))
+        Failure::new(
+            Exit::Model,
+            format!("{run} has no checkpoint {wanted}; its checkpoints are at the steps {steps:?}"),
+        )
     })?;
-    // What run.toml says, or bf16.
-    let stated = config.map_or(Dtype::Bf16, |config| config.checkpoint.export_dtype.into());
-    let dtype = args.dtype.map_or(stated, Dtype::from);
+    // The dtype of run.toml, or bf16.
+    let configured = config.map_or(Dtype::Bf16, |config| config.checkpoint.export_dtype.into());
+    let dtype = args.dtype.map_or(configured, Dtype::from);
     let checkpoint = folder.checkpoints().join(checkpoint::name_of(step));
     let trained_with = Verified::open(&checkpoint).map_err(Failure::of(Exit::Model))?.state.config;
     let trained_with = load_text(&trained_with, "the checkpoint's configuration", &[]).map(|loaded| loaded.config).ok();
@@ -102,33 +112,36 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     if options.self_check.is_some() && options.target.is_none() {
         return Err(Failure::new(
             Exit::Model,
-            "the checkpoint does not say where its target lies, which the export is served with to check it; give --target, or \
-             leave the check out with --no-self-check",
+            "the checkpoint does not contain the path of its target, which the self-check needs; set --target, or skip the \
+             self-check with --no-self-check",
         ));
     }
     let report = export::export_checkpoint(&checkpoint, out, &options).map_err(Failure::of(Exit::Model))?;
     match (&report.self_check, args.no_self_check) {
-        (Some(proof), _) => output::tell(&format!(
-            "self-check: served anew on {} prompts; {:.2} tokens per step in {} steps, as the drafter in memory",
-            proof.prompts, proof.acceptance, proof.steps
+        (Some(test), _) => output::note(&format!(
+            "self-check: passed on {}; {:.2} tokens per step in {}, equal to the trained drafter",
+            counted(test.prompts as u64, "prompt"),
+            test.acceptance,
+            counted(test.steps as u64, "step")
         )),
-        (None, true) => output::tell("self-check: left out, so nothing says that this export serves as it was trained"),
-        (None, false) => output::tell("self-check: left out, since this draftmill was built without libtorch"),
+        (None, true) => output::note("self-check: skipped, so this export was not compared with the trained drafter"),
+        (None, false) => output::note("self-check: skipped, because this draftmill was built without libtorch"),
     }
     if args.json {
         return output::print_json(&report);
     }
     output::print(&format!(
-        "{}: step {step}, {} tensors, {} parameters, {} MiB in {}\n",
+        "{}: step {}, {}, {}, {} in {}\n",
         report.dir.display(),
-        report.tensors,
-        report.parameters,
-        report.bytes >> 20,
+        grouped(step),
+        counted(report.tensors as u64, "tensor"),
+        counted(report.parameters as u64, "parameter"),
+        ByteSize(report.bytes).rounded(),
         report.dtype
     ))
 }
 
-/// The checkpoint whose drafter had the best measured acceptance.
+/// Returns the step of the checkpoint with the best measured acceptance.
 fn best(run: &Path, steps: &[u64]) -> Result<u64, Failure> {
     let scores = eval_log::scores(run);
     let scored = steps.iter().filter_map(|step| Some((*step, *scores.get(step)?)));
@@ -137,19 +150,19 @@ fn best(run: &Path, steps: &[u64]) -> Result<u64, Failure> {
         Failure::new(
             Exit::Model,
             format!(
-                "no acceptance was measured of any checkpoint of {run}, so none is the best; use --checkpoint latest, or a \
-                 step ({steps:?}). Section [eval] has it measured"
+                "no checkpoint of {run} has a measured acceptance, so there is no best one; use --checkpoint latest or a step \
+                 ({steps:?}). Section [eval] configures the measurement"
             ),
         )
     })
 }
 
-/// The target's folder: as named, or as the checkpoint's configuration has it.
+/// Returns the target's folder: --target, or that of the checkpoint's configuration.
 fn target(args: &ExportArgs, trained_with: Option<&Config>) -> Option<PathBuf> {
     args.target.clone().or_else(|| trained_with.map(|config| config.target.dir.clone()))
 }
 
-/// Where the run's first target computed; the CPU, where that device is not here.
+/// Returns the device of the run's first target, or the CPU if that device does not exist here.
 fn device(trained_with: Option<&Config>) -> crate::config::Device {
     let first = trained_with.and_then(|config| config.target.devices.first().copied());
     first.filter(|device| export::device_available(*device)).unwrap_or(crate::config::Device::Cpu)

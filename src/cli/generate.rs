@@ -2,20 +2,20 @@
 
 use super::{
     GenerateArgs,
-    interruptible::{Shown, stop_on_signal},
+    interruptible::{ProgressDisplay, stop_on_signal},
     output,
 };
 use crate::{
     common::{
         exit::{Exit, Failure},
-        text::grouped,
+        text::{counted, grouped},
     },
     config::{ByteSize, Log},
     generate::{GenerateOptions, Progress},
 };
 use std::ops::ControlFlow;
 
-/// Answers the prompts and tells what became of them.
+/// Generates answers to the prompts and prints the summary table.
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let options = GenerateOptions {
         target: args.target.clone(),
@@ -34,30 +34,30 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         force: args.force,
     };
     let (_runtime, stop) = stop_on_signal().map_err(Failure::of(Exit::Internal))?;
-    let mut shown = Shown::new(Log::default().progress_every.0);
-    let result = answered(&options, &mut |progress: &Progress| {
+    let mut display = ProgressDisplay::new(Log::default().progress_every.0);
+    let result = generate(&options, &mut |progress: &Progress| {
         let (done, total) = match progress.limit {
             Some(limit) => (progress.conversations, limit),
             None => (progress.bytes_read, progress.bytes_total),
         };
         let bytes = |bytes| ByteSize(bytes).rounded();
         let so_far = || match progress.limit {
-            Some(limit) => format!("answered {} of {}", grouped(done), grouped(limit)),
+            Some(limit) => format!("{} of {} conversations", grouped(done), grouped(limit)),
             None => format!("read {} of {}", bytes(done), bytes(total)),
         };
-        shown.update(done, total, || text(progress), so_far);
+        display.update(done, total, || text(progress), so_far);
         if stop.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
-    shown.finish();
+    display.finish();
     let report = result?;
     if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }?;
     if report.out.is_none() {
-        let why = if report.rows == 0 { "there are none".into() } else { report.reasons() };
+        let why = if report.rows == 0 { "the files have no rows".into() } else { report.reasons() };
         return Err(Failure::new(
             Exit::Data,
             format!(
-                "none of {} rows is a prompt that can be answered ({why}); see `draftmill generate --help`",
-                report.rows
+                "no usable prompt in {} ({why}); see `draftmill generate --help` for the formats",
+                counted(report.rows as u64, "row")
             ),
         ));
     }
@@ -66,21 +66,21 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
 
 fn text(progress: &Progress) -> String {
     format!(
-        "{} answers, {} tokens, {:.1} tokens/s, {} side by side, {} rows left out",
-        grouped(progress.answers),
-        grouped(progress.tokens),
+        "{}, {}, {:.1} tokens/s, {} at a time, {} skipped",
+        counted(progress.answers, "answer"),
+        counted(progress.tokens, "token"),
         progress.tokens_per_second,
         progress.rows,
-        grouped(progress.left_out)
+        counted(progress.left_out, "row")
     )
 }
 
 #[cfg(feature = "torch")]
-use crate::generate::generate as answered;
+use crate::generate::generate;
 
-/// What stands in for the answers in a build without libtorch: a sentence.
+/// Returns the error of a build without libtorch.
 #[cfg(not(feature = "torch"))]
-fn answered(
+fn generate(
     _: &GenerateOptions,
     _: &mut dyn FnMut(&Progress) -> ControlFlow<()>,
 ) -> Result<crate::generate::GenerateReport, Failure> {

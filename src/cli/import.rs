@@ -2,19 +2,22 @@
 
 use super::{ImportArgs, output};
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::counted,
+    },
     export,
     hf::draft::DraftConfig,
     import::{ImportOptions, import_gguf},
 };
 use std::path::Path;
 
-/// Turns a GGUF file, or a drafter's folder, into a Hugging Face folder and tells what it wrote.
+/// Converts a GGUF file or a drafter's folder to a Hugging Face folder and prints the result.
 pub fn run(args: &ImportArgs) -> Result<(), Failure> {
     match (&args.draft, &args.gguf) {
         (Some(dir), _) => drafter(args, dir),
         (None, Some(gguf)) => target(args, gguf),
-        (None, None) => Err(Failure::new(Exit::Usage, "give --gguf FILE, or --draft DIR")),
+        (None, None) => Err(Failure::new(Exit::Usage, "use --gguf FILE or --draft DIR")),
     }
 }
 
@@ -25,14 +28,16 @@ fn drafter(args: &ImportArgs, dir: &Path) -> Result<(), Failure> {
     let written = DraftConfig::load(&report.dir).map_err(Failure::of(Exit::Model))?;
     let next = match written.slides() {
         true => {
-            "Its layers slide over the context, so it can be measured (draftmill eval) and served, but not trained on"
+            "This drafter has sliding attention layers: draftmill eval and inference engines accept it, training does not"
                 .into()
         }
         false => format!("Next: draftmill train --set drafter.init_from={out}"),
     };
     output::print(&format!(
-        "{out}: {} tensors, {} parameters in {}\n\n{next}\n",
-        report.tensors, report.parameters, report.dtype
+        "{out}: {}, {} in {}\n\n{next}\n",
+        counted(report.tensors as u64, "tensor"),
+        counted(report.parameters as u64, "parameter"),
+        report.dtype
     ))
 }
 

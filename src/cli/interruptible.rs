@@ -1,4 +1,4 @@
-//! What a long command shows while it works, and the signals that end it in good order.
+//! Progress display and signals of a long command.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::{
@@ -12,7 +12,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A token that SIGINT and SIGTERM cancel, so that nothing is left half-written. It works as long as the runtime lives.
+/// Returns a token that SIGINT and SIGTERM cancel, and the runtime that must outlive it.
+///
+/// # Errors
+/// If the runtime or a signal handler cannot be created.
 pub fn stop_on_signal() -> std::io::Result<(Runtime, CancellationToken)> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let stop = CancellationToken::new();
@@ -28,15 +31,15 @@ pub fn stop_on_signal() -> std::io::Result<(Runtime, CancellationToken)> {
     Ok((runtime, stop))
 }
 
-/// What a person sees meanwhile: a bar on a terminal, a line every few seconds elsewhere.
-pub struct Shown {
+/// Progress on stderr: a bar on a terminal, else a log line at a fixed interval.
+pub struct ProgressDisplay {
     bar: Option<ProgressBar>,
     every: Duration,
     last: Instant,
 }
 
-impl Shown {
-    pub fn new(every: Duration) -> Shown {
+impl ProgressDisplay {
+    pub fn new(every: Duration) -> ProgressDisplay {
         let style = ProgressStyle::with_template("{spinner} {percent:>3}% [{wide_bar}] {msg} {eta} left");
         let bar = stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(4));
@@ -45,18 +48,19 @@ impl Shown {
             }
             bar
         });
-        Shown { bar, every, last: Instant::now() }
+        ProgressDisplay { bar, every, last: Instant::now() }
     }
 
-    /// `done` of `total` in any unit; `text` says what was made, and `so_far` how far that is where there is no bar.
-    pub fn update(&mut self, done: u64, total: u64, text: impl Fn() -> String, so_far: impl Fn() -> String) {
+    /// Updates the display to `done` of `total` in any unit. `counts` describes the results; `position` replaces the bar in
+    /// log lines.
+    pub fn update(&mut self, done: u64, total: u64, counts: impl Fn() -> String, position: impl Fn() -> String) {
         if let Some(bar) = &self.bar {
             bar.set_length(total);
             bar.set_position(done);
-            bar.set_message(text());
+            bar.set_message(counts());
         } else if self.last.elapsed() >= self.every {
             self.last = Instant::now();
-            tracing::info!("{}: {}", so_far(), text());
+            tracing::info!("{}: {}", position(), counts());
         }
     }
 

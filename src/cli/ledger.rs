@@ -2,16 +2,19 @@
 
 use super::{LedgerArgs, output};
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::{counted, grouped},
+    },
     run_dir::db::{BucketCounts, Checkpoint, EpochCounts, JobHistory, Skipped, StateReader},
 };
 use draftmill_actors::messages::types::{JobId, Outcome};
 use serde::Serialize;
 
-/// Skipped jobs that are told one by one where a person reads.
-const SKIPPED_TOLD: usize = 50;
+/// Maximum skipped jobs in the text output.
+const MAX_SKIPPED_LINES: usize = 50;
 
-/// What became of a run's jobs.
+/// Outcomes of a run's jobs.
 #[derive(Debug, Serialize)]
 struct Overview {
     step: u64,
@@ -22,7 +25,7 @@ struct Overview {
     skipped: Vec<Skipped>,
 }
 
-/// Tells the counts, one job's history, or what is broken.
+/// Prints the outcome counts, the history of one job, or the violated invariants.
 pub fn run(args: &LedgerArgs) -> Result<(), Failure> {
     let failed = Failure::of(Exit::Run);
     let reader = StateReader::open(&args.dir).map_err(failed)?;
@@ -30,7 +33,7 @@ pub fn run(args: &LedgerArgs) -> Result<(), Failure> {
         return verify(args, &reader);
     }
     match args.job {
-        Some(job) => tell_job(args, &reader, job),
+        Some(job) => print_history(args, &reader, job),
         None => overview(args, &reader),
     }
 }
@@ -39,18 +42,18 @@ fn verify(args: &LedgerArgs, reader: &StateReader) -> Result<(), Failure> {
     let violations = reader.verify().map_err(Failure::of(Exit::Run))?;
     let dir = args.dir.display();
     if args.json {
-        let answer = serde_json::json!({ "dir": args.dir, "sound": violations.is_empty(), "violations": violations });
-        output::print_json(&answer)?;
+        let result = serde_json::json!({ "dir": args.dir, "sound": violations.is_empty(), "violations": violations });
+        output::print_json(&result)?;
     } else if violations.is_empty() {
         let counts = reader.counts().map_err(Failure::of(Exit::Run))?;
-        let sum = |part: fn(&EpochCounts) -> u64| counts.iter().map(part).sum::<u64>();
+        let sum = |count: fn(&EpochCounts) -> u64| counts.iter().map(count).sum::<u64>();
         output::print(&format!(
-            "{dir}: sound; {} epochs, {} jobs: {} trained, {} skipped, {} open; P1, D1, T1 and R1 hold\n",
-            counts.len(),
-            sum(|c| c.jobs),
-            sum(|c| c.trained),
-            sum(|c| c.skipped),
-            sum(EpochCounts::open)
+            "{dir}: sound; {}, {}: {} trained, {} skipped, {} open; P1, D1, T1 and R1 hold\n",
+            counted(counts.len() as u64, "epoch"),
+            counted(sum(|c| c.jobs), "job"),
+            grouped(sum(|c| c.trained)),
+            grouped(sum(|c| c.skipped)),
+            grouped(sum(EpochCounts::open))
         ))?;
     } else {
         output::print(&violations.iter().map(|v| format!("{}: {}\n", v.invariant, v.text)).collect::<String>())?;
@@ -60,20 +63,21 @@ fn verify(args: &LedgerArgs, reader: &StateReader) -> Result<(), Failure> {
         n => Err(Failure::new(
             Exit::Run,
             format!(
-                "the ledger of {dir} breaks its invariants ({n} sentences on stdout); do not go on with this run: restore \
-                 state.db and checkpoints from a copy, or begin anew with --fresh --force, and report it if nobody \
-                 edited the file"
+                "the ledger of {dir} violates its invariants ({} on stdout); do not resume this run: restore state.db and \
+                 checkpoints from a copy, or start a new run with --fresh --force. Unless the file was edited, report this \
+                 as a bug",
+                counted(n as u64, "violation")
             ),
         )),
     }
 }
 
-fn tell_job(args: &LedgerArgs, reader: &StateReader, job: JobId) -> Result<(), Failure> {
+fn print_history(args: &LedgerArgs, reader: &StateReader, job: JobId) -> Result<(), Failure> {
     let history = reader.history(job).map_err(Failure::of(Exit::Run))?.ok_or_else(|| {
         let dir = args.dir.display();
         Failure::new(
             Exit::Run,
-            format!("no plan in {dir} has a job {job}; draftmill ledger {dir} tells how many each epoch has"),
+            format!("no plan in {dir} has a job {job}; draftmill ledger {dir} lists the number of jobs of each epoch"),
         )
     })?;
     match args.json {
@@ -97,25 +101,32 @@ fn overview(args: &LedgerArgs, reader: &StateReader) -> Result<(), Failure> {
     }
     let checkpoint = overview.checkpoint.as_ref().map_or("none", |checkpoint| checkpoint.name.as_str());
     let dir = args.dir.display();
-    let mut text = format!("{dir}: step {}, last checkpoint {checkpoint}, {} starts\n", overview.step, overview.starts);
+    let mut text = format!(
+        "{dir}: step {}, last checkpoint {checkpoint}, {}\n",
+        grouped(overview.step),
+        counted(overview.starts as u64, "start")
+    );
     let head = |first: &str| [first, "jobs", "trained", "skipped", "open"].map(String::from).to_vec();
     let mut rows = vec![head("epoch")];
     for c in &overview.epochs {
-        rows.push([u64::from(c.epoch), c.jobs, c.trained, c.skipped, c.open()].map(|n| n.to_string()).to_vec());
+        rows.push([u64::from(c.epoch), c.jobs, c.trained, c.skipped, c.open()].map(grouped).to_vec());
     }
     text += &output::table(&rows);
     rows = vec![head("bucket up to")];
     for b in &overview.buckets {
-        rows.push([u64::from(b.bound), b.jobs, b.trained, b.skipped, b.open].map(|n| n.to_string()).to_vec());
+        rows.push([u64::from(b.bound), b.jobs, b.trained, b.skipped, b.open].map(grouped).to_vec());
     }
     text += &output::table(&rows);
     if !overview.skipped.is_empty() {
-        text += &format!("{} jobs were skipped:\n", overview.skipped.len());
-        for Skipped { job, attempts, reason } in overview.skipped.iter().take(SKIPPED_TOLD) {
-            text += &format!("  {job} after {attempts} attempts: {reason}\n");
+        text += &format!("{} skipped:\n", counted(overview.skipped.len() as u64, "job"));
+        for Skipped { job, attempts, reason } in overview.skipped.iter().take(MAX_SKIPPED_LINES) {
+            text += &format!("  {job} after {}: {reason}\n", counted((*attempts).into(), "attempt"));
         }
-        if overview.skipped.len() > SKIPPED_TOLD {
-            text += &format!("  and {} more; --json lists all\n", overview.skipped.len() - SKIPPED_TOLD);
+        if overview.skipped.len() > MAX_SKIPPED_LINES {
+            text += &format!(
+                "  and {} more; --json lists all\n",
+                grouped((overview.skipped.len() - MAX_SKIPPED_LINES) as u64)
+            );
         }
     }
     output::print(&text)
@@ -123,21 +134,21 @@ fn overview(args: &LedgerArgs, reader: &StateReader) -> Result<(), Failure> {
 
 fn history_text(history: &JobHistory) -> String {
     let JobHistory { job, of, planned, undone, outcome, checkpoint } = history;
-    let place = u64::from(job.id.index) + 1;
+    let number = u64::from(job.id.index) + 1;
     let mut text = format!(
-        "job {}: bucket {}, {} tokens in {} samples of at most {}: {:?}\n",
+        "job {}: bucket {}, {} in {} of at most {}: {:?}\n",
         job.id,
         job.bucket,
-        job.tokens,
-        job.samples.len(),
-        job.width,
+        counted(job.tokens.into(), "token"),
+        counted(job.samples.len() as u64, "sample"),
+        counted(job.width.into(), "token"),
         job.samples
     );
-    text += &format!("  planned {} as number {place} of {of} of epoch {}\n", output::utc(*planned), job.id.epoch);
+    text += &format!("  planned {} as number {number} of {of} in epoch {}\n", output::utc(*planned), job.id.epoch);
     for undone in undone {
         let by = &undone.by;
         text += &format!(
-            "  {}; reopened {} by start {}, which went on from step {}\n",
+            "  {}; reopened {} by start {}, which resumed from step {}\n",
             ended(&undone.outcome),
             output::utc(by.time),
             by.run,
@@ -147,10 +158,10 @@ fn history_text(history: &JobHistory) -> String {
     text += &match (outcome, checkpoint) {
         (None, _) => "  open\n".to_owned(),
         (Some(outcome), Some(checkpoint)) => {
-            format!("  {}; held by checkpoint {} and later ones\n", ended(outcome), checkpoint.name)
+            format!("  {}; contained in checkpoint {} and later ones\n", ended(outcome), checkpoint.name)
         }
         (Some(outcome), None) => {
-            format!("  {}; no checkpoint holds it yet, so a kill would reopen it\n", ended(outcome))
+            format!("  {}; not in a checkpoint yet, so a kill would reopen it\n", ended(outcome))
         }
     };
     text
@@ -159,6 +170,8 @@ fn history_text(history: &JobHistory) -> String {
 fn ended(outcome: &Outcome) -> String {
     match outcome {
         Outcome::Trained { step } => format!("trained at step {step}"),
-        Outcome::Skipped { reason, attempts } => format!("skipped after {attempts} attempts: {reason}"),
+        Outcome::Skipped { reason, attempts } => {
+            format!("skipped after {}: {reason}", counted((*attempts).into(), "attempt"))
+        }
     }
 }

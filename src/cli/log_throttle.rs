@@ -1,5 +1,6 @@
-//! Holds back warnings that repeat: of the same one, by its place in the code, a few are logged in a window of time, the rest is
-//! counted, and told when the window ends.
+//! Log throttle: limits the lines of each warning per time window, and logs the number of suppressed lines at its end.
+//!
+//! A warning is identified by its call site.
 
 use std::{
     fmt::{self, Write},
@@ -20,39 +21,39 @@ use tracing_subscriber::{
 #[allow(clippy::disallowed_types, reason = "the log is written from any thread, and is no actor")]
 type Lock<T> = std::sync::Mutex<T>;
 
-/// Lines of one warning that are logged in a window.
-const SHOWN: u64 = 10;
+/// Maximum lines of one warning in a window.
+const MAX_LINES: u64 = 10;
 const WINDOW: Duration = Duration::from_secs(10);
-/// Time between looks whether a window has ended.
-const LOOK: Duration = Duration::from_secs(1);
-/// Warnings that are counted at once; more than that are logged as they come.
-const KEPT: usize = 256;
-/// Longest text that is kept of a line that was held back, in bytes.
-const LONGEST: usize = 300;
-/// What tells of repeats is never held back itself.
-const TARGET: &str = "draftmill::repeats";
+/// Time between checks for ended windows.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum warnings with a window. Further warnings are not throttled.
+const MAX_WINDOWS: usize = 256;
+/// Maximum stored text of a suppressed line, in bytes.
+const MAX_TEXT: usize = 300;
+/// Log target of the throttle's own lines, which are never suppressed.
+const TARGET: &str = "draftmill::log_throttle";
 
-static PROCESS: Lock<Repeats> = Lock::new(Repeats::new(false));
+static PROCESS: Lock<Throttle> = Lock::new(Throttle::new(false));
 
-/// Tells what was held back in windows that have not ended. For the end of the process.
-pub fn settle() {
-    tell(with(&PROCESS, Repeats::all));
+/// Logs the suppressed lines of all open windows, at the end of the process.
+pub fn flush() {
+    report(with(&PROCESS, Throttle::all));
 }
 
-/// Makes `lines` leave out what repeats in this process.
-pub fn few<F>(lines: F) -> Few<F> {
-    Few { lines, repeats: &PROCESS }
+/// Throttles the warnings that `lines` formats.
+pub fn throttled<F>(lines: F) -> Throttled<F> {
+    Throttled { lines, throttle: &PROCESS }
 }
 
-/// Formats a few of each warning, and everything that is no warning or error; of the others nothing is left to write.
+/// Event format that writes nothing for a suppressed warning or error, and all other events.
 ///
-/// (A filter would be the obvious place, but tracing-subscriber 0.3.23 loses count where a filter refuses an event late.)
-pub struct Few<F> {
+/// A filter cannot do this: tracing-subscriber 0.3.23 counts wrongly if a filter refuses an event late.
+pub struct Throttled<F> {
     lines: F,
-    repeats: &'static Lock<Repeats>,
+    throttle: &'static Lock<Throttle>,
 }
 
-impl<S, N, F> FormatEvent<S, N> for Few<F>
+impl<S, N, F> FormatEvent<S, N> for Throttled<F>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
@@ -66,42 +67,42 @@ where
     }
 }
 
-impl<F> Few<F> {
+impl<F> Throttled<F> {
     fn admit(&self, event: &Event<'_>) -> bool {
         let metadata = event.metadata();
-        // Levels compare by how much they say.
+        // A more verbose level is greater.
         if *metadata.level() > Level::WARN || metadata.target() == TARGET {
             return true;
         }
-        with(self.repeats, |repeats| {
-            let shown = repeats.admit(metadata.callsite(), Instant::now(), || Text::of(event));
-            if !shown && !std::mem::replace(&mut repeats.watched, true) {
-                // As long as the process lives. Without a thread it is told at the end.
-                let _ = std::thread::Builder::new().name("repeats".into()).spawn(|| {
+        with(self.throttle, |throttle| {
+            let admitted = throttle.admit(metadata.callsite(), Instant::now(), || Text::of(event));
+            if !admitted && !std::mem::replace(&mut throttle.watched, true) {
+                // The thread lives as long as the process. If it cannot start, `flush` logs the count.
+                let _ = std::thread::Builder::new().name("log throttle".into()).spawn(|| {
                     loop {
-                        std::thread::sleep(LOOK);
-                        tell(with(&PROCESS, |repeats| repeats.ended(Instant::now())));
+                        std::thread::sleep(CHECK_INTERVAL);
+                        report(with(&PROCESS, |throttle| throttle.ended(Instant::now())));
                     }
                 });
             }
-            shown
+            admitted
         })
     }
 }
 
-fn with<T>(repeats: &Lock<Repeats>, work: impl FnOnce(&mut Repeats) -> T) -> T {
-    work(&mut repeats.lock().unwrap_or_else(PoisonError::into_inner))
+fn with<T>(throttle: &Lock<Throttle>, work: impl FnOnce(&mut Throttle) -> T) -> T {
+    work(&mut throttle.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-fn tell(held: Vec<Held>) {
-    for Held { lines, last } in held {
-        tracing::warn!(target: TARGET, lines, last, "the same warning came more often than is logged");
+fn report(suppressed: Vec<Suppressed>) {
+    for Suppressed { lines, last } in suppressed {
+        tracing::warn!(target: TARGET, lines, last, "repeated warnings suppressed");
     }
 }
 
-/// Lines that were not logged.
+/// Suppressed lines of one warning.
 #[derive(Debug, PartialEq)]
-struct Held {
+struct Suppressed {
     lines: u64,
     last: String,
 }
@@ -110,60 +111,60 @@ struct Held {
 struct Window {
     callsite: Identifier,
     since: Instant,
-    shown: u64,
-    held: Held,
+    logged: u64,
+    suppressed: Suppressed,
 }
 
 impl Window {
-    fn told(self) -> Option<Held> {
-        (self.held.lines > 0).then_some(self.held)
+    fn end(self) -> Option<Suppressed> {
+        (self.suppressed.lines > 0).then_some(self.suppressed)
     }
 }
 
-/// How often each warning came of late.
+/// Windows of the recent warnings.
 #[derive(Debug)]
-struct Repeats {
+struct Throttle {
     windows: Vec<Window>,
-    /// Somebody looks for windows that end.
+    /// True if a thread checks for ended windows.
     watched: bool,
 }
 
-impl Repeats {
-    const fn new(watched: bool) -> Repeats {
-        Repeats { windows: Vec::new(), watched }
+impl Throttle {
+    const fn new(watched: bool) -> Throttle {
+        Throttle { windows: Vec::new(), watched }
     }
 
-    /// Whether this line is logged; otherwise it is counted.
+    /// Returns true if the line is logged. Otherwise counts it.
     fn admit(&mut self, callsite: Identifier, now: Instant, text: impl FnOnce() -> String) -> bool {
-        // A window in which nothing was held back needs no telling.
-        self.windows.retain(|window| window.held.lines > 0 || now < window.since + WINDOW);
-        let counted = self.windows.len();
+        // An ended window without suppressed lines has nothing to report.
+        self.windows.retain(|window| window.suppressed.lines > 0 || now < window.since + WINDOW);
+        let open = self.windows.len();
         match self.windows.iter_mut().find(|window| window.callsite == callsite) {
-            Some(window) if window.shown >= SHOWN => {
-                window.held = Held { lines: window.held.lines + 1, last: text() };
+            Some(window) if window.logged >= MAX_LINES => {
+                window.suppressed = Suppressed { lines: window.suppressed.lines + 1, last: text() };
                 return false;
             }
-            Some(window) => window.shown += 1,
-            None if counted < KEPT => {
-                let held = Held { lines: 0, last: String::new() };
-                self.windows.push(Window { callsite, since: now, shown: 1, held });
+            Some(window) => window.logged += 1,
+            None if open < MAX_WINDOWS => {
+                let suppressed = Suppressed { lines: 0, last: String::new() };
+                self.windows.push(Window { callsite, since: now, logged: 1, suppressed });
             }
             None => {}
         }
         true
     }
 
-    /// What was held back in windows that are over by now; their warnings are logged again.
-    fn ended(&mut self, now: Instant) -> Vec<Held> {
-        self.windows.extract_if(.., |window| now >= window.since + WINDOW).filter_map(Window::told).collect()
+    /// Removes the ended windows and returns their suppressed lines. Their warnings are logged again.
+    fn ended(&mut self, now: Instant) -> Vec<Suppressed> {
+        self.windows.extract_if(.., |window| now >= window.since + WINDOW).filter_map(Window::end).collect()
     }
 
-    fn all(&mut self) -> Vec<Held> {
-        self.windows.drain(..).filter_map(Window::told).collect()
+    fn all(&mut self) -> Vec<Suppressed> {
+        self.windows.drain(..).filter_map(Window::end).collect()
     }
 }
 
-/// "message name=value ...", as far as it is kept.
+/// Text of an event: "message name=value ...", up to [`MAX_TEXT`] bytes.
 #[derive(Default)]
 struct Text {
     message: String,
@@ -175,7 +176,7 @@ impl Text {
         let mut text = Text::default();
         event.record(&mut text);
         let mut whole = text.message + &text.fields;
-        whole.truncate(whole.floor_char_boundary(LONGEST));
+        whole.truncate(whole.floor_char_boundary(MAX_TEXT));
         whole
     }
 }
@@ -220,7 +221,7 @@ mod tests {
     }
 
     impl Lines {
-        /// What was logged since the last look.
+        /// Returns the lines since the last call.
         fn take(&self) -> Vec<String> {
             let bytes = std::mem::take(&mut *self.0.lock().unwrap());
             String::from_utf8(bytes).unwrap().lines().map(str::to_owned).collect()
@@ -231,43 +232,45 @@ mod tests {
         tracing::warn!(n, "a job failed");
     }
 
-    /// Logs through the filter, with a state of its own.
-    fn logged(level: &str, work: impl FnOnce(&'static Lock<Repeats>, &Lines)) {
-        let state: &'static Lock<Repeats> = Box::leak(Box::new(Lock::new(Repeats::new(true))));
+    /// Logs through the throttle, with a separate state.
+    fn logged(level: &str, work: impl FnOnce(&'static Lock<Throttle>, &Lines)) {
+        let state: &'static Lock<Throttle> = Box::leak(Box::new(Lock::new(Throttle::new(true))));
         let lines = Lines::default();
         let layer = tracing_subscriber::fmt::layer().with_writer(lines.clone()).without_time().with_ansi(false);
-        let layer = layer.map_event_format(|lines| Few { lines, repeats: state }).with_filter(EnvFilter::new(level));
+        let layer =
+            layer.map_event_format(|lines| Throttled { lines, throttle: state }).with_filter(EnvFilter::new(level));
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || work(state, &lines));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_few_of_a_warning_are_logged_and_the_rest_is_told_when_the_window_ends() {
+    async fn a_window_limits_a_warning_and_reports_the_rest() {
         let (mut warned, mut windows) = (0, 0);
         logged("info", |state, lines| {
             for round in 0..3 {
                 (0..500).for_each(|n| warn(1000 * round + n));
                 warned += 500;
                 let seen = lines.take();
-                assert_eq!(seen.len() as u64, SHOWN, "{seen:?}");
-                // Another warning, and what is none, have their own way.
+                assert_eq!(seen.len() as u64, MAX_LINES, "{seen:?}");
+                // Other warnings and lower levels are not affected.
                 tracing::error!("the disk is full");
                 (0..50).for_each(|n| tracing::info!(n, "step"));
                 assert_eq!(lines.take().len(), 51);
-                futures_free_advance(WINDOW - Duration::from_millis(1));
-                assert_eq!(with(state, |repeats| repeats.ended(Instant::now())), []);
-                futures_free_advance(Duration::from_millis(1));
-                tell(with(state, |repeats| repeats.ended(Instant::now())));
-                let told = lines.take();
-                assert_eq!(told.len(), 1, "{told:?}");
-                assert!(told[0].contains("lines=490") && told[0].contains("a job failed n="), "{told:?}");
+                advance_clock(WINDOW - Duration::from_millis(1));
+                assert_eq!(with(state, |throttle| throttle.ended(Instant::now())), []);
+                advance_clock(Duration::from_millis(1));
+                report(with(state, |throttle| throttle.ended(Instant::now())));
+                let reported = lines.take();
+                assert_eq!(reported.len(), 1, "{reported:?}");
+                let line = &reported[0];
+                assert!(line.contains("lines=490") && line.contains("a job failed n="), "{line}");
                 windows += 1;
             }
         });
-        assert_eq!(warned, windows * (SHOWN + 490), "nothing is lost");
+        assert_eq!(warned, windows * (MAX_LINES + 490), "nothing is lost");
     }
 
-    /// Advances the paused clock in the middle of plain code.
-    fn futures_free_advance(time: Duration) {
+    /// Advances the paused clock in synchronous code.
+    fn advance_clock(time: Duration) {
         let mut advancing = Box::pin(tokio::time::advance(time));
         let waker = std::task::Waker::noop();
         let mut context = std::task::Context::from_waker(waker);
@@ -275,49 +278,49 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_the_level_hides_is_not_counted_and_the_end_tells_what_is_open() {
+    async fn flush_reports_open_windows_of_enabled_levels() {
         logged("error", |state, lines| {
             (0..500).for_each(warn);
-            assert!(lines.take().is_empty() && with(state, Repeats::all).is_empty());
+            assert!(lines.take().is_empty() && with(state, Throttle::all).is_empty());
         });
         logged("warn", |state, lines| {
             (0..12).for_each(warn);
-            assert_eq!(lines.take().len() as u64, SHOWN);
-            tell(with(state, Repeats::all));
+            assert_eq!(lines.take().len() as u64, MAX_LINES);
+            report(with(state, Throttle::all));
             assert!(lines.take()[0].contains("lines=2"));
-            assert!(with(state, Repeats::all).is_empty(), "told once");
+            assert!(with(state, Throttle::all).is_empty(), "reported once");
         });
     }
 
     #[tokio::test(start_paused = true)]
-    async fn memory_is_bounded_however_many_warnings_there_are() {
+    async fn memory_is_bounded_for_any_number_of_warnings() {
         let long = || "x".repeat(10_000);
         logged("warn", |state, lines| {
             (0..100).for_each(|_| tracing::warn!("{}", long()));
             lines.take();
-            let held = with(state, Repeats::all);
-            assert!(held.len() == 1 && held[0].lines == 90 && held[0].last.len() == LONGEST, "{held:?}");
+            let all = with(state, Throttle::all);
+            assert!(all.len() == 1 && all[0].lines == 90 && all[0].last.len() == MAX_TEXT, "{all:?}");
         });
-        let mut repeats = Repeats::new(true);
-        let callsite = || Identifier(Box::leak(Box::new(Place::default())));
-        let sites: Vec<_> = (0..2 * KEPT).map(|_| callsite()).collect();
+        let mut throttle = Throttle::new(true);
+        let callsite = || Identifier(Box::leak(Box::new(Site::default())));
+        let sites: Vec<_> = (0..2 * MAX_WINDOWS).map(|_| callsite()).collect();
         for _ in 0..20 {
             for site in &sites {
-                repeats.admit(site.clone(), Instant::now(), String::new);
+                throttle.admit(site.clone(), Instant::now(), String::new);
             }
         }
-        assert_eq!(repeats.windows.len(), KEPT);
-        assert_eq!(repeats.ended(Instant::now() + WINDOW).len(), KEPT);
+        assert_eq!(throttle.windows.len(), MAX_WINDOWS);
+        assert_eq!(throttle.ended(Instant::now() + WINDOW).len(), MAX_WINDOWS);
     }
 
     #[derive(Default)]
-    struct Place(u8);
+    struct Site(u8);
 
-    impl tracing::Callsite for Place {
+    impl tracing::Callsite for Site {
         fn set_interest(&self, _: Interest) {}
 
         fn metadata(&self) -> &Metadata<'_> {
-            unreachable!("nobody asks place {}", self.0)
+            unreachable!("metadata of site {}", self.0)
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Log lines on stderr: for people on a terminal, JSON where a machine reads.
+//! Logging to stderr: human-readable lines or JSON.
 
 use super::{LogArgs, json_lines::JsonLines, log_throttle};
 use crate::{
@@ -15,23 +15,26 @@ use tracing_subscriber::{
     EnvFilter, Layer, Registry, filter::LevelFilter, fmt, layer::SubscriberExt, reload, util::SubscriberInitExt,
 };
 
-/// Starts logging for the whole process. The command line wins over the configuration; where it says nothing, the level can be
-/// changed later by what comes back.
+/// Starts logging for the process. The command line overrides the configuration. If it sets no level, the returned handle
+/// can change the level.
+///
+/// # Errors
+/// If the filter is invalid, or a logger exists already.
 pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     let level = level(args, log);
     let filter = EnvFilter::try_new(level).map_err(|error| {
         Failure::new(
             Exit::Usage,
-            format!("--log-level {level} is no log filter ({error}); choose error, warn, info, debug or trace"),
+            format!("--log-level {level} is not a log filter ({error}); choose error, warn, info, debug or trace"),
         )
     })?;
     let terminal = stderr().is_terminal();
     let lines = fmt::layer().with_writer(move || OverProgress { terminal, begun: false });
     let human = !json(log.format, terminal);
     let lines: Box<dyn Layer<Registry> + Send + Sync> = if !human {
-        lines.json().map_event_format(|format| log_throttle::few(JsonLines::new(format))).boxed()
+        lines.json().map_event_format(|format| log_throttle::throttled(JsonLines::new(format))).boxed()
     } else {
-        lines.with_ansi(terminal).with_target(false).map_event_format(log_throttle::few).boxed()
+        lines.with_ansi(terminal).with_target(false).map_event_format(log_throttle::throttled).boxed()
     };
     let (filter, handle) = reload::Layer::new(filter);
     let faults = FaultLayer.with_filter(LevelFilter::WARN);
@@ -43,11 +46,10 @@ pub fn start(args: &LogArgs, log: &Log) -> Result<Logs, Failure> {
     };
     let fixed = args.log_level.is_some() || args.verbose > 0;
     let set_level = (!fixed).then(|| Arc::new(set_level) as SetLevel);
-    Ok(Logs { set_level, human, settle: Some(log_throttle::settle) })
+    Ok(Logs { set_level, human, settle: Some(log_throttle::flush) })
 }
 
-/// Writes one log line to stderr. On a terminal it first clears the line, where a progress bar may stand; the bar draws
-/// itself again below.
+/// Writer of one log line to stderr. On a terminal it first clears the line of a progress bar, which is then drawn again.
 struct OverProgress {
     terminal: bool,
     begun: bool,
@@ -98,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_is_json_unless_a_person_looks() {
+    fn auto_is_json_unless_on_a_terminal() {
         assert!(json(LogFormat::Auto, false) && json(LogFormat::Json, true));
         assert!(!json(LogFormat::Auto, true) && !json(LogFormat::Human, false));
     }

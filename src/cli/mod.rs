@@ -1,4 +1,4 @@
-//! The command line: what can be asked for, and who answers. Data goes to stdout, everything else to stderr.
+//! Command line: dispatches each command to its module. Data goes to stdout, everything else to stderr.
 
 mod args;
 mod check;
@@ -31,28 +31,31 @@ use crate::{
 };
 use clap::Parser;
 
-/// The whole program: reads the command line, does it, and ends with one of the codes of [`crate::common::exit`].
+/// Parses the command line, runs the command, and returns its exit code ([`crate::common::exit`]).
 pub fn main() -> Exit {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            // To stdout for --help and --version, to stderr for mistakes.
+            // clap prints --help and --version to stdout, and mistakes to stderr.
             let _ = error.print();
             return if error.use_stderr() { Exit::Usage } else { Exit::Done };
         }
     };
     let ended = run(cli);
-    log_throttle::settle();
+    log_throttle::flush();
     match ended {
         Ok(()) => Exit::Done,
         Err(failure) => {
-            output::complain(&failure);
+            output::report_failure(&failure);
             failure.exit
         }
     }
 }
 
-/// Does what was asked for.
+/// Runs a command.
+///
+/// # Errors
+/// The failure of the command, with its exit code.
 pub fn run(cli: Cli) -> Result<(), Failure> {
     match &cli.command {
         Command::Import(args) => {
@@ -67,7 +70,7 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         Command::Prepare(args) => prepare::run(args, &started(&cli.log, &args.config)?.0),
         Command::Check(args) => {
             open_libtorch()?;
-            // A configuration with mistakes is a finding like any other, and what is right in it is still looked at.
+            // A bad configuration is a finding, and its valid part is still checked.
             let (loaded, problems) = config::load_leniently(args.config.config.as_deref(), &args.config.set);
             let log = loaded.as_ref().map_or_else(Log::default, |loaded| loaded.config.log.clone());
             logging::start(&cli.log, &log)?;
@@ -79,7 +82,7 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Simulate(args) => {
             let loaded = load(&simulate::config(args))?;
-            // A simulated node lives through weeks in seconds: what it logs is noise, unless somebody asks for it.
+            // A simulation covers weeks in seconds, so its log is off by default.
             logging::start(&cli.log, &Log { level: "off".into(), ..loaded.config.log.clone() })?;
             simulate::run(args, loaded)
         }
@@ -109,7 +112,7 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
     }
 }
 
-/// Before libtorch computes anything.
+/// Initialises libtorch before its first operation.
 fn open_libtorch() -> Result<(), Failure> {
     #[cfg(feature = "torch")]
     crate::model::libtorch::init_libtorch().map_err(Failure::of(Exit::Internal))?;
@@ -120,7 +123,7 @@ fn load(args: &ConfigArgs) -> Result<Loaded, Problems> {
     config::load(args.config.as_deref(), &args.set)
 }
 
-/// Reads the configuration and starts logging as it says.
+/// Reads the configuration and starts logging with its settings.
 fn started(log: &LogArgs, args: &ConfigArgs) -> Result<(Loaded, Logs), Failure> {
     let loaded = load(args)?;
     let logs = logging::start(log, &loaded.config.log)?;

@@ -1,28 +1,34 @@
-//! Writing to stdout and stderr without a panic where the reader has gone (`draftmill check | head`).
+//! Output to stdout and stderr that does not panic on a closed pipe (`draftmill check | head`).
 
 use crate::common::exit::{Exit, Failure};
 use serde::Serialize;
 use std::io::{ErrorKind, Write, stderr, stdout};
 
-/// Writes data to stdout. A reader that has seen enough is no error.
+/// Writes data to stdout. A closed pipe is not an error.
+///
+/// # Errors
+/// Any other write error.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut out = stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Failure::new(Exit::Internal, format!("stdout cannot be written to: {error}")))
+            Err(Failure::new(Exit::Internal, format!("stdout cannot be written: {error}")))
         }
         _ => Ok(()),
     }
 }
 
 /// Writes a value to stdout as indented JSON.
+///
+/// # Errors
+/// As [`print`].
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(value).map_err(Failure::of(Exit::Internal))?;
     print(&(text + "\n"))
 }
 
-/// Tells a person on stderr why the program ends. Best effort: there is nowhere else to complain.
-pub fn complain(failure: &Failure) {
+/// Writes the failure that ends the program to stderr. Write errors are ignored.
+pub fn report_failure(failure: &Failure) {
     let mut err = stderr().lock();
     let _ = match failure.message.contains('\n') {
         true => writeln!(err, "error:\n{}", failure.message),
@@ -30,16 +36,16 @@ pub fn complain(failure: &Failure) {
     };
 }
 
-/// A line for a person, on stderr. Best effort.
-pub fn tell(line: &str) {
+/// Writes a line to stderr. Write errors are ignored.
+pub fn note(line: &str) {
     let _ = writeln!(stderr().lock(), "{line}");
 }
 
-/// A time stamp (milliseconds since 1970) as people write it, UTC.
+/// Formats a time stamp (milliseconds since 1970) as date and time in UTC.
 pub fn utc(ms: i64) -> String {
     let seconds = ms.div_euclid(1000);
     let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Howard Hinnant, "chrono-compatible low-level date algorithms": years begin in March, eras are of 400 years.
+    // Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms": years start in March, an era has 400 years.
     let shifted = days + 719_468;
     let (era, day_of_era) = (shifted.div_euclid(146_097), shifted.rem_euclid(146_097));
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
@@ -52,14 +58,14 @@ pub fn utc(ms: i64) -> String {
     format!("{year:04}-{month:02}-{day:02} {hours:02}:{minutes:02}:{seconds:02} UTC")
 }
 
-/// Rows with every column as wide as its widest cell; cells of numbers stand to the right.
+/// Formats rows as a table. Each column has the width of its widest cell, and columns of numbers are right-aligned.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|c| c.chars().count()).max();
     let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
     let number = |column: usize| {
         let mut cells = rows.iter().skip(1).filter_map(|row| row.get(column));
-        cells.all(|cell| cell.chars().all(|c| c.is_ascii_digit() || c == '-'))
+        cells.all(|cell| cell.chars().all(|c| c.is_ascii_digit() || c == ',' || c == '-'))
     };
     let numbers: Vec<bool> = (0..columns).map(number).collect();
     let line = |row: &Vec<String>| {
@@ -77,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_stamps_are_read_as_dates() {
+    fn time_stamps_are_formatted_as_dates() {
         for (seconds, text) in [
             (0, "1970-01-01 00:00:00 UTC"),
             (951_782_399, "2000-02-28 23:59:59 UTC"),
@@ -90,9 +96,9 @@ mod tests {
     }
 
     #[test]
-    fn columns_stand_below_their_heads() {
-        let rows = [["run", "jobs", "state"], ["a", "5", "killed"], ["longer", "1234", "running"]];
+    fn columns_align_with_their_heads() {
+        let rows = [["run", "jobs", "state"], ["a", "5", "killed"], ["longer", "1,234", "running"]];
         let rows = rows.map(|row| row.map(String::from).to_vec());
-        assert_eq!(table(&rows), "run     jobs  state\na          5  killed\nlonger  1234  running\n");
+        assert_eq!(table(&rows), "run      jobs  state\na           5  killed\nlonger  1,234  running\n");
     }
 }

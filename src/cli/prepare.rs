@@ -2,32 +2,32 @@
 
 use super::{
     PrepareArgs,
-    interruptible::{Shown, stop_on_signal},
+    interruptible::{ProgressDisplay, stop_on_signal},
     output,
 };
 use crate::{
     check::{Samples, Stored},
     common::{
         exit::{Exit, Failure},
-        text::grouped,
+        text::{counted, grouped},
     },
     config::{ByteSize, Config, Loaded},
     data::{PrepareError, PrepareOptions, Progress, Split, Store, prepare},
 };
 use std::ops::ControlFlow;
 
-/// Turns conversations into the store and tells what became of the rows, also where that is an error.
+/// Converts conversations to the store and prints the summary table, also after an error.
 pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
     let options = PrepareOptions::from(&loaded.config);
     let (_runtime, stop) = stop_on_signal().map_err(Failure::of(Exit::Internal))?;
-    let mut shown = Shown::new(loaded.config.log.progress_every.0);
+    let mut display = ProgressDisplay::new(loaded.config.log.progress_every.0);
     let result = prepare(&options, &mut |progress| {
         let bytes = |bytes| ByteSize(bytes).rounded();
         let Progress { bytes_read: read, bytes_total: total, .. } = progress;
-        shown.update(read, total, || text(&progress), || format!("read {} of {}", bytes(read), bytes(total)));
+        display.update(read, total, || text(&progress), || format!("read {} of {}", bytes(read), bytes(total)));
         if stop.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
-    shown.finish();
+    display.finish();
     if let Some(report) = result.as_ref().map_or_else(PrepareError::report, Some) {
         if args.json {
             output::print_json(report)?;
@@ -48,11 +48,11 @@ pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
 
 fn text(progress: &Progress) -> String {
     format!(
-        "{} rows, {} samples, {} without a sample, {} tokens",
-        grouped(progress.rows),
-        grouped(progress.samples),
+        "{}, {}, {} without a sample, {}",
+        counted(progress.rows, "row"),
+        counted(progress.samples, "sample"),
         grouped(progress.lost),
-        grouped(progress.tokens)
+        counted(progress.tokens, "token")
     )
 }
 

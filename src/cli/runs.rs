@@ -2,7 +2,10 @@
 
 use super::{RunsArgs, output};
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::{counted, grouped},
+    },
     run_dir::db::{StateError, StateReader, holder},
 };
 use serde::Serialize;
@@ -11,34 +14,35 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where a run stands.
+/// State and progress of a run.
 #[derive(Debug, Serialize)]
-struct Listed {
+struct RunEntry {
     dir: PathBuf,
     /// running, finished, step-limit, stopped, failed, killed, unknown, or unreadable.
     state: String,
-    /// Optimizer steps, as far as they are recorded.
+    /// Recorded optimizer steps.
     step: u64,
-    /// Epochs that are planned, and that the run will have (0: unknown).
+    /// Planned epochs, and all epochs of the run (0: unknown).
     epochs_planned: u32,
     epochs: u32,
     trained: u64,
     skipped: u64,
-    /// Planned and without an outcome.
+    /// Planned jobs without an outcome.
     open: u64,
     checkpoint: Option<String>,
     starts: u64,
-    /// When the last start began and ended, in milliseconds since 1970.
+    /// Begin and end of the last start, in milliseconds since 1970.
     began: Option<i64>,
     ended: Option<i64>,
-    /// Why it failed, or cannot be read.
+    /// Reason of a failure, or of an unreadable run.
     problem: Option<String>,
 }
 
-/// Lists the run in a folder, or the runs in its subfolders, by name. One that cannot be read hides no other.
+/// Lists the run in a folder, or the runs in its subfolders, by name. An unreadable run is an entry of the list.
 pub fn run(args: &RunsArgs) -> Result<(), Failure> {
     let dirs = run_folders(&args.dir)?;
-    let listed: Vec<Listed> = dirs.into_iter().map(|dir| look(&dir).unwrap_or_else(|e| unreadable(dir, &e))).collect();
+    let listed: Vec<RunEntry> =
+        dirs.into_iter().map(|dir| read(&dir).unwrap_or_else(|e| unreadable(dir, &e))).collect();
     if args.json {
         output::print_json(&listed)?;
     } else {
@@ -47,13 +51,13 @@ pub fn run(args: &RunsArgs) -> Result<(), Failure> {
         output::print(&output::table(&rows))?;
         for run in &listed {
             if let Some(problem) = &run.problem {
-                output::tell(&format!("{}: {problem}", run.dir.display()));
+                output::note(&format!("{}: {problem}", run.dir.display()));
             }
         }
     }
     match listed.iter().filter(|run| run.state == "unreadable").count() {
         0 => Ok(()),
-        n => Err(Failure::new(Exit::Run, format!("{n} of {} runs cannot be read", listed.len()))),
+        n => Err(Failure::new(Exit::Run, format!("{n} of {} cannot be read", counted(listed.len() as u64, "run")))),
     }
 }
 
@@ -63,27 +67,25 @@ fn run_folders(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
         return Ok(vec![dir.to_owned()]);
     }
     let failed = |why: String| Failure::new(Exit::Run, format!("{} {why}", dir.display()));
-    let entries = fs::read_dir(dir).map_err(|e| failed(format!("cannot be read: {e}; give a folder of runs")))?;
+    let entries = fs::read_dir(dir).map_err(|e| failed(format!("cannot be read: {e}; name a folder of runs")))?;
     let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(|path| is_run(path)).collect();
     runs.sort();
     if runs.is_empty() {
-        return Err(failed(
-            "is no run, and no folder in it is one; give the run.dir of a run, or the folder above".into(),
-        ));
+        return Err(failed("is not a run and contains no run; name the run.dir of a run, or its parent folder".into()));
     }
     Ok(runs)
 }
 
-fn look(dir: &Path) -> Result<Listed, StateError> {
+fn read(dir: &Path) -> Result<RunEntry, StateError> {
     let reader = StateReader::open(dir)?;
     let (counts, runs) = (reader.counts()?, reader.runs()?);
     let last = runs.last();
     let ended = last.and_then(|run| run.outcome.clone());
-    Ok(Listed {
+    Ok(RunEntry {
         dir: dir.to_owned(),
         state: match holder(dir) {
             Some(_) => "running".into(),
-            // A file of an older draftmill does not say how its starts ended.
+            // A state.db of an older draftmill has no ends of its starts.
             None if last.is_none() => "unknown".into(),
             None => ended.unwrap_or_else(|| "killed".into()),
         },
@@ -101,8 +103,8 @@ fn look(dir: &Path) -> Result<Listed, StateError> {
     })
 }
 
-fn unreadable(dir: PathBuf, error: &StateError) -> Listed {
-    Listed {
+fn unreadable(dir: PathBuf, error: &StateError) -> RunEntry {
+    RunEntry {
         dir,
         state: "unreadable".into(),
         step: 0,
@@ -119,14 +121,14 @@ fn unreadable(dir: PathBuf, error: &StateError) -> Listed {
     }
 }
 
-fn row(run: &Listed) -> Vec<String> {
+fn row(run: &RunEntry) -> Vec<String> {
     let none = || "-".to_owned();
     let epoch = match run.epochs {
-        0 => run.epochs_planned.to_string(),
-        epochs => format!("{} of {epochs}", run.epochs_planned),
+        0 => grouped(run.epochs_planned.into()),
+        epochs => format!("{} of {}", grouped(run.epochs_planned.into()), grouped(epochs.into())),
     };
-    let mut row = vec![run.dir.display().to_string(), run.state.clone(), run.step.to_string(), epoch];
-    row.extend([run.trained, run.skipped, run.open].map(|n| n.to_string()));
+    let mut row = vec![run.dir.display().to_string(), run.state.clone(), grouped(run.step), epoch];
+    row.extend([run.trained, run.skipped, run.open].map(grouped));
     row.extend([run.checkpoint.clone().unwrap_or_else(none), run.ended.map_or_else(none, output::utc)]);
     row
 }

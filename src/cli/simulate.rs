@@ -7,7 +7,7 @@ use crate::{
     simulate::{self, Policy, Scenario},
 };
 
-/// Simulates one node, or each of a sweep, and prints how it did.
+/// Simulates one node or a sweep, and prints the report.
 pub fn run(args: &SimulateArgs, loaded: Loaded) -> Result<(), Failure> {
     let scenario = scenario(args, loaded);
     match &args.sweep {
@@ -22,14 +22,14 @@ pub fn run(args: &SimulateArgs, loaded: Loaded) -> Result<(), Failure> {
     }
 }
 
-/// Where the configuration comes from; `--draw-policy` is one key more.
+/// Returns the configuration arguments, with `--draw-policy` as an override.
 pub fn config(args: &SimulateArgs) -> ConfigArgs {
     let mut config = args.config.clone();
     config.set.extend(args.draw_policy.iter().map(|draw| format!("pool.draw_policy={draw}")));
     config
 }
 
-/// The configuration with what the command line says over it.
+/// Applies the command line's options to the configuration.
 fn scenario(args: &SimulateArgs, loaded: Loaded) -> Scenario {
     let mut scenario = Scenario::new(loaded).policy(match args.policy {
         PolicyName::Pull => Policy::Pull,
@@ -47,11 +47,11 @@ fn scenario(args: &SimulateArgs, loaded: Loaded) -> Scenario {
     scenario
 }
 
-/// The word for a policy on the command line.
+/// Dispatch policy on the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum PolicyName {
-    /// Whichever target is free takes the next job
+    /// The next free target takes the next job
     Pull,
-    /// A fixed rotation over queues of --queue-depth, for comparison
+    /// Fixed rotation over one queue of --queue-depth jobs per target, for comparison
     RoundRobin,
 }

@@ -2,12 +2,15 @@
 
 use super::{TrainArgs, output};
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        text::grouped,
+    },
     config::{Loaded, Source},
     service::{self, Ended, Logs, Start},
 };
 
-/// Trains until the end of the last epoch, max_steps, a signal, or the first fault; then prints the figures.
+/// Trains until the end of the last epoch, max_steps, a signal, or the first fault; then prints the summary.
 pub fn run(args: &TrainArgs, loaded: Loaded, logs: Logs) -> Result<(), Failure> {
     let source = Source { file: args.config.config.clone(), sets: args.config.set.clone() };
     let start = Start { fresh: args.fresh, force: args.force, source, logs };
@@ -16,7 +19,7 @@ pub fn run(args: &TrainArgs, loaded: Loaded, logs: Logs) -> Result<(), Failure> 
         .build()
         .map_err(|e| Failure::new(Exit::Internal, format!("the runtime cannot start: {e}")))?;
     let ended = runtime.block_on(service::train(loaded, start));
-    // Work on a device cannot be called back; what is left of it must not hold the process.
+    // Work on a device cannot be cancelled, and must not delay the end of the process.
     runtime.shutdown_background();
     let Ended { summary, terminated } = ended?;
     let Some(summary) = summary else { return Ok(()) };
@@ -28,10 +31,10 @@ pub fn run(args: &TrainArgs, loaded: Loaded, logs: Logs) -> Result<(), Failure> 
     if summary.finished {
         return Ok(());
     }
-    let place = format!("at step {}; the same command again goes on from there", summary.steps);
+    let at = format!("at step {}; the same command resumes the run", grouped(summary.steps));
     if terminated {
-        output::tell(&format!("stopped {place}"));
+        output::note(&format!("stopped {at}"));
         return Ok(());
     }
-    Err(Failure::new(Exit::Interrupted, format!("interrupted {place}")))
+    Err(Failure::new(Exit::Interrupted, format!("interrupted {at}")))
 }

@@ -1,4 +1,5 @@
-//! Fake NCCL on the CPU for tests, one per thread: computes, records its calls, and fails or corrupts results on request.
+//! Fake NCCL on the CPU for tests, one per thread: computes, records its calls, and fails or corrupts results on
+//! request.
 
 use super::nccl_ffi::{Comm, FLOAT, SUCCESS, SUM, Stream, Table};
 use std::{

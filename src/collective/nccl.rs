@@ -53,7 +53,7 @@ impl NcclError {
                     peer_copy::REMEDY
                 )
             }
-            NcclError::Unsuitable(_) => "give each drafter a GPU of its own (drafter.devices)".into(),
+            NcclError::Unsuitable(_) => "give each drafter a separate GPU (drafter.devices)".into(),
         }
     }
 }
@@ -72,8 +72,8 @@ pub struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Opens a communicator over `devices` and runs the self-test. NCCL's initialisation has no timeout of its own, so it runs
-    /// on another thread with one.
+    /// Opens a communicator over `devices` and runs the self-test. NCCL's initialisation has no timeout, so it
+    /// runs on another thread with one.
     ///
     /// # Errors
     /// Returns an error if NCCL fails, does not finish in time, or fails the self-test.
@@ -147,7 +147,8 @@ impl Communicator {
         Ok(copies)
     }
 
-    /// Reduces and broadcasts random integers, whose sums are exact in any order, and compares every GPU's copy on the host.
+    /// Reduces and broadcasts random integers, whose sums are exact in any order, and compares every GPU's copy on the
+    /// host.
     fn self_test(mut self) -> Result<Communicator, NcclError> {
         let _no_grad = tch::no_grad_guard();
         let mut rng = ChaCha8Rng::from_seed(stream_seed(0, "nccl", &[]));
@@ -282,8 +283,9 @@ fn poll_until(timeout: Duration, mut done: impl FnMut() -> Result<bool, NcclErro
     Ok(())
 }
 
-/// Default stream of the call's GPU, on which gradients and weights are computed and read. Stream order therefore makes a
-/// collective wait for its inputs, makes readers wait for its result, and delays reuse of memory that is freed meanwhile.
+/// Default stream of the call's GPU, on which gradients and weights are computed and read. Stream order therefore makes
+/// a collective wait for its inputs, makes readers wait for its result, and delays reuse of memory that is freed
+/// meanwhile.
 const DEFAULT_STREAM: Stream = null_mut();
 
 /// CUDA index of a device, which equals libtorch's; -1 for other devices.

@@ -66,7 +66,8 @@ impl PeerCopy {
 }
 
 impl PeerCopies {
-    /// Runs `self_test` for each pair. If it returns false or fails, logs a warning and copies this pair through the host.
+    /// Runs `self_test` for each pair. If it returns false or fails, logs a warning and copies this pair through the
+    /// host.
     pub fn self_test(
         pairs: impl IntoIterator<Item = (Device, Device)>,
         mut self_test: impl FnMut(Device, Device) -> Result<bool, ModelError>,
@@ -114,8 +115,8 @@ impl PeerCopies {
     }
 }
 
-/// Pairs of GPUs (source, destination) between which a run copies: gradients from drafters to the optimizer, weights from the
-/// optimizer to drafters and to the evaluation device.
+/// Pairs of GPUs (source, destination) between which a run copies: gradients from drafters to the optimizer, weights
+/// from the optimizer to drafters and to the evaluation device.
 pub fn copy_pairs(optimizer: Device, drafters: &[Device], evaluation: Option<Device>) -> Vec<(Device, Device)> {
     let gradients = drafters.iter().map(|&drafter| (drafter, optimizer));
     let weights = drafters.iter().copied().chain(evaluation).map(|reader| (optimizer, reader));

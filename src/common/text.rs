@@ -22,7 +22,7 @@ pub fn percent(share: f64) -> String {
 pub fn counted(count: u64, noun: &str) -> String {
     let ending = match count {
         1 => "",
-        _ if ["ch", "s", "x"].iter().any(|end| noun.ends_with(end)) => "es",
+        _ if ["tch", "s", "x"].iter().any(|end| noun.ends_with(end)) => "es",
         _ => "s",
     };
     format!("{} {noun}{ending}", grouped(count))
@@ -38,8 +38,8 @@ mod tests {
         assert_eq!([0.0, 0.2134, 1.0].map(percent), ["0.0 %", "21.3 %", "100.0 %"]);
         assert_eq!(counted(1, "job"), "1 job");
         assert_eq!(
-            [counted(0, "job"), counted(2, "batch"), counted(1000, "start")],
-            ["0 jobs", "2 batches", "1,000 starts"]
+            [counted(0, "job"), counted(2, "batch"), counted(3, "epoch"), counted(1000, "start")],
+            ["0 jobs", "2 batches", "3 epochs", "1,000 starts"]
         );
     }
 }

@@ -140,7 +140,7 @@ sections! {
         Restart feature_dtype: Auto<Dtype> = Auto::Auto;
     }
 
-    /// How the planner splits an epoch into jobs. A job is one target forward and one micro-batch of a drafter.
+    /// Plan of an epoch: the planner splits the samples into jobs. A job is one target forward and one micro-batch of a drafter.
     plan: Plan {
         /// Maximum token slots of a job, padding included.
         Restart job_tokens: u32 = 16384;
@@ -148,7 +148,7 @@ sections! {
         Restart buckets: u16 = 8;
         /// Maximum sample length of each bucket, ascending: [512, 1024, 3072]. "auto" = the bounds with the least padding.
         Restart bucket_bounds: Auto<Vec<u32>> = Auto::Auto;
-        /// JobOrder of the jobs: "spread" distributes each length evenly over the epoch, "shuffle" is uniformly random.
+        /// Order of the jobs: "spread" distributes each length evenly over the epoch, "shuffle" is uniformly random.
         Restart order: JobOrder = JobOrder::Spread;
         /// true = an epoch starts after all jobs of the previous one have ended. false keeps the pool full between epochs.
         Restart epoch_barrier: bool = false;
@@ -183,7 +183,7 @@ sections! {
         Live max_batches: u32 = 16;
         /// Number of ready batches that a draw waits for. More ready batches mix more lengths into a step.
         Live min_ready: u32 = 4;
-        /// JobOrder in which batches leave the pool. "proportional" = the bucket that is furthest behind its fraction of the
+        /// Order in which batches leave the pool. "proportional" = the bucket that is furthest behind its fraction of the
         /// plan, a random batch in it. "uniform" = any batch. "replay" = an order fixed by plan and seed, so two runs train
         /// the same steps; a draw waits for one exact batch and ignores min_ready. A change to or from "replay" needs a
         /// restart.
@@ -247,9 +247,9 @@ sections! {
         Restart label_top_k: TopK = TopK::Tokens(1);
         /// Batches that each drafter draws ahead. A drafter on a GPU copies them to its memory during the current batch.
         Live prefetch: u32 = 1;
-        /// For several drafters on one GPU each: "copy" copies each gradient and each set of weights. "nccl" uses NCCL reduce
-        /// and broadcast if the library exists and passes its self-test; otherwise a warning is logged and copies are used.
-        /// With more than two drafters the sums of "copy" and "nccl" may differ in their last bits.
+        /// For several drafters on one GPU each: "copy" copies each gradient and each set of weights. "nccl" uses reduce and
+        /// broadcast of NCCL if the library exists and passes its self-test; else it logs a warning and uses copies. With
+        /// more than two drafters the sums of "copy" and "nccl" may differ in their last bits.
         Restart collectives: Collectives = Collectives::Copy;
         /// For several drafters: steps between checksum comparisons of their weights with the published ones. A difference
         /// shows a faulty device or a faulty copy between devices. 0 = never.
@@ -362,7 +362,7 @@ sections! {
         Restart target_attention: TimeSpan = TimeSpan(Duration::from_nanos(500));
         /// Bytes of hidden states per token; even, because a value has two bytes. 40 KiB = Qwen3-8B with 5 taps in bf16.
         Restart feature_bytes_per_token: ByteSize = ByteSize(40 << 10);
-        /// Bytes per second from a target to the pool. A target computes nothing during this copy. 0 = the copy takes no time.
+        /// Bytes per second from a target to the pool. A target computes nothing during a copy. 0 = copies take no time.
         Restart bandwidth: ByteSize = ByteSize(25_000_000_000);
         /// Drafter time per micro-batch, independent of its length.
         Restart micro_batch: TimeSpan = TimeSpan(Duration::from_millis(200));

@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(examine(&loaded, false).exit(), Exit::Done);
         let table = report.table();
         assert!(
-            table.lines().count() == report.findings.len() && table.contains("  failed   cuda:77 is not there"),
+            table.lines().count() == report.findings.len() && table.contains("  failed   cuda:77 does not exist"),
             "{table}"
         );
     }

@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn initial_weights_depend_on_the_seed_and_have_the_published_std() {
+    fn initial_weights_depend_on_the_seed_and_match_published_std() {
         let config = config();
         let (one, again, other) = (init_params(&config, 3), init_params(&config, 3), init_params(&config, 4));
         let (one, again, other) = (one.unwrap(), again.unwrap(), other.unwrap());

@@ -89,8 +89,8 @@ impl Scenario {
         self
     }
 
-    pub fn draw(mut self, draw: DrawPolicy) -> Scenario {
-        self.loaded.config.pool.draw_policy = draw;
+    pub fn draw_policy(mut self, draw_policy: DrawPolicy) -> Scenario {
+        self.loaded.config.pool.draw_policy = draw_policy;
         self
     }
 

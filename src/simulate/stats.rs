@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn the_report_contains_the_pool_stats() {
-        let pool = draftmill_actors::pool::Stats { bytes: 11, batches: 5, ready_p50: 3, ready_p95: 4 };
+        let pool = draftmill_actors::pool::Stats { peak_bytes: 11, peak_batches: 5, ready_p50: 3, ready_p95: 4 };
         let loaded = crate::config::load_text("", "x.toml", &[]).unwrap();
         let max_bytes = loaded.config.pool.max_bytes.0;
         let report =

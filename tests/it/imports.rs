@@ -15,7 +15,7 @@ const SRC: &[(&str, &str, &[&str])] = &[
     (
         "hf",
         "Hugging Face folders: configurations, mapped weights, drafter layouts and their strict check; no libtorch",
-        &[],
+        &["common"],
     ),
     ("config", "configuration: declared keys with comments, resolved type, rules", &["common", "hf"]),
     ("model", "target, drafter, loss and AdamW in tch (feature `torch`)", &["config", "hf"]),
@@ -95,7 +95,7 @@ const ACTORS: &[(&str, &[&str])] = &[
     ("trainer", &["messages", "planner", "runtime"]),
     ("drafter", &["messages", "pool", "runtime", "trainer"]),
     ("pipeline", &["dispatcher", "drafter", "messages", "planner", "pool", "runtime", "target", "trainer"]),
-    ("simulated", &["messages", "runtime"]),
+    ("simulated", &["messages", "pipeline", "planner", "runtime"]),
 ];
 
 type Edges = BTreeMap<String, BTreeSet<String>>;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking, and so do its helpers")]
 
 mod admin;
-mod answer;
+mod generate;
 mod bench;
 mod cli;
 mod config;

@@ -212,7 +212,7 @@ impl Target {
     }
 
     /// Residual streams after the layers `taps`, concatenated, of the real tokens: `[tokens, taps * hidden]` in dtype
-    /// `out`, row by row. Stops after the last tap.
+    /// `out`, row by row. Ends after the last tap.
     ///
     /// # Errors
     /// `ModelError::Input` if a tap or id is invalid; otherwise if libtorch fails.

@@ -1,4 +1,4 @@
-//! Both layouts of a drafter's folder: the way there and back is the same bits, and each broken name is named.
+//! Both layouts of a drafter's folder: round trips are bit-identical, and each broken name is reported.
 
 use super::{Export, checkpoint, draft, only};
 use draftmill::{
@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// As much of the drafter's target as an export reads.
+/// The part of the target folder that an export reads.
 fn target(root: &Path, vocab: usize) -> PathBuf {
     let folder = root.join("target");
     fs::create_dir_all(&folder).unwrap();
@@ -38,7 +38,7 @@ fn options(layout: Layout, target: &Path) -> ExportOptions {
     ExportOptions { layout, target: Some(target.to_owned()), ..ExportOptions::new(Dtype::Bf16) }
 }
 
-/// A checkpoint written in both layouts.
+/// Checkpoint in both layouts.
 fn both() -> (Export, Export) {
     let root = tempfile::tempdir().unwrap();
     let (from, target) = (checkpoint(root.path()), target(root.path(), 32));
@@ -65,7 +65,7 @@ fn the_way_through_either_layout_is_the_same_bits() {
         assert_eq!((report.tensors, report.dtype, report.step), (25, "bfloat16", None));
         assert_eq!(bytes(&out), bytes(&zlab.dir));
     }
-    // The target's own tensors stand beside the drafter's, and the taps are one higher.
+    // The file also has the target's tensors, and the tap indices are one higher.
     let folder = DraftFolder::open(&speculators.dir, None).unwrap();
     assert_eq!(folder.config, draftmill::hf::draft::DraftConfig { dtype: Dtype::Bf16, ..draft() });
     let first = |name: &str| folder.files.weight(name, &[32, 8]).unwrap().to_f32()[0];
@@ -75,7 +75,7 @@ fn the_way_through_either_layout_is_the_same_bits() {
     assert_eq!(json["speculators_config"]["verifier"]["architectures"], json!(["Qwen3ForCausalLM"]));
 }
 
-/// speculators 0.9.0 writes neither embedding nor head, only what differs from a default, and not how deep the target is.
+/// speculators 0.9.0 writes no embedding, no head, only values that differ from a default, and not the target's depth.
 #[test]
 fn a_file_as_speculators_writes_it_is_read() {
     let (zlab, speculators) = both();

@@ -1,5 +1,5 @@
-//! Labels from the target (speculators#477): what it would say at each place, by the plain forward and by speculators, and
-//! its whole distribution (`kl_div`).
+//! Labels from the target (speculators#477): its most likely tokens at each position, by the plain forward and by
+//! speculators, and its whole distribution (`kl_div`).
 
 use super::drafter::Case as DraftCase;
 use super::engine::{batch, target as engine};
@@ -48,7 +48,7 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
         assert!(load(folder, Depth::Layers(3)).forward_with_top_k(&rows, &[0], Kind::Float, 1).is_err());
         assert!(target.forward_with_top_k(&rows, &[0], Kind::Float, target.config().vocab_size + 1).is_err());
 
-        // Of several, the first is the same one, and their shares are those of a softmax over them.
+        // The first of several is the same one, and their probabilities are a softmax over them.
         let several = target.forward_with_top_k(&rows, &[0], Kind::Float, 5).unwrap().1;
         assert_eq!(several.ids.iter().step_by(5).copied().collect::<Vec<_>>(), labels, "{folder}");
         let (best, _) = tensor(&io, "logits").get(0).get(0).topk(5, -1, true, true);
@@ -58,7 +58,7 @@ fn labels_are_what_the_plain_forward_finds_most_likely_one_place_before() {
     }
 }
 
-/// The labels that speculators trains on, from its own code, wherever a block lies in one document.
+/// Labels that speculators trains on, from its own code, for blocks within one document.
 #[test]
 fn speculators_477_labels_are_those_of_speculators() {
     let io = TensorFiles::open_file(&path("speculators_case.safetensors")).unwrap();
@@ -91,7 +91,7 @@ fn speculators_477_labels_are_those_of_speculators() {
             }
         }
     }
-    // The other 4 of their 44 lie behind the end of their document.
+    // The other 4 of their 44 are behind the end of their document.
     assert_eq!(compared, 40);
 }
 
@@ -108,7 +108,7 @@ fn the_divergence_from_the_whole_distribution_is_that_of_speculators() {
     let anchors = ints(&io, "anchors");
     let (slots, tokens) = (hidden.size()[0], verifier.size()[0]);
     let size = slots / anchors.len() as i64;
-    // What is said at the slot's place stands one place before it.
+    // The label of a slot's position is at the position before it.
     let before = (0..slots).map(|slot| (anchors[(slot / size) as usize] + slot % size - 1).clamp(0, tokens - 1));
     let before = Tensor::from_slice(&before.collect::<Vec<_>>());
     let (values, ids) =
@@ -129,8 +129,8 @@ fn the_divergence_from_the_whole_distribution_is_that_of_speculators() {
     }
 }
 
-/// Its states teach what so many labels as there are tokens teach: the same loss, the same gradient, in rows with padding and
-/// holes; in bf16 within its rounding.
+/// The target's states are equivalent to labels with the probability of every token: the same loss and gradient, in rows
+/// with padding and holes; in bf16 within its rounding.
 #[test]
 fn the_targets_states_teach_what_all_of_its_tokens_teach() {
     let case = DraftCase::load();
@@ -143,7 +143,7 @@ fn the_targets_states_teach_what_all_of_its_tokens_teach() {
     let ids = real(&padded.ids);
     let loss_mask: Vec<u8> =
         real(&padded.loss_mask.iter().map(|&x| x.into()).collect::<Vec<_>>()).into_iter().map(|x| x as u8).collect();
-    // With the last token but one, blocks run past the end; with the first, nothing stands before the anchor.
+    // At the second last token, blocks extend past the end; at the first one, there is no context.
     let anchors = Anchors { rows: vec![vec![0, 2, 3, 10], vec![], vec![0, 1, 7, 18]] };
     let taught = |labels, out| {
         let (hidden, target_labels) = target.forward_with_labels(&rows, &case.config().target_layer_ids, out, Some(labels)).unwrap();
@@ -180,7 +180,7 @@ fn the_targets_states_teach_what_all_of_its_tokens_teach() {
     assert!((rounded.loss_numerator / want.loss_numerator - 1.0).abs() < 2e-2, "{rounded:?} and {want:?}");
 }
 
-/// Pieces of a micro-batch need different states of the same rows, and sum to the whole.
+/// Parts of a split micro-batch need different states of the same rows, and sum to the whole.
 #[test]
 fn a_micro_batch_in_pieces_learns_the_same_from_states() {
     let scene = scene(21);
@@ -236,13 +236,13 @@ async fn labels_travel_with_their_batch_and_are_counted_in_its_bytes() {
     let Some(TargetLabels::TopK(said)) = features.packed().target_labels else { panic!("no labels came") };
     assert_eq!((said.ids.len(), said.probabilities.len()), (2 * 19, 2 * 19));
     assert_ne!(said.ids.iter().step_by(2).collect::<Vec<_>>(), features.packed().ids.iter().collect::<Vec<_>>());
-    // A restarted target gives them too.
+    // A restarted target also returns them.
     with.restart().await.unwrap();
     assert_eq!(with.extract(padded).await.unwrap().packed().target_labels, features.packed().target_labels);
 }
 
 #[tokio::test]
-async fn states_travel_with_their_batch_in_its_number_type_and_are_counted_in_its_bytes() {
+async fn states_have_the_batch_dtype_and_count_in_its_bytes() {
     let case = DraftCase::load();
     let width = case.config().hidden_size;
     for (dtype, kind) in [(FeatureDtype::F32, Kind::Float), (FeatureDtype::Bf16, Kind::BFloat16)] {
@@ -262,14 +262,14 @@ async fn states_travel_with_their_batch_in_its_number_type_and_are_counted_in_it
     }
 }
 
-/// A last state that is no number spoils its batch as a tap does, whatever is kept of it.
+/// A NaN in the last state fails its batch as in a tap, whatever part of it is kept.
 #[tokio::test]
-async fn a_last_state_that_is_no_number_is_told() {
+async fn a_nan_in_the_last_state_is_reported() {
     let case = DraftCase::load();
     let (from, folder) = (path(case.json["target_dir"].as_str().unwrap()), tempfile::tempdir().unwrap());
     std::fs::copy(from.join("config.json"), folder.path().join("config.json")).unwrap();
     let mut weights = std::fs::read(from.join("model.safetensors")).unwrap();
-    // A header of so many bytes, and behind it the numbers.
+    // The length of the header, the header, and then the values.
     let start = 8 + u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
     let header: serde_json::Value = serde_json::from_slice(&weights[8..start]).unwrap();
     let at = start + header["model.norm.weight"]["data_offsets"][0].as_u64().unwrap() as usize;
