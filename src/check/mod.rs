@@ -17,7 +17,10 @@ pub use self::{
 };
 
 use crate::{
-    common::{exit::Exit, guard::{Protected, lines_are}},
+    common::{
+        exit::Exit,
+        guard::{Protected, lines_are},
+    },
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
@@ -71,6 +74,14 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
         Engine::Simulated => None,
     };
     report.models = models.clone();
+    let longest = match stored {
+        Stored::Ready(samples) => samples.lengths.iter().max().copied(),
+        _ => None,
+    };
+    let positions = models.as_ref().and_then(|(target, _)| beyond_positions(config, written, target, longest));
+    if let Some(problem) = positions {
+        report.fail(Exit::Config, problem);
+    }
     let samples = samples(config, written, stored, &mut report);
     let known = models.is_some() || config.run.engine == Engine::Simulated;
     if let Some(samples) = samples.filter(|_| known) {
@@ -161,16 +172,18 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
         }
     }
     let target = target?;
-    positions(config, written, &target, report);
     let mask = mask_token_id(config, written, &target, report);
     // Without a mask token the rest of the shape is still checked with row 0, which always exists.
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
         Ok(drafter) => {
             let init = config.drafter.init_from.as_deref().filter(|_| mask.is_some());
-            if let Some(Err(error)) = init.map(|init| {
-                let folder = DraftFolder::open(init, Some(target.num_hidden_layers)).ok()?;
-                Some(folder.check_shared(&config.target.dir, &target))
-            }).flatten() {
+            if let Some(Err(error)) = init
+                .map(|init| {
+                    let folder = DraftFolder::open(init, Some(target.num_hidden_layers)).ok()?;
+                    Some(folder.check_shared(&config.target.dir, &target))
+                })
+                .flatten()
+            {
                 report.fail(Exit::Model, written.problem("drafter.init_from", error.to_string(), ""));
             }
             let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));
@@ -185,16 +198,20 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     }
 }
 
-/// Checks that the target has a position for each token of the longest sample that `prepare` may write (torchtitan#3395).
-fn positions(config: &Config, written: &Written, target: &TargetConfig, report: &mut Report) {
+/// Problem if the target lacks a position for the longest sample that `prepare` may write (torchtitan#3395). The default of
+/// data.max_length is no problem if `longest`, the longest sample of the store, fits.
+pub fn beyond_positions(
+    config: &Config,
+    written: &Written,
+    target: &TargetConfig,
+    longest: Option<u32>,
+) -> Option<Problem> {
     let positions = target.max_position_embeddings;
-    if config.data.max_length as usize > positions {
-        let message = format!("the target has {positions} positions (max_position_embeddings)");
-        report.fail(
-            Exit::Config,
-            written.problem("data.max_length", message, format!("lower it to at most {positions}")),
-        );
-    }
+    let message = format!("the target has {positions} positions (max_position_embeddings)");
+    let problem = written.problem("data.max_length", message, format!("lower it to at most {positions}"));
+    let fits = longest.is_some_and(|longest| longest as usize <= positions);
+    let is_default = problem.file == "default";
+    (config.data.max_length as usize > positions && !(is_default && fits)).then_some(problem)
 }
 
 /// Returns the mask token's row, or adds a problem if there is no candidate.

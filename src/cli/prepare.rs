@@ -6,19 +6,26 @@ use super::{
     output,
 };
 use crate::{
-    check::{Samples, Stored},
+    check::{Samples, Stored, beyond_positions},
     common::{
         exit::{Exit, Failure},
         text::{counted, grouped},
     },
-    config::{ByteSize, Config, Loaded},
+    config::{ByteSize, Config, Loaded, Problems},
     data::{PrepareError, PrepareOptions, Progress, Split, Store, prepare},
+    hf::config::TargetConfig,
 };
 use std::ops::ControlFlow;
 
 /// Converts conversations to the store and prints the summary table, also after an error.
 pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
     let options = PrepareOptions::from(&loaded.config);
+    // A default that exceeds the target is no mistake of the user; the first sample beyond it is refused.
+    let target = TargetConfig::load(&options.model_dir).ok();
+    let beyond = target.and_then(|target| beyond_positions(&loaded.config, &loaded.written, &target, Some(0)));
+    if let Some(problem) = beyond {
+        return Err(Problems(vec![problem]).into());
+    }
     let (_runtime, stop) = stop_on_signal().map_err(Failure::of(Exit::Internal))?;
     let mut display = ProgressDisplay::new(loaded.config.log.progress_every.0);
     let result = prepare(&options, &mut |progress| {

@@ -138,7 +138,9 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         fs::create_dir(path("model")).unwrap();
         fs::create_dir(path("elsewhere")).unwrap();
-        for (name, text) in [("input", "x"), ("ours", "ours 1"), ("foreign", "theirs"), ("empty", ""), ("model/w", "ours")] {
+        for (name, text) in
+            [("input", "x"), ("ours", "ours 1"), ("foreign", "theirs"), ("empty", ""), ("model/w", "ours")]
+        {
             fs::write(path(name), text).unwrap();
         }
         symlink(path("input"), path("to-input")).unwrap();
@@ -152,7 +154,15 @@ mod tests {
         for name in ["input", "to-input", "twin", "elsewhere/../input"] {
             assert!(matches!(file(name), Err(Refusal::Input(_))), "{name}");
         }
-        for name in ["model", "model/w", "model/new", "model/new/deeper", "to-model/new", "elsewhere/../model/new", "new/../model/new"] {
+        for name in [
+            "model",
+            "model/w",
+            "model/new",
+            "model/new/deeper",
+            "to-model/new",
+            "elsewhere/../model/new",
+            "new/../model/new",
+        ] {
             assert!(matches!(file(name), Err(Refusal::Inside { .. })), "{name}");
         }
         for name in ["foreign", "elsewhere"] {

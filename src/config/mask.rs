@@ -46,17 +46,45 @@ impl Vocabulary {
             .map_err(|reason| HfError::Tokenizer { file: path.display().to_string(), reason: reason.to_string() })
     }
 
-    /// Parses the content of tokenizer.json.
+    /// Parses the content of tokenizer.json. A file that the library refuses is read by its shape, if it has a vocabulary.
     ///
     /// # Errors
     /// The reason why it is not a tokenizer.
     pub fn parse(bytes: &[u8]) -> tokenizers::Result<Vocabulary> {
-        let tokenizer = Tokenizer::from_bytes(bytes)?;
+        let tokenizer = match Tokenizer::from_bytes(bytes) {
+            Ok(tokenizer) => tokenizer,
+            Err(error) => return Vocabulary::by_shape(bytes).ok_or(error),
+        };
         let tokens = tokenizer.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
         let added = tokenizer.get_added_tokens_decoder();
         let special = added.into_iter().filter(|(_, token)| token.special).map(|(id, _)| id).collect();
         let around = tokenizer.encode("", true)?.get_ids().iter().copied().collect();
         Ok(Vocabulary { tokens, special, around })
+    }
+
+    /// Reads `model.vocab`, an object of ids or a list in the order of ids, and `added_tokens`; `None` without a token.
+    fn by_shape(bytes: &[u8]) -> Option<Vocabulary> {
+        let value: Value = serde_json::from_slice(bytes).ok()?;
+        let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let mut found = Vocabulary::default();
+        match &value["model"]["vocab"] {
+            Value::Object(by_text) => {
+                found.tokens.extend(by_text.iter().filter_map(|(text, value)| Some((id(value)?, text.clone()))));
+            }
+            Value::Array(pieces) => {
+                let text = |piece: &Value| piece.as_str().or(piece[0].as_str()).unwrap_or_default().to_owned();
+                found.tokens.extend((0..).zip(pieces.iter().map(text)));
+            }
+            _ => {}
+        }
+        for token in value["added_tokens"].as_array().into_iter().flatten() {
+            let Some(id) = id(&token["id"]) else { continue };
+            found.tokens.insert(id, token["content"].as_str().unwrap_or_default().to_owned());
+            if token["special"] == true {
+                found.special.insert(id);
+            }
+        }
+        (!found.tokens.is_empty()).then_some(found)
     }
 
     /// Ids of the tokens with these texts.
@@ -168,6 +196,10 @@ mod tests {
         assert_eq!(id(&fifth, 4), None, "row 4 does not exist");
         assert_eq!(id(&Vocabulary::default(), 8), None, "no tokenizer");
         assert!(Vocabulary::parse(b"{}").is_err());
+        for vocab in [json!({"a": 0, "b": 1}), json!([["a", 0.0], ["b", -1.5]]), json!(["a", "b"])] {
+            let unknown = json!({"model": {"type": "Novel", "vocab": vocab}}).to_string();
+            assert_eq!(id(&Vocabulary::parse(unknown.as_bytes()).unwrap(), 5), Some(4), "{unknown}");
+        }
         // A word that is spelt like a mask token, and one that generation_config.json stops at.
         assert_eq!(id(&vocabulary("Unigram", &["a", "<mask>", "c", "d"], &[]), 4), None);
         let masked = vocabulary("Unigram", &["a", "b"], &[("<mask>", 2), ("<x>", 3)]);

@@ -4,8 +4,8 @@ use super::options::PrepareOptions;
 use super::{
     encode::{EncodedRow, Encoder, Sample, split_of},
     input::{InputRow, Inputs, ReadError},
-    reject::Reject,
     provenance::{self, INPUTS, SPECIAL_TOKENS, TEMPLATE, TOKENIZER, TOKENIZER_OF_IDS, UNUSED},
+    reject::Reject,
     report::{PrepareReport, Progress},
     row::ROLES,
     store::{Split, is_store},
@@ -45,11 +45,12 @@ pub enum PrepareError {
     Write { path: PathBuf, source: io::Error },
     #[error("data.store: {0}")]
     Refused(#[from] Refusal),
+    /// The model has no position for the end of the sample (torchtitan#3395).
     #[error(
-        "data.max_length = {max_length}, but the target has {positions} positions (max_position_embeddings); lower it to at \
-         most {positions}"
+        "a sample has {tokens} tokens, but the target has {positions} positions (max_position_embeddings); lower \
+         data.max_length to at most {positions}"
     )]
-    BeyondPositions { max_length: u32, positions: u64 },
+    BeyondPositions { tokens: u64, positions: u64 },
     /// The rows need a template and a tokenizer, and the model folder has none.
     #[error("target.dir: {0}")]
     Model(String),
@@ -120,7 +121,6 @@ pub fn prepare(
         shown.bytes_total += size(path)?;
     }
     may_write(options)?;
-    check_positions(options)?;
     let encoder = Encoder::load(options).map_err(PrepareError::Model)?;
     let mut output = Output::create(options)?;
     let mut inputs = Inputs::new(options.data.inputs.clone(), options.data.max_row_bytes);
@@ -156,15 +156,10 @@ fn is_reject(line: &[u8]) -> bool {
     value.is_ok_and(|value| value.len() == keys.len() && keys.iter().all(|key| value.contains_key(*key)))
 }
 
-/// Refuses samples that the target has no positions for (torchtitan#3395).
-fn check_positions(options: &PrepareOptions) -> Result<(), PrepareError> {
-    let config = read_json(&options.model_dir.join("config.json")).unwrap_or_default();
-    let positions = config["max_position_embeddings"].as_u64().filter(|&positions| positions > 0);
-    let max_length = options.data.max_length;
-    match positions.filter(|&positions| u64::from(max_length) > positions) {
-        Some(positions) => Err(PrepareError::BeyondPositions { max_length, positions }),
-        None => Ok(()),
-    }
+/// `max_position_embeddings` of the model folder, if its config.json has it.
+fn positions(model: &Path) -> Option<u64> {
+    let config = read_json(&model.join("config.json")).ok()?;
+    config["max_position_embeddings"].as_u64().filter(|&positions| positions > 0)
 }
 
 /// Size of an input in bytes. Called before anything is written, so that a wrong path fails at once.
@@ -187,6 +182,8 @@ struct Output {
     rejects_part: AtomicFile,
     rejects_path: PathBuf,
     validation_fraction: f64,
+    /// Longest sequence of the target, if it is known.
+    positions: Option<u64>,
     report: PrepareReport,
     from_chat: bool,
 }
@@ -211,6 +208,7 @@ impl Output {
             rejects_part,
             rejects_path,
             validation_fraction: options.data.validation_fraction,
+            positions: positions(&options.model_dir),
             report: PrepareReport { store: options.data.store.clone(), ..PrepareReport::default() },
             from_chat: false,
         })
@@ -229,6 +227,10 @@ impl Output {
         }
         match encoded.outcome {
             Ok(sample) => {
+                let tokens = sample.ids.len() as u64;
+                if let Some(positions) = self.positions.filter(|&positions| tokens > positions) {
+                    return Err(PrepareError::BeyondPositions { tokens, positions });
+                }
                 self.add(sample).map_err(|source| PrepareError::Write { path: self.store_path.clone(), source })
             }
             Err(reject) => {

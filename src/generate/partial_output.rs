@@ -250,8 +250,14 @@ mod tests {
     fn open(out: &Path, identity: &Value, force: bool) -> Result<(PartialOutput, Vec<(u64, u64)>), PartialOutputError> {
         let mut found = Vec::new();
         let protected = Protected::default();
-        let part = PartialOutput::open(out, identity, force, &protected, &mut |line| found.push((line.row, line.turn)))?;
+        let part =
+            PartialOutput::open(out, identity, force, &protected, &mut |line| found.push((line.row, line.turn)))?;
         Ok((part, found))
+    }
+
+    /// Identity with the keys of a real one.
+    fn identity(seed: u64) -> Value {
+        json!({"prompts": [], "target": "t", "tokenizer": "k", "seed": seed})
     }
 
     fn rows(path: &Path) -> Vec<(u64, u64)> {
@@ -264,7 +270,7 @@ mod tests {
     fn a_killed_output_resumes_and_ends_in_input_order() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("new/answers.jsonl");
-        let id = json!({"seed": 1});
+        let id = identity(1);
         let (mut part, found) = open(&out, &id, false).unwrap();
         assert_eq!(found, []);
         part.write(&[line(4, 1, true)]).unwrap();
@@ -296,23 +302,23 @@ mod tests {
     fn existing_output_is_replaced_only_by_force() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("answers.jsonl");
-        let (mut part, _) = open(&out, &json!({"seed": 1, "limit": null}), false).unwrap();
+        let (mut part, _) = open(&out, &identity(1), false).unwrap();
         part.write(&[line(0, 1, true)]).unwrap();
-        let busy = open(&out, &json!({"seed": 1, "limit": null}), false).err().unwrap().to_string();
+        let busy = open(&out, &identity(1), false).err().unwrap().to_string();
         assert!(busy.contains("another process"), "{busy}");
         drop(part);
-        let other = open(&out, &json!({"seed": 2, "limit": null}), false).err().unwrap().to_string();
+        let other = open(&out, &identity(2), false).err().unwrap().to_string();
         assert!(other.contains("another seed (1 before, 2 now)") && other.contains("--force"), "{other}");
-        let (part, found) = open(&out, &json!({"seed": 2, "limit": null}), true).unwrap();
+        let (part, found) = open(&out, &identity(2), true).unwrap();
         assert_eq!(found, []);
         assert!(!part.finish().unwrap());
         assert!(!out.exists());
-        let mut first = open(&out, &json!({}), false).unwrap().0;
+        let mut first = open(&out, &identity(3), false).unwrap().0;
         first.write(&[line(7, 1, true)]).unwrap();
         assert!(first.finish().unwrap());
         let before = fs::read(&out).unwrap();
-        assert!(matches!(open(&out, &json!({}), false), Err(PartialOutputError::Exists(_))));
-        let (mut part, _) = open(&out, &json!({}), true).unwrap();
+        assert!(matches!(open(&out, &identity(3), false), Err(PartialOutputError::Exists(_))));
+        let (mut part, _) = open(&out, &identity(3), true).unwrap();
         assert_eq!(fs::read(&out).unwrap(), before, "until the new one is complete");
         part.write(&[line(0, 1, true)]).unwrap();
         assert!(part.finish().unwrap());
@@ -326,12 +332,12 @@ mod tests {
         for name in ["answers.jsonl", "answers.jsonl.part", "answers.jsonl.part.options"] {
             let path = folder.path().join(name);
             fs::write(&path, "{\"prompt\": \"precious\"}\n").unwrap();
-            let error = open(&out, &json!({}), true).err().unwrap();
+            let error = open(&out, &identity(3), true).err().unwrap();
             assert!(matches!(error, PartialOutputError::Refused(_)), "{error}");
             assert_eq!(fs::read_to_string(&path).unwrap(), "{\"prompt\": \"precious\"}\n");
             fs::remove_file(&path).unwrap();
         }
         let protected = Protected::default().folders([folder.path()]);
-        assert!(PartialOutput::open(&out, &json!({}), true, &protected, &mut |_| ()).is_err(), "inside the target");
+        assert!(PartialOutput::open(&out, &identity(3), true, &protected, &mut |_| ()).is_err(), "inside the target");
     }
 }

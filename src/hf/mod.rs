@@ -45,15 +45,11 @@ pub enum HfError {
     UnknownTensor { file: String, name: String },
     #[error("{file} has tensor `{name}` with shape {found:?}, but its config.json requires {expected:?}")]
     BadShape { file: String, name: String, found: Vec<usize>, expected: Vec<usize> },
-    #[error(
-        "{file} has a tensor `{name}` whose values differ from those that are used ({instead}); {remedy}"
-    )]
+    #[error("{file} has a tensor `{name}` whose values differ from those that are used ({instead}); {remedy}")]
     OtherValues { file: String, name: String, instead: String, remedy: String },
     #[error("{file} has a NaN or an infinite value in tensor `{name}`; download or write the file again")]
     NotFinite { file: String, name: String },
-    #[error(
-        "{file} has values in tensor `{name}` that are infinite as {dtype}; load it as bf16 or f32 (target.dtype)"
-    )]
+    #[error("{file} has values in tensor `{name}` that are infinite as {dtype}; load it as bf16 or f32 (target.dtype)")]
     OutOfRange { file: String, name: String, dtype: String },
     #[error("{file} has tensor `{name}` as {found}; only F32, F16 and BF16 weights can be loaded")]
     BadDtype { file: String, name: String, found: String },

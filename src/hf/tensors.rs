@@ -105,10 +105,6 @@ impl TensorFiles {
         let bad = |reason: String| HfError::Json { file: label.clone(), reason };
         let value = read_json(&index)?;
         let map = value["weight_map"].as_object().ok_or_else(|| bad("`weight_map` is not an object".into()))?;
-        if single.exists() && !map.values().any(|shard| shard == SINGLE) {
-            // transformers reads the single file, vLLM the shards.
-            return Err(HfError::TwoModels { folder: folder.display().to_string() });
-        }
         let mut files: Vec<MappedFile> = Vec::new();
         let mut indices: HashMap<&str, usize> = HashMap::new();
         let mut names = BTreeMap::new();
@@ -129,6 +125,10 @@ impl TensorFiles {
                 return Err(HfError::MissingTensor { file: files[index].label(), name: name.clone() });
             }
             names.insert(name.clone(), index);
+        }
+        if single.exists() && !map.values().any(|shard| shard == SINGLE) {
+            // transformers reads the single file, vLLM the shards.
+            return Err(HfError::TwoModels { folder: folder.display().to_string() });
         }
         let files = TensorFiles { label: folder.display().to_string(), files, names };
         files.check_duplicates()?;

@@ -68,7 +68,8 @@ impl DraftFolder {
     /// # Errors
     /// A differing tensor, or an unreadable target.
     pub fn check_shared(&self, of: &Path, target: &TargetConfig) -> Result<(), HfError> {
-        let names: Vec<_> = self.files.names().filter(|name| [layout::EMBEDDING, layout::HEAD].contains(name)).collect();
+        let names: Vec<_> =
+            self.files.names().filter(|name| [layout::EMBEDDING, layout::HEAD].contains(name)).collect();
         if names.is_empty() {
             return Ok(());
         }
@@ -125,9 +126,9 @@ mod tests {
                 (name, shape, bytes, if name == half { Dtype::BF16 } else { Dtype::F32 })
             })
             .collect();
-        let views = encoded
-            .iter()
-            .map(|(name, shape, bytes, dtype)| (name.as_str(), TensorView::new(*dtype, (*shape).clone(), bytes).unwrap()));
+        let views = encoded.iter().map(|(name, shape, bytes, dtype)| {
+            (name.as_str(), TensorView::new(*dtype, (*shape).clone(), bytes).unwrap())
+        });
         fs::write(folder.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
     }
 
@@ -150,7 +151,10 @@ mod tests {
         all.last_mut().unwrap().2[5] = 9.0;
         for half in ["", HEAD] {
             let found = errors(&config, &all, half);
-            assert!(found.len() == 1 && found[0].contains(HEAD) && found[0].contains("tie_word_embeddings"), "{found:?}");
+            assert!(
+                found.len() == 1 && found[0].contains(HEAD) && found[0].contains("tie_word_embeddings"),
+                "{found:?}"
+            );
         }
     }
 
@@ -162,7 +166,9 @@ mod tests {
             all.push((name.into(), shape, values));
             errors(&config, &all, "")
         };
-        for name in ["lm_head.bias", "model.norm.bias", "model.layers.0.mlp.up_proj.bias", "model.layers.7.x", "v_head.weight"] {
+        for name in
+            ["lm_head.bias", "model.norm.bias", "model.layers.0.mlp.up_proj.bias", "model.layers.7.x", "v_head.weight"]
+        {
             let found = with(name, vec![1], vec![0.0]);
             assert!(found.len() == 1 && found[0].contains(name), "{found:?}");
         }
@@ -180,7 +186,8 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         write(folder.path(), &[("a".into(), vec![2], vec![1.0, 2.0])], "");
         fs::copy(path("model.safetensors"), path("one.safetensors")).unwrap();
-        let index = |map: &str| fs::write(path("model.safetensors.index.json"), format!("{{\"weight_map\": {map}}}")).unwrap();
+        let index =
+            |map: &str| fs::write(path("model.safetensors.index.json"), format!("{{\"weight_map\": {map}}}")).unwrap();
         index(r#"{"a": "one.safetensors"}"#);
         let text = TensorFiles::open(folder.path()).err().unwrap().to_string();
         assert!(text.contains("remove one of them"), "{text}");
@@ -199,8 +206,10 @@ mod tests {
                 let mut values = vec![f32::MAX; 300_000];
                 let finite = |values: &[f32]| {
                     let whole: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                    let half: Vec<u8> = values.iter().flat_map(|v| half::bf16::from_f32(v * 0.5).to_le_bytes()).collect();
-                    let f16: Vec<u8> = values.iter().flat_map(|v| half::f16::from_f32(v * 1e-37).to_le_bytes()).collect();
+                    let half: Vec<u8> =
+                        values.iter().flat_map(|v| half::bf16::from_f32(v * 0.5).to_le_bytes()).collect();
+                    let f16: Vec<u8> =
+                        values.iter().flat_map(|v| half::f16::from_f32(v * 1e-37).to_le_bytes()).collect();
                     let of = |dtype, bytes: &[u8]| RawTensor { dtype, shape: &[300_000], bytes }.all_finite();
                     [of(RawDtype::F32, &whole), of(RawDtype::BF16, &half), of(RawDtype::F16, &f16)]
                 };

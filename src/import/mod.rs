@@ -91,8 +91,7 @@ pub fn import_gguf(options: &ImportOptions) -> Result<ImportReport, ImportError>
 
     let config = model.config(&tokenizer.special, options.dtype);
     // No folder is written that every later command refuses (Automodel#2376).
-    TargetConfig::from_named_json("its configuration", &config)
-        .map_err(|error| gguf.refused(error))?;
+    TargetConfig::from_named_json("its configuration", &config).map_err(|error| gguf.refused(error))?;
 
     let folder = NewFolder::create(&options.out, options.force)?;
     folder.json("config.json", &config)?;

@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking, and so do its helpers")]
 
 mod admin;
-mod generate;
 mod bench;
+#[cfg(feature = "torch")]
+#[path = "../../benches/conformance/block.rs"]
+mod block;
 mod cli;
 mod config;
 mod dashboards;
@@ -15,9 +17,6 @@ mod deploy;
 #[cfg(feature = "torch")]
 mod diverged;
 mod ending;
-#[cfg(feature = "torch")]
-#[path = "../../benches/conformance/block.rs"]
-mod block;
 mod eval;
 #[cfg(feature = "torch")]
 mod evaluation;
@@ -26,6 +25,7 @@ mod export;
 mod failpoints;
 mod faults;
 mod fetch;
+mod generate;
 #[cfg(feature = "torch")]
 mod golden;
 mod identity;

@@ -1,10 +1,15 @@
 //! Prepared store and its origin: what made it, what became of it, and what no command may overwrite. Through the binary.
 
 use crate::data::world::{TEMPLATE, World, chat, jsonl};
-use draftmill::data::{PrepareError, Split, Store};
+use draftmill::{
+    check::{Machine, Samples, Stored, examine, examine_store},
+    common::exit::Exit,
+    config,
+    data::{PrepareError, PrepareOptions, Split, Store, prepare},
+};
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use std::{fs, path::Path, process::Command};
+use std::{fs, ops::ControlFlow, path::Path, process::Command};
 
 /// A prepared store of 40 rows, of which two are longer than `data.max_length`.
 struct Made(World);
@@ -208,22 +213,30 @@ fn write_golden(folder: &Path, change: impl FnOnce(&mut Value)) {
     fs::write(folder.join("config.json"), config.to_string()).unwrap();
 }
 
-/// `check` of the smoke configuration with the golden target after `change`: exit code and stderr.
-fn check(store: &Path, change: impl FnOnce(&mut Value), sets: &[&str]) -> (Option<i32>, String) {
+/// Report on the smoke configuration with the golden target after `change`: exit code and problems. As `check`, but also
+/// without libtorch.
+fn check(store: &Path, change: impl FnOnce(&mut Value), sets: &[&str]) -> (Exit, String) {
     let folder = tempfile::tempdir().unwrap();
     write_golden(folder.path(), change);
-    let run = |command: &str, sets: &[&str]| {
-        let sets = sets.iter().flat_map(|set| ["--set", set]);
-        let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
-        run.current_dir(env!("CARGO_MANIFEST_DIR")).args([command, "--config", "configs/smoke.toml"]).args(sets);
-        let output = run.output().unwrap();
-        (output.status.code(), String::from_utf8(output.stderr).unwrap())
-    };
-    let store = format!("data.store={}", store.display());
-    let (code, text) = run("prepare", &[&store]);
-    assert_eq!(code, Some(0), "{text}");
-    let target = format!("target.dir={}", folder.path().display());
-    run("check", &[&[store.as_str(), &target], sets].concat())
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/smoke.toml");
+    let input = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/smoke.jsonl");
+    let own = [
+        format!("data.store={}", store.display()),
+        format!("data.inputs={}", input.display()),
+        format!("target.dir={}", folder.path().display()),
+        format!("run.dir={}", store.with_file_name("run").display()),
+    ];
+    let sets: Vec<_> = own.into_iter().chain(sets.iter().map(|set| (*set).to_owned())).collect();
+    let loaded = config::load(Some(&file), &sets).unwrap();
+    if !store.exists() {
+        prepare(&PrepareOptions::from(&loaded.config), &mut |_| ControlFlow::Continue(())).unwrap();
+    }
+    let store = Store::open(store).unwrap();
+    let samples = Samples { lengths: store.lengths(Split::Train), validation: store.len(Split::Validation) };
+    let machine = Machine { torch: true, check_port: false, ..Machine::detect(&loaded.config) };
+    let mut report = examine(&loaded, &machine, &Stored::Ready(samples));
+    examine_store(&loaded, &store, &mut report);
+    (report.exit(), config::Problems(report.problems).to_string())
 }
 
 #[test]
@@ -231,9 +244,9 @@ fn automodel_2461_a_mask_token_in_the_data_is_counted() {
     let folder = tempfile::tempdir().unwrap();
     let store = folder.path().join("s");
     let (code, text) = check(&store, |_| (), &[]);
-    assert_eq!(code, Some(0), "{text}");
+    assert_eq!(code, Exit::Done, "{text}");
     let (code, text) = check(&store, |_| (), &["drafter.mask_token_id=22"]);
-    assert!(code == Some(3) && text.contains("drafter.mask_token_id") && text.contains("138 of 3,184"), "{text}");
+    assert!(code == Exit::Config && text.contains("drafter.mask_token_id") && text.contains("138 of 3,184"), "{text}");
 }
 
 #[test]
@@ -241,21 +254,21 @@ fn torchtitan_3395_positions_and_rows_beyond_the_model_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let store = folder.path().join("s");
     let (code, text) = check(&store, |config| config["max_position_embeddings"] = json!(63), &[]);
-    assert!(code == Some(3) && text.contains("data.max_length") && text.contains("data.store"), "{text}");
+    assert!(code == Exit::Config && text.contains("data.max_length") && text.contains("data.store"), "{text}");
     let (code, text) = check(&store, |config| config["max_position_embeddings"] = json!(64), &[]);
     assert_eq!(code, Some(0), "{text}");
     let layers = json!({"full_attention": {"rope_theta": 1e6}});
     let (code, text) = check(&store, |config| config["rope_parameters"] = layers, &[]);
-    assert!(code == Some(5) && text.contains("rope_parameters.full_attention"), "{text}");
+    assert!(code == Exit::Model && text.contains("rope_parameters.full_attention"), "{text}");
 }
 
 #[test]
-fn torchtitan_3395_prepare_refuses_a_length_beyond_the_target() {
+fn torchtitan_3395_prepare_refuses_a_sample_beyond_the_target() {
     let world = World::new();
     world.write("a.jsonl", jsonl(&[chat(1)]));
-    world.write("model/config.json", json!({"vocab_size": 300, "max_position_embeddings": 999}).to_string());
+    world.write("model/config.json", json!({"vocab_size": 300, "max_position_embeddings": 40}).to_string());
     let error = world.prepare(&["a.jsonl"]).unwrap_err();
-    assert!(matches!(error, PrepareError::BeyondPositions { positions: 999, .. }), "{error}");
+    assert!(matches!(error, PrepareError::BeyondPositions { positions: 40, .. }), "{error}");
     assert!(!world.path("data.safetensors").exists());
 }
 
@@ -266,20 +279,26 @@ fn speculators_690_prepare_replaces_only_its_own_files() {
     world.write("model/model.safetensors", "weights");
     world.write("mine.rejects.jsonl", "{\"messages\": []}\n");
     world.write("notes.txt", "precious");
-    let weights = safetensors::serialize([("a", safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![2], &[1, 2]).unwrap())], None);
+    let weights = safetensors::serialize(
+        [("a", safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![2], &[1, 2]).unwrap())],
+        None,
+    );
     world.write("weights.safetensors", weights.unwrap());
-    let names = ["rows.jsonl", "model/model.safetensors", "model/new", "mine", "notes.txt", "weights.safetensors", "model"];
+    let names =
+        ["rows.jsonl", "model/model.safetensors", "model/new", "mine", "notes.txt", "weights.safetensors", "model"];
     for name in names {
         let before = world.files();
-        let kept: Vec<_> = ["rows.jsonl", "model/model.safetensors", "mine.rejects.jsonl", "notes.txt", "weights.safetensors"]
-            .map(|name| fs::read(world.path(name)).unwrap())
-            .into();
+        let kept: Vec<_> =
+            ["rows.jsonl", "model/model.safetensors", "mine.rejects.jsonl", "notes.txt", "weights.safetensors"]
+                .map(|name| fs::read(world.path(name)).unwrap())
+                .into();
         world.options.data.store = world.path(name);
         let error = world.prepare(&["rows.jsonl"]).unwrap_err();
         assert!(matches!(error, PrepareError::Refused(_)), "{name}: {error}");
-        let after: Vec<_> = ["rows.jsonl", "model/model.safetensors", "mine.rejects.jsonl", "notes.txt", "weights.safetensors"]
-            .map(|name| fs::read(world.path(name)).unwrap())
-            .into();
+        let after: Vec<_> =
+            ["rows.jsonl", "model/model.safetensors", "mine.rejects.jsonl", "notes.txt", "weights.safetensors"]
+                .map(|name| fs::read(world.path(name)).unwrap())
+                .into();
         assert_eq!((world.files(), after), (before, kept), "{name}");
     }
     // Its own files are replaced, also a store that was cut and a list of rejects that is no longer needed.
