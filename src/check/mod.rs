@@ -74,11 +74,7 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
         Engine::Simulated => None,
     };
     report.models = models.clone();
-    let longest = match stored {
-        Stored::Ready(samples) => samples.lengths.iter().max().copied(),
-        _ => None,
-    };
-    let positions = models.as_ref().and_then(|(target, _)| beyond_positions(config, written, target, longest));
+    let positions = models.as_ref().and_then(|(target, _)| beyond_positions(config, written, target));
     if let Some(problem) = positions {
         report.fail(Exit::Config, problem);
     }
@@ -126,7 +122,10 @@ fn outputs(config: &Config, written: &Written, report: &mut Report) {
     let files = files::FILES.iter().chain(&files::DIRS).map(|name| folder.join(name));
     let touched = std::iter::once(folder.clone()).chain(files).find_map(|path| protected.path(&path).err());
     // Without a database these files are not of a run, unless their content is.
-    let own = |name: &str, ours: fn(&[u8]) -> bool| protected.file(&folder.join(name), "a file of a run", ours).err();
+    let own = |name: &str, ours: fn(&[u8]) -> bool| {
+        let path = folder.join(name);
+        path.is_file().then(|| protected.file(&path, "a file of a run", ours).err()).flatten()
+    };
     let foreign = || {
         own(files::CONFIG, |head| String::from_utf8_lossy(head).contains("[run]"))
             .or_else(|| own(files::STEPS, is_log))
@@ -199,19 +198,12 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
 }
 
 /// Problem if the target lacks a position for the longest sample that `prepare` may write (torchtitan#3395). The default of
-/// data.max_length is no problem if `longest`, the longest sample of the store, fits.
-pub fn beyond_positions(
-    config: &Config,
-    written: &Written,
-    target: &TargetConfig,
-    longest: Option<u32>,
-) -> Option<Problem> {
+/// data.max_length is no problem: samples beyond the target are refused one by one.
+pub fn beyond_positions(config: &Config, written: &Written, target: &TargetConfig) -> Option<Problem> {
     let positions = target.max_position_embeddings;
     let message = format!("the target has {positions} positions (max_position_embeddings)");
     let problem = written.problem("data.max_length", message, format!("lower it to at most {positions}"));
-    let fits = longest.is_some_and(|longest| longest as usize <= positions);
-    let is_default = problem.file == "default";
-    (config.data.max_length as usize > positions && !(is_default && fits)).then_some(problem)
+    (config.data.max_length as usize > positions && problem.file != "default").then_some(problem)
 }
 
 /// Returns the mask token's row, or adds a problem if there is no candidate.

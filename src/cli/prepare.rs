@@ -20,9 +20,8 @@ use std::ops::ControlFlow;
 /// Converts conversations to the store and prints the summary table, also after an error.
 pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
     let options = PrepareOptions::from(&loaded.config);
-    // A default that exceeds the target is no mistake of the user; the first sample beyond it is refused.
     let target = TargetConfig::load(&options.model_dir).ok();
-    let beyond = target.and_then(|target| beyond_positions(&loaded.config, &loaded.written, &target, Some(0)));
+    let beyond = target.and_then(|target| beyond_positions(&loaded.config, &loaded.written, &target));
     if let Some(problem) = beyond {
         return Err(Problems(vec![problem]).into());
     }

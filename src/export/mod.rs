@@ -94,7 +94,7 @@ pub struct ExportReport {
 /// # Errors
 /// An [`ExportError`]; `out` is unchanged then.
 pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Result<ExportReport, ExportError> {
-    Protected::default().folders(options.target.iter().map(PathBuf::as_path).chain([dir])).path(out)?;
+    Protected::default().folders(options.target.iter()).path(out)?;
     let from = Verified::open(dir)?;
     let draft = DraftConfig { dtype: options.dtype, ..from.draft.clone() };
     let target = options.target.as_deref().map(TargetConfig::load).transpose()?;

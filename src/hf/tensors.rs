@@ -53,7 +53,8 @@ impl RawTensor<'_> {
         }
     }
 
-    /// True if both tensors have the same shape and the same values, of any of the three dtypes.
+    /// True if both tensors have the same shape and the same values. If one is F32 and the other F16 or BF16, the former is
+    /// rounded first, since the other may be its copy.
     pub fn equals(&self, other: &RawTensor<'_>) -> bool {
         if self.shape != other.shape {
             return false;
@@ -63,11 +64,16 @@ impl RawTensor<'_> {
         }
         // Part by part, since a whole head as f32 may take gigabytes.
         let count: usize = self.shape.iter().product();
-        let part = |tensor: &RawTensor<'_>, from: usize| {
+        let part = |tensor: &RawTensor<'_>, as_in: RawDtype, from: usize| -> Vec<f32> {
             let (width, to) = (tensor.dtype.bitsize() / 8, (from + COMPARED).min(count));
-            RawTensor { bytes: &tensor.bytes[from * width..to * width], ..*tensor }.to_f32()
+            let values = RawTensor { bytes: &tensor.bytes[from * width..to * width], ..*tensor }.to_f32();
+            match (tensor.dtype, as_in) {
+                (RawDtype::F32, RawDtype::F16) => values.iter().map(|v| half::f16::from_f32(*v).to_f32()).collect(),
+                (RawDtype::F32, RawDtype::BF16) => values.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect(),
+                _ => values,
+            }
         };
-        (0..count).step_by(COMPARED).all(|from| part(self, from) == part(other, from))
+        (0..count).step_by(COMPARED).all(|from| part(self, other.dtype, from) == part(other, self.dtype, from))
     }
 
     /// Values of an F32, F16 or BF16 tensor as f32, without rounding.
