@@ -73,3 +73,33 @@ fn from_bytes(raw: &RawTensor<'_>, kind: Kind) -> Result<Tensor, ModelError> {
     let size: Vec<i64> = raw.shape.iter().map(|&n| n as i64).collect();
     Ok(Tensor::f_from_data_size(raw.bytes, &size, kind)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::TensorView;
+
+    /// Issue 17, C4: an infinite head was reported as a diverging loss.
+    #[test]
+    fn values_that_are_not_finite_are_found_at_load_by_tensor() {
+        let folder = tempfile::tempdir().unwrap();
+        let load = |value: f32, kind: Kind| {
+            let bytes: Vec<u8> = [1.0, value, -2.0].iter().flat_map(|v: &f32| v.to_le_bytes()).collect();
+            let view = TensorView::new(RawDtype::F32, vec![3], &bytes).unwrap();
+            let path = folder.path().join("model.safetensors");
+            std::fs::write(&path, safetensors::serialize([("lm_head.weight", view)], None).unwrap()).unwrap();
+            let files = TensorFiles::open(folder.path()).unwrap();
+            weight(&files, "lm_head.weight", &[3], kind, Device::Cpu).map(drop).map_err(|error| error.to_string())
+        };
+        for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
+            assert_eq!(load(6e4, kind), Ok(()));
+            for value in [f32::NAN, f32::INFINITY] {
+                let text = load(value, kind).unwrap_err();
+                assert!(text.contains("`lm_head.weight`") && text.contains("NaN or an infinite"), "{text}");
+            }
+        }
+        assert_eq!(load(7e4, Kind::BFloat16), Ok(()));
+        let text = load(7e4, Kind::Half).unwrap_err();
+        assert!(text.contains("`lm_head.weight`") && text.contains("target.dtype"), "{text}");
+    }
+}

@@ -108,3 +108,36 @@ async fn record(
 fn next_unsupervised(before: u64, record: &StepRecord) -> u64 {
     if record.supervised == 0 { before + record.micro_batches } else { 0 }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admin::run_info::RunInfo;
+
+    /// Ends a run of `supervised` positions per step, two micro-batches each and eight in an epoch.
+    async fn ended(supervised: &[u64]) -> (Result<(), Failure>, bool) {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunDir::new(folder.path());
+        let loaded = crate::config::load(None, &[]).unwrap();
+        let progress = Progress::new(0, watch::channel(loaded).1, watch::channel(RunInfo::default()).1);
+        let shutdown = Shutdown::default();
+        let started = StepRecorder::start(&run, RunProgress::default(), 8, progress, shutdown.clone());
+        let (recorder, records, _) = started.unwrap();
+        for (step, &supervised) in (1..).zip(supervised) {
+            let record = StepRecord { step, micro_batches: 2, supervised, ..StepRecord::default() };
+            records.send(record).await.unwrap();
+        }
+        drop(records);
+        let ended = recorder.finish().await.map(drop);
+        (ended, shutdown.stop.is_cancelled())
+    }
+
+    /// Issue 17, E1: masks of zeros ended as "finished, loss 0.000".
+    #[tokio::test]
+    async fn an_epoch_without_supervised_positions_ends_the_run() {
+        assert_eq!(ended(&[5, 0, 0, 0, 5, 0, 0, 0]).await, (Ok(()), false));
+        let (failure, stopped) = ended(&[5, 0, 0, 0, 0]).await;
+        let failure = failure.unwrap_err();
+        assert!(stopped && failure.exit == Exit::Data && failure.message.contains("8 micro-batches"), "{failure}");
+    }
+}
