@@ -12,6 +12,7 @@ pub use self::serve::ServeCommands;
 pub use crate::hf::validate::{Finding, Severity, check};
 
 use crate::{
+    common::guard::{Protected, Refusal},
     config::{Config, Device},
     hf::{
         Dtype, HfError,
@@ -44,6 +45,8 @@ pub enum ExportError {
     Occupied(PathBuf),
     #[error("{} has {found}, which is not part of an export, and --force replaces exports only; choose another folder", dir.display())]
     Foreign { dir: PathBuf, found: String },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     #[error("the export failed its validation and was discarded: {0}")]
     Unsound(Finding),
     #[error("the drafter was not made for the target of {}: {why}", target.display())]
@@ -95,6 +98,7 @@ pub struct ExportReport {
 /// # Errors
 /// An [`ExportError`]; `out` is unchanged then.
 pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Result<ExportReport, ExportError> {
+    Protected::default().folders(options.target.iter()).path(out)?;
     let from = Verified::open(dir)?;
     let draft = DraftConfig { dtype: options.dtype, ..from.draft.clone() };
     let target = options.target.as_deref().map(TargetConfig::load).transpose()?;
@@ -149,10 +153,12 @@ pub fn export_run(checkpoint: &Path, out: &Path, config: &Config) -> Result<Expo
 /// # Errors
 /// An [`ExportError`]; `out` is unchanged then.
 pub fn import_folder(dir: &Path, target: Option<&Path>, out: &Path, force: bool) -> Result<ExportReport, ExportError> {
+    Protected::default().folders(target.into_iter().chain([dir])).path(out)?;
     let model = target.map(TargetConfig::load).transpose()?;
     let folder = DraftFolder::open(dir, model.as_ref().map(|model| model.num_hidden_layers))?;
     if let Some((target, model)) = target.zip(model.as_ref()) {
         check_target(&folder.config, target, model)?;
+        folder.check_shared(target, model)?;
     }
     let tensors = draft_tensors(&folder.files, &folder.config)?;
     let written = write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))?;

@@ -5,8 +5,10 @@ pub mod draft;
 mod fields;
 pub mod fingerprint;
 pub mod layout;
+pub mod stop_tokens;
 pub mod tensors;
 pub mod validate;
+mod weights;
 
 pub use draftmill_actors::messages::engine::FeatureDtype as Dtype;
 
@@ -27,8 +29,15 @@ pub enum HfError {
     BadValue { file: String, key: String, value: String, expected: String },
     #[error("{file} has `{key}` = {value}, which is not supported ({supported}); choose another model")]
     Unsupported { file: String, key: String, value: String, supported: String },
+    #[error("{file} is not a usable tokenizer ({reason}); download or write it again")]
+    Tokenizer { file: String, reason: String },
     #[error("{file} is not a complete safetensors file ({reason}); download or write it again")]
     Safetensors { file: String, reason: String },
+    #[error(
+        "{folder} has both model.safetensors and model.safetensors.index.json, and engines differ in the one that they load; \
+         remove one of them"
+    )]
+    TwoModels { folder: String },
     #[error("{file} has no tensor `{name}`; the folder is incomplete or of another architecture")]
     MissingTensor { file: String, name: String },
     #[error(
@@ -37,6 +46,12 @@ pub enum HfError {
     UnknownTensor { file: String, name: String },
     #[error("{file} has tensor `{name}` with shape {found:?}, but its config.json requires {expected:?}")]
     BadShape { file: String, name: String, found: Vec<usize>, expected: Vec<usize> },
+    #[error("{file} has a tensor `{name}` whose values differ from those that are used ({instead}); {remedy}")]
+    OtherValues { file: String, name: String, instead: String, remedy: String },
+    #[error("{file} has a NaN or an infinite value in tensor `{name}`; download or write the file again")]
+    NotFinite { file: String, name: String },
+    #[error("{file} has values in tensor `{name}` that are infinite as {dtype}; load it as bf16 or f32 (target.dtype)")]
+    OutOfRange { file: String, name: String, dtype: String },
     #[error("{file} has tensor `{name}` as {found}; only F32, F16 and BF16 weights can be loaded")]
     BadDtype { file: String, name: String, found: String },
 }

@@ -198,6 +198,10 @@ impl Gguf {
         unsupported(&self.path, what, found, known)
     }
 
+    pub(super) fn refused(&self, why: impl ToString) -> ImportError {
+        ImportError::Unusable { path: self.path.clone(), why: why.to_string() }
+    }
+
     fn list(&self, key: &str) -> Result<&Array, ImportError> {
         match self.metadata.get(key) {
             Some(Value::Array(v)) => Ok(v),

@@ -250,6 +250,12 @@ mod torch {
 
         let errors = refused(&scene, &["--max-new-tokens", "31"], 4);
         assert!(errors.contains("another max-new-tokens (30 then, 31 now)"), "{errors}");
+        // Automodel#2307: other prompts of the same name and size.
+        let prompts = fs::read_to_string(scene.path("prompts.jsonl")).unwrap();
+        scene.write("prompts.jsonl", &prompts.replacen("t1", "t2", 1));
+        let errors = refused(&scene, &options, 4);
+        assert!(errors.contains("another prompts") && errors.contains("sha256"), "{errors}");
+        scene.write("prompts.jsonl", &prompts);
         let report = answered(&scene, &options);
         assert_eq!(report["conversations_before"], json!(before));
         for key in

@@ -39,7 +39,11 @@ const SRC: &[(&str, &str, &[&str])] = &[
         "the target's own answers to prompts",
         &["common", "config", "data", "eval", "hf", "inference", "model"],
     ),
-    ("check", "validation and forecast of a run, without running it", &["common", "config", "eval", "hf"]),
+    (
+        "check",
+        "validation and forecast of a run, without running it",
+        &["common", "config", "data", "eval", "hf", "run_dir"],
+    ),
     (
         "engines",
         "engines behind the actors' traits: libtorch on blocking threads, and simulated ones with real checkpoints",

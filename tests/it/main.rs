@@ -4,8 +4,10 @@
 
 mod admin;
 mod attacks;
-mod generate;
 mod bench;
+#[cfg(feature = "torch")]
+#[path = "../../benches/conformance/block.rs"]
+mod block;
 mod cli;
 mod config;
 mod dashboards;
@@ -16,9 +18,6 @@ mod deploy;
 #[cfg(feature = "torch")]
 mod diverged;
 mod ending;
-#[cfg(feature = "torch")]
-#[path = "../../benches/conformance/block.rs"]
-mod block;
 mod eval;
 #[cfg(feature = "torch")]
 mod evaluation;
@@ -27,6 +26,7 @@ mod export;
 mod failpoints;
 mod faults;
 mod fetch;
+mod generate;
 #[cfg(feature = "torch")]
 mod golden;
 mod identity;
@@ -35,6 +35,7 @@ mod imports;
 mod ledger;
 #[cfg(feature = "torch")]
 mod openmp;
+mod origin;
 mod recovery;
 mod reload;
 mod scrape;

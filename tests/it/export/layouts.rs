@@ -75,6 +75,19 @@ fn the_way_through_either_layout_is_the_same_bits() {
     assert_eq!(json["speculators_config"]["verifier"]["architectures"], json!(["Qwen3ForCausalLM"]));
 }
 
+/// The imported drafter takes both tables from its target, so another head in the file is not ignored (vllm#51665).
+#[test]
+fn vllm_51665_an_own_head_that_is_not_the_targets_is_refused() {
+    let (_, speculators) = both();
+    speculators.rewrite("pt", |tensors| {
+        let head = tensors.iter_mut().find(|tensor| tensor.0 == "lm_head.weight").unwrap();
+        head.2[0] ^= 1;
+    });
+    let (out, target) = (speculators.root.path().join("imported"), speculators.root.path().join("target"));
+    let error = import_folder(&speculators.dir, Some(&target), &out, true).unwrap_err().to_string();
+    assert!(error.contains("lm_head.weight") && !out.exists(), "{error}");
+}
+
 /// speculators 0.9.0 writes no embedding, no head, only values that differ from a default, and not the target's depth.
 #[test]
 fn a_file_as_speculators_writes_it_is_read() {
