@@ -43,7 +43,11 @@ pub struct Costs {
 pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
     let saving = CheckpointWriter {
         folder: folder.to_owned(),
-        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings {
+            keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() },
+            config: String::new(),
+        })
+        .1,
         seed: 1,
         draft: placeholder_draft(),
     };

@@ -24,8 +24,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let copy = || weights.deep_copy(shape.device, Kind::Float).failed("copy weights");
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
     let new = || AdamW::new(copy()?, hyper).failed("make an optimizer");
-    let mut sides =
-        [(new()?, Sampled::begin(shape.device)?), (new()?.unfused(), Sampled::begin(shape.device)?)];
+    let mut sides = [(new()?, Sampled::begin(shape.device)?), (new()?.unfused(), Sampled::begin(shape.device)?)];
     for _ in 0..=shape.steps {
         for (adamw, sampled) in &mut sides {
             // The gradient's values do not matter, and each update consumes one gradient.

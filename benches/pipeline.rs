@@ -77,7 +77,8 @@ pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> 
     let (report, seconds) = runtime.block_on(async {
         let reading = tokio::spawn(async move { while recorded.recv().await.is_some() {} });
         let born = Instant::now();
-        let report = tokio::spawn(pipeline::run(settings, parts, Shutdown::default())).await.failed("run the pipeline")?;
+        let report =
+            tokio::spawn(pipeline::run(settings, parts, Shutdown::default())).await.failed("run the pipeline")?;
         let seconds = born.elapsed().as_secs_f64();
         reading.await.failed("read the step records")?;
         Ok::<_, String>((report.failed("run the pipeline")?, seconds))

@@ -17,7 +17,7 @@ use draftmill::{
     hf::draft::DraftConfig,
     model::{
         adamw::{AdamW, Hyper},
-        batch::{TopKLabels, Packed, TargetLabels},
+        batch::{Packed, TargetLabels, TopKLabels},
         drafter::{AttentionBackend, DraftOptions, Drafter, Shared, anchors::Anchors},
         loss::{head_loss::Tile, weighting::Weighting},
         params::init_params,

@@ -201,7 +201,9 @@ mod tests {
     /// Issue 17, E16.
     #[test]
     fn e16_a_label_keeps_its_backslashes() {
-        for (value, text) in [("a\\\"b", r#"a\\\"b"#), ("a\\b\\\\", r"a\\b\\\\"), ("a\"", r#"a\""#), ("a\\\n", r"a\\\n")] {
+        for (value, text) in
+            [("a\\\"b", r#"a\\\"b"#), ("a\\b\\\\", r"a\\b\\\\"), ("a\"", r#"a\""#), ("a\\\n", r"a\\\n")]
+        {
             let recorder = PrometheusBuilder::new().add_global_label("run", label(value)).build_recorder();
             metrics::with_local_recorder(&recorder, || metrics::gauge!("g").set(1.0));
             let rendered = recorder.handle().render();

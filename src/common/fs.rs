@@ -105,7 +105,9 @@ pub fn open_input(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     match file.metadata()?.file_type() {
         kind if kind.is_file() => Ok(file),
-        kind if kind.is_dir() => Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder")),
+        kind if kind.is_dir() => {
+            Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder and not a regular file"))
+        }
         _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
     }
 }

@@ -1,7 +1,7 @@
 //! Checkpoint folder and settings of an optimizer, and the background writing of checkpoints.
 
 use crate::{
-    config::{RetentionPolicy, Loaded, annotated},
+    config::{Loaded, RetentionPolicy, annotated},
     hf::draft::DraftConfig,
     run_dir::checkpoint::{self, CheckpointError, NamedTensor, State},
 };

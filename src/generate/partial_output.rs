@@ -231,8 +231,8 @@ fn difference(before: &Value, now: &Value) -> Option<(String, String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
     use serde_json::json;
+    use std::fs;
 
     fn line(row: u64, turn: u64, last: bool) -> AnswerLine {
         AnswerLine {

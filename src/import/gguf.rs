@@ -33,7 +33,9 @@ impl Gguf {
     pub(super) fn open(path: &Path) -> Result<Self, ImportError> {
         let failed = |source| ImportError::Read { path: path.into(), source };
         let mut file = open_input(path).map_err(|error| match error.kind() {
-            io::ErrorKind::InvalidInput => ImportError::NotGguf { path: path.into(), found: error.to_string() },
+            io::ErrorKind::InvalidInput | io::ErrorKind::IsADirectory => {
+                ImportError::NotGguf { path: path.into(), found: error.to_string() }
+            }
             _ => failed(error),
         })?;
         let mut head = Vec::with_capacity(8);

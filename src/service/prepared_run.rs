@@ -83,7 +83,9 @@ impl PreparedRun {
         if !done || !path.exists() {
             return Ok(None);
         }
-        let text = crate::common::fs::read_input_text(&path, 64 << 20).map_err(|e| format!("{} cannot be read: {e}", path.display())).failed(Exit::Run)?;
+        let text = crate::common::fs::read_input_text(&path, 64 << 20)
+            .map_err(|e| format!("{} cannot be read: {e}", path.display()))
+            .failed(Exit::Run)?;
         // A damaged summary, or one of fewer epochs, is written again by a new shutdown.
         let is_current = |s: &Summary| {
             s.finished && s.steps == self.start_step() && s.export_dir.as_ref().is_none_or(|dir| dir.exists())

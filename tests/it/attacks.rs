@@ -337,7 +337,11 @@ fn e16_worker_threads_of_zero_are_refused() {
     let run = Run::new(SLOW);
     let refused = run.draftmill("train", &[]).env("TOKIO_WORKER_THREADS", "0").output().unwrap();
     assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
-    assert!(text(&refused).contains("TOKIO_WORKER_THREADS") && !text(&refused).contains("panicked"), "{}", text(&refused));
+    assert!(
+        text(&refused).contains("TOKIO_WORKER_THREADS") && !text(&refused).contains("panicked"),
+        "{}",
+        text(&refused)
+    );
 }
 
 #[test]

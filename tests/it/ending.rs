@@ -77,7 +77,12 @@ fn sigterm_ends_with_0_and_the_pool_is_reopened_or_trained_as_set() {
         let (status, said) = running.ends();
         assert_eq!(status.code(), Some(0), "{said:#?}");
         let all = said.join("\n");
-        assert!(all.contains("shutting down with a checkpoint") && all.contains("SIGTERM") && all.contains("resumes the run"), "{all}");
+        assert!(
+            all.contains("shutting down with a checkpoint")
+                && all.contains("SIGTERM")
+                && all.contains("resumes the run"),
+            "{all}"
+        );
         let event = said.iter().find(|line| line.contains("shutting down")).unwrap();
         let event: Value = serde_json::from_str(event).unwrap();
         assert_eq!((event["signal"].as_str(), event["pool"].as_str()), (Some("SIGTERM"), Some(pool)), "{event}");
@@ -254,7 +259,9 @@ fn a_storm_of_warnings_is_counted_and_nothing_is_lost() {
     let (status, said) = Running::start(&run, &[], &[]).ends();
     assert_eq!(status.code(), Some(0), "{said:#?}");
     let events: Vec<Value> = said.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let shown = |event: &&Value| event["module"] == "draftmill_actors::target::actor" && event["message"] == "extraction failed";
+    let shown = |event: &&Value| {
+        event["module"] == "draftmill_actors::target::actor" && event["message"] == "extraction failed"
+    };
     let failed = events.iter().filter(shown).count() as u64;
     let counted = |event: &&Value| event["last"].as_str().is_some_and(|last| last.starts_with("extraction failed"));
     let held: u64 = events.iter().filter(counted).filter_map(|event| event["lines"].as_u64()).sum();

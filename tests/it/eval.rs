@@ -91,8 +91,8 @@ fn a_row_that_is_no_prompt_is_named_by_its_line() {
 
 #[cfg(feature = "torch")]
 mod torch {
-    use crate::block::dump_block;
     use super::*;
+    use crate::block::dump_block;
 
     #[test]
     fn json_and_plot_hold_every_figure() {

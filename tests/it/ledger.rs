@@ -63,9 +63,12 @@ fn runs_and_ledger_tell_what_became_of_a_run() {
         .unwrap();
     let job = format!("{}/{}", undone.0, undone.1);
     let told = text(&run.plain(&["ledger", dir, "--job", &job]));
-    for part in
-        [&format!("job {job}: bucket"), "; reopened 2", "by start 2, which resumed from step ", "contained in checkpoint"]
-    {
+    for part in [
+        &format!("job {job}: bucket"),
+        "; reopened 2",
+        "by start 2, which resumed from step ",
+        "contained in checkpoint",
+    ] {
         assert!(told.contains(part), "{part}: {told}");
     }
     let history = answer(&run.plain(&["ledger", dir, "--job", &job, "--json"]));

@@ -50,7 +50,9 @@ fn the_json_has_every_figure_that_it_promises() {
     for path in ["/efficiency", "/efficiency_with_ends", "/padding_share", "/targets/4/busy", "/drafters/2/busy"] {
         assert!((0.0..1.01).contains(&number(path)) && number(path) > 0.0, "{path}: {out}");
     }
-    for path in ["/targets/0/waits/job", "/targets/0/waits/pool_full", "/drafters/0/waits/batch", "/drafters/0/waits/step"] {
+    for path in
+        ["/targets/0/waits/job", "/targets/0/waits/pool_full", "/drafters/0/waits/batch", "/drafters/0/waits/step"]
+    {
         assert!((0.0..1.0).contains(&number(path)), "{path}: {out}");
     }
     assert_eq!((json["targets"].as_array().unwrap().len(), json["drafters"].as_array().unwrap().len()), (5, 3));
@@ -276,8 +278,7 @@ fn without_a_configuration_it_says_something_sensible() {
     let (code, text, errors) = draftmill(&["--jobs", "200"]);
     assert_eq!((code, errors.as_str()), (0, ""));
     assert!(text.starts_with("1 target and 1 drafter: "), "{text}");
-    for part in
-        ["bound", "efficiency", "pool", "mix", "who waits for whom", "target 0", "drafter 0", "limit this node"]
+    for part in ["bound", "efficiency", "pool", "mix", "who waits for whom", "target 0", "drafter 0", "limit this node"]
     {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }

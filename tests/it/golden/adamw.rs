@@ -80,7 +80,11 @@ fn saving(folder: &Path) -> CheckpointWriter {
     let draft = Case::load().config();
     CheckpointWriter {
         folder: folder.to_owned(),
-        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 2, ..RetentionPolicy::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings {
+            keep: RetentionPolicy { last: 2, ..RetentionPolicy::default() },
+            config: String::new(),
+        })
+        .1,
         seed: 1,
         run: String::new(),
         draft,

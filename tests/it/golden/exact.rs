@@ -5,7 +5,7 @@ use super::files::{close_to_largest, largest};
 use super::ladder::any_way;
 use super::random::scene;
 use draftmill::model::adamw::{AdamW, Hyper};
-use draftmill::model::batch::{TopKLabels, Packed, TargetLabels};
+use draftmill::model::batch::{Packed, TargetLabels, TopKLabels};
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::drafter::reference::Dense;
 use draftmill::model::drafter::{AttentionBackend, Drafter};
@@ -142,7 +142,8 @@ fn finite_differences_hold_with_a_teacher() {
     let scene = scene(3);
     let mut drafter = scene.drafter_in(Kind::Double);
     let (tokens, vocab) = (scene.ids.len() as i32, drafter.config().vocab_size as i32);
-    let own = TargetLabels::TopK(TopKLabels { k: 1, ids: scene.ids.clone(), probabilities: vec![1.0; scene.ids.len()] });
+    let own =
+        TargetLabels::TopK(TopKLabels { k: 1, ids: scene.ids.clone(), probabilities: vec![1.0; scene.ids.len()] });
     let several = TargetLabels::TopK(TopKLabels {
         k: 3,
         ids: (0..3 * tokens).map(|i| i * 7 % vocab).collect(),

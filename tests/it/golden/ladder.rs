@@ -311,7 +311,9 @@ fn bf16_compute_keeps_fp32_weights_and_gradients() {
     let scene = scene(34);
     let (want, exact) = scene.drafter().loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
     let exact = exact.unwrap();
-    for (group_slots, attention) in [(256, AttentionBackend::Plain), (256, AttentionBackend::Kernel), (1, AttentionBackend::Kernel)] {
+    for (group_slots, attention) in
+        [(256, AttentionBackend::Plain), (256, AttentionBackend::Kernel), (1, AttentionBackend::Kernel)]
+    {
         let drafter = scene.drafter_with(|options| {
             (options.kind, options.group_slots, options.attention) = (Kind::BFloat16, group_slots, attention);
         });

@@ -194,7 +194,11 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
     let saving = CheckpointWriter {
         folder: folder.path().to_path_buf(),
-        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings {
+            keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() },
+            config: String::new(),
+        })
+        .1,
         seed: 17,
         run: String::new(),
         draft: config.clone(),
