@@ -1,6 +1,9 @@
 //! Chat templates of real models, compared with renderings by Jinja2, and their supervised ranges.
 
-use draftmill::data::chat::{ChatError, ChatTemplate, Conversation, Rendered, Role, Turn, loss_mask};
+use draftmill::data::{
+    Change,
+    chat::{ChatError, ChatTemplate, Conversation, Rendered, Role, Turn, loss_mask},
+};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 use std::{fs, path::PathBuf};
@@ -65,6 +68,10 @@ fn renderings_and_spans_are_those_of_jinja2() {
                 other => other.unwrap_or_else(|e| panic!("{name}: {e}")),
             };
             assert_eq!(rendered.text, case["text"].as_str().unwrap(), "{name}");
+            // The template splits raw completions itself, so only a turn that was split before has a certain span.
+            if case["uncertain"] == true && rendered.notes.changes.contains(&Change::RawThinking) {
+                continue;
+            }
             let spans: Vec<_> = rendered.supervised.iter().map(|span| [span.start, span.end]).collect();
             assert_eq!(json!(supervised(&rendered)), case["supervised"], "{name}");
             assert_eq!(json!(spans), case["spans"], "{name}");
