@@ -176,13 +176,11 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
         Ok(drafter) => {
             let init = config.drafter.init_from.as_deref().filter(|_| mask.is_some());
-            if let Some(Err(error)) = init
-                .map(|init| {
-                    let folder = DraftFolder::open(init, Some(target.num_hidden_layers)).ok()?;
-                    Some(folder.check_shared(&config.target.dir, &target))
-                })
-                .flatten()
-            {
+            let shared = init.and_then(|init| {
+                let folder = DraftFolder::open(init, Some(target.num_hidden_layers)).ok()?;
+                Some(folder.check_shared(&config.target.dir, &target))
+            });
+            if let Some(Err(error)) = shared {
                 report.fail(Exit::Model, written.problem("drafter.init_from", error.to_string(), ""));
             }
             let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));

@@ -136,7 +136,7 @@ pub fn mask_token(vocabulary: &Vocabulary, rows: u32, taken: &[u32], template: &
     if let Some((id, text)) = special().find(|(id, text)| reserved(text) && free(*id, text)) {
         return found(id, format!("the reserved token {text}"));
     }
-    let (id, text) = special().filter(|(id, text)| free(*id, text)).last()?;
+    let (id, text) = special().rfind(|(id, text)| free(*id, text))?;
     found(id, format!("the last special token that the chat template does not use, {text}"))
 }
 

@@ -175,7 +175,7 @@ impl Store {
         let (ids, masks, cut) =
             (&self.map[self.ids.clone()], &self.map[self.loss_mask.clone()], self.offset(self.train));
         let parts = [&ids[..cut * 4], &ids[cut * 4..], &masks[..cut], &masks[cut..]];
-        let hash = || parts.par_iter().map(|bytes| Sha256::new_with_prefix(bytes)).collect::<Vec<_>>();
+        let hash = || parts.par_iter().map(Sha256::new_with_prefix).collect::<Vec<_>>();
         let (hashes, contents) = rayon::join(hash, || Contents::of(self.all_ids(), masks, cut));
         let hashes = Hashes(hashes.try_into().unwrap_or_default());
         let lengths = [Split::Train, Split::Validation].map(|split| self.lengths(split));

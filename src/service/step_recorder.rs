@@ -92,12 +92,12 @@ async fn record(
             result = Err(Stopped::Unsupervised(unsupervised));
             shutdown.stop.cancel();
         }
-        if !matches!(result, Err(Stopped::Log(_))) {
-            if let Err(error) = log.push(record) {
-                tracing::error!(%error, path = %log.path().display(), "step log not written; stopping the run");
-                result = Err(Stopped::Log(error));
-                shutdown.stop.cancel();
-            }
+        if !matches!(result, Err(Stopped::Log(_)))
+            && let Err(error) = log.push(record)
+        {
+            tracing::error!(%error, path = %log.path().display(), "step log not written; stopping the run");
+            result = Err(Stopped::Log(error));
+            shutdown.stop.cancel();
         }
     }
     progress.finish();

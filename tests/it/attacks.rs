@@ -10,8 +10,9 @@ use std::{
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
+use tokio::time::Instant;
 
 fn killed_at(steps: usize, more: &[&str]) -> Run {
     let run = Run::new(&[SLOW, &["checkpoint.keep_last=100"], more].concat());
