@@ -3,8 +3,9 @@
 use crate::train::{Guarded, Run, SLOW};
 use std::{
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
+use tokio::time::Instant;
 
 /// Settings that libgomp reports in a process of `draftmill` with these variables.
 fn settings(arguments: &[&str], variables: &[(&str, &str)]) -> String {
