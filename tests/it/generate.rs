@@ -208,7 +208,10 @@ mod torch {
         assert_eq!(report["questions_left_out"], json!({"no_question": 1, "too_long": 2}));
         scene.write("prompts.jsonl", &rows[..3].join("\n"));
         let errors = refused(&scene, &["--max-prompt-tokens", "20", "--force"], 4);
-        assert!(errors.contains("none of 3 rows") && errors.contains("the assistant speaks first"), "{errors}");
+        assert!(
+            errors.contains("no usable prompt in 3 rows") && errors.contains("the assistant speaks first"),
+            "{errors}"
+        );
         assert!(!scene.path("out.jsonl.part").exists(), "nothing is left");
     }
 
@@ -249,7 +252,7 @@ mod torch {
         assert!((2..40).contains(&before), "{before} conversations");
 
         let errors = refused(&scene, &["--max-new-tokens", "31"], 4);
-        assert!(errors.contains("another max-new-tokens (30 then, 31 now)"), "{errors}");
+        assert!(errors.contains("another max-new-tokens (30 before, 31 now)"), "{errors}");
         // Automodel#2307: other prompts of the same name and size.
         let prompts = fs::read_to_string(scene.path("prompts.jsonl")).unwrap();
         scene.write("prompts.jsonl", &prompts.replacen("t1", "t2", 1));
