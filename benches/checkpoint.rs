@@ -49,6 +49,7 @@ pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
         })
         .1,
         seed: 1,
+        run: String::new(),
         draft: placeholder_draft(),
     };
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
