@@ -191,7 +191,7 @@ fn second(often: bool) -> &'static str {
 }
 
 fn of_a_checkpoint(point: &str) -> bool {
-    let other = ["run.toml", "summary.json", "steps.jsonl", "evals.jsonl", "run folder", "damaged"];
+    let other = ["run.toml", "summary.json", "steps.jsonl", "evals.jsonl", "run folder", "damaged", "later"];
     !point.starts_with("commit") && !other.iter().any(|part| point.contains(part))
 }
 
