@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance templates build clean tools prometheus
+.PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance test-serve templates build clean tools prometheus
 
 TARGET := runs/smollm2-135m
 STORE := runs/demo-data.safetensors
@@ -23,17 +23,17 @@ DEVICES := --set target.devices=cuda:0 --set drafter.devices=cuda:0
 DEVICE := cuda:0
 endif
 
-# Recipes that build begin with this: the same LIBTORCH every time, or cargo would build torch-sys anew.
+# Recipes that build begin with this: the same LIBTORCH every time, or cargo would build torch-sys again.
 TORCH = LIBTORCH="$$($(FETCH) libtorch $(CUDA_SET))"; export LIBTORCH;
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
-demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: go on, or tell that it is done
+demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: resume, or report that it is done
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train --config configs/demo.toml $(DEVICES) --set "eval.prompt_file=$$prompts"
 
-demo-long: $(LONG_STORE) ## a drafter that learns from the answers of its target, in an hour; measured on MT-Bench
+demo-long: $(LONG_STORE) ## train on the target's own answers for an hour; evaluated on MT-Bench
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; \
 	$(MILL) train --config configs/demo-long.toml $(DEVICES) --set "eval.prompt_file=$$prompts"; \
 	python3 scripts/curve.py runs/demo-long runs/demo-long/curve.svg; \
@@ -47,7 +47,7 @@ test: tools ## run every test, first without libtorch, then with it
 	cargo test --workspace --locked --no-default-features --features failpoints --test it failpoints; \
 	cargo test --workspace --locked
 
-test-ui: tools ## look at the status page in a headless Chromium, which it installs where it may
+test-ui: tools ## test the status page in a headless Chromium, which it installs if it may
 	@cargo build --locked --no-default-features; \
 	python3 -B tests/ui/page.py
 
@@ -63,26 +63,29 @@ lint: tools ## check the format, and clippy with warnings as errors
 	cargo clippy --workspace --all-targets --locked --no-default-features -- -D warnings; \
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-bench: tools ## measure dispatch, ledger and checkpoints, the pipeline beside one in Python; about 6 minutes
+bench: tools ## measure dispatch, ledger and checkpoints, and the pipeline against one in Python; about 6 minutes
 	@$(TORCH) cargo bench --locked --bench dispatch
 
-bench-peers: tools ## measure the training step beside SpecForge, speculators and transformers (fetches some 5 GB); about an hour
+bench-peers: tools ## measure the training step against SpecForge, speculators and transformers (fetches 5 GB); about an hour
 	@$(TORCH) python3 benches/peers/compare.py
 
-bench-gpu: tools ## measure parity, memory and speed of a GPU (CUDA=1), or look on the CPU whether all of it runs
+bench-gpu: tools ## measure parity, memory and speed of a GPU (CUDA=1), or check on the CPU that all of it runs
 	@$(TORCH) cargo bench --locked --bench dispatch --no-run; DEVICE=$(DEVICE) benches/gpu.sh
 
-conformance: tools ## hold an export against the packages dflash and speculators; installs 5 GB into the cache
+conformance: tools ## compare an export with the packages dflash and speculators; installs 5 GB into the cache
 	@$(TORCH) $(MILL) --version >/dev/null; python3 benches/conformance/conform.py --mill "$(MILL)" $(CONFORM)
 
 templates: tools ## make the table of expected renderings of public chat templates again; installs transformers into the cache
 	@folder="$$($(FETCH) templates)"; \
 	python3 -B tests/data/templates/public.py "$$(dirname "$$folder")/templates-venv" "$$folder"
 
+test-serve: demo ## serve the demo's export with vLLM on the CPU and compare acceptance; installs 3 GB into the cache
+	@$(TORCH) python3 benches/conformance/serve.py --mill "$(MILL)" --prompts "$$($(FETCH) mtbench)" $(SERVE)
+
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked
 
-clean: ## remove what was built, and the demos' runs; the cache of fetched packages stays
+clean: ## remove build outputs and the demos' runs; the cache of fetched packages stays
 	@cargo clean
 	@rm -rf runs/demo runs/demo-long $(TARGET) $(STORE) $(LONG_STORE) $(ANSWERS) $(ANSWERS).part*
 

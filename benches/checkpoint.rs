@@ -1,4 +1,4 @@
-//! What a checkpoint of a drafter of one gigabyte costs the steps: the real optimizer on the CPU, written to a real disk.
+//! Cost of a checkpoint for the steps: the real optimizer on the CPU, 1 GiB of weights, written to a real disk.
 
 use crate::machine::{Failed, Outcome, median};
 use draftmill::{
@@ -22,29 +22,34 @@ use tokio::{runtime::Runtime, sync::watch, time::Instant};
 /// 16 tensors of 64 MiB: 1 GiB of weights, and twice that of moments.
 const TENSORS: i64 = 16;
 const ROWS: i64 = 1 << 12;
-/// Slots of the micro-batch of a step: 32 blocks of 16, far fewer than the recipe's 512 blocks.
+/// Slots of one micro-batch: 32 blocks of 16, far fewer than the recipe's 512 blocks.
 const SLOTS: i64 = 512;
 const CHECKPOINTS: u64 = 3;
 
-/// Seconds; medians.
+/// Median times in seconds.
 pub struct Costs {
-    /// Forward and backward of one micro-batch through as many weights, the update, and the copy of the weights for one drafter.
+    /// Forward and backward of one micro-batch, the update, and the copy of the weights for one drafter.
     pub step: f64,
-    /// The update and that copy alone.
+    /// Update and copy of the weights alone.
     pub update: f64,
-    /// The copy of weights and moments: training stands still.
+    /// Copy of weights and moments, during which training is blocked.
     pub stall: f64,
-    /// A step while a checkpoint is being written.
+    /// Step while a checkpoint is being written.
     pub step_beside: f64,
-    /// From the copy to a checkpoint that is complete.
+    /// Time from the copy to the complete checkpoint.
     pub written: f64,
 }
 
 pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
     let saving = CheckpointWriter {
         folder: folder.to_owned(),
-        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings {
+            keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() },
+            config: String::new(),
+        })
+        .1,
         seed: 1,
+        run: String::new(),
         draft: placeholder_draft(),
     };
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
@@ -86,7 +91,7 @@ fn gigabyte() -> ParamSet {
     ParamSet::new((0..TENSORS).map(tensor).collect())
 }
 
-/// Seconds of one step, and of its update alone.
+/// Returns the seconds of one step, and of its update alone.
 async fn step(optimizer: &mut TorchOptimizer, weights: &mut ParamSet) -> Outcome<(f64, f64)> {
     let born = Instant::now();
     let gradient = gradient(weights).failed("compute a gradient")?;
@@ -97,7 +102,7 @@ async fn step(optimizer: &mut TorchOptimizer, weights: &mut ParamSet) -> Outcome
     Ok((born.elapsed().as_secs_f64(), computed.elapsed().as_secs_f64()))
 }
 
-/// Forward and backward of one micro-batch through every weight.
+/// Runs forward and backward of one micro-batch through every weight.
 fn gradient(weights: &ParamSet) -> Result<Gradient, tch::TchError> {
     let _grad = GradGuard::enable();
     let leaves: Vec<Tensor> = weights.tensors().iter().map(|weight| weight.detach().set_requires_grad(true)).collect();

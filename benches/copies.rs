@@ -1,7 +1,7 @@
-//! Hidden states between the host and a GPU: by plain copies, and through pinned buffers as a run sends them.
+//! Copies of hidden states between host and GPU: plain copies, and pinned buffers as in a run.
 //!
-//! `cargo bench --bench dispatch -- --copies --device cuda:0 --mb 512 --steps 10` prints one line of JSON: GB/s of both, each way, taken
-//! in turns. A CPU has no such way, and the figures are null.
+//! `cargo bench --bench dispatch -- --copies --device cuda:0 --mb 512 --steps 10` prints one line of JSON: GB/s of both
+//! methods in each direction, measured in turns. On a CPU the values are null.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -11,7 +11,7 @@ use draftmill::engines::transfer::self_tested;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-/// Measures and prints.
+/// Measures and prints the line.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let mut given = Options::read(arguments)?;
     let (device, megabytes, steps) = (given.device()?, given.number("mb", 512)?, given.number("steps", 10)?);

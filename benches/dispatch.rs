@@ -1,5 +1,5 @@
-//! `make bench`: efficiency in the simulator, overhead of the real pipeline beside a plain Python one, latency of a draw, and
-//! what it costs that nothing is lost.
+//! `make bench`: efficiency in the simulator, overhead of the pipeline compared with Python, latency of a draw, and the
+//! cost of durability.
 
 #[cfg(feature = "torch")]
 mod checkpoint;
@@ -48,12 +48,12 @@ use table::{
 };
 use tokio::runtime::{Builder, Runtime};
 
-/// Runs of each pipeline, alternating; the median counts.
+/// Alternating runs of each pipeline; the result is the median.
 const REPETITIONS: usize = 5;
 const DRAWS: usize = 60_000;
 const PACED_DRAWS: usize = 2_000;
 
-/// About 110 000 jobs; the pool is that of the defaults.
+/// Scenario of about 110 000 jobs, with the default pool.
 const SETUP: Setup = Setup {
     samples: 450_000,
     targets: 5,
@@ -112,7 +112,7 @@ fn scale_child(jobs: u32) -> Outcome<()> {
     Ok(())
 }
 
-/// For a profiler.
+/// Runs one pipeline for a profiler.
 fn profile() -> Outcome<()> {
     install_metrics()?;
     let measured = pipeline::run::<false>(&two_workers()?, &SETUP, &folder("profile")?)?;
@@ -124,7 +124,7 @@ fn bench() -> Outcome<()> {
     let machine = machine::describe();
     let mut table = Table::default();
     let mut details = serde_json::Map::new();
-    // Measured first, while the machine has nothing else to do; the recorder is that of a real run.
+    // Measured first, while the machine is idle, with the recorder of a real run.
     install_metrics()?;
     let runtime = two_workers()?;
     pipelines(&runtime, &mut table, &mut details)?;
@@ -153,7 +153,7 @@ fn pipelines(runtime: &Runtime, table: &mut Table, details: &mut serde_json::Map
     details.insert("python_jobs_per_second".into(), json!(theirs.0));
     details.insert("pipeline_with_calls_jobs_per_second".into(), json!(ours.1));
     details.insert("python_with_calls_jobs_per_second".into(), json!(theirs.1));
-    // Of a pair, as both ran on the same machine at about the same time.
+    // Ratio of a pair: both ran on the same machine at about the same time.
     let ratio = |(a, b): (&[f64], &[f64])| median(a.iter().zip(b).map(|(a, b)| a / b).collect());
     let ratios = (ratio((&ours.0, &theirs.0)), ratio((&ours.1, &theirs.1)));
     let of = "median of 5";
@@ -171,7 +171,7 @@ fn pipelines(runtime: &Runtime, table: &mut Table, details: &mut serde_json::Map
     Ok(())
 }
 
-/// Jobs per second of `pipeline.py`.
+/// Returns the jobs per second of `pipeline.py`.
 fn python(leave_interpreter: bool) -> Outcome<f64> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/pipeline.py");
     let folder = folder("python")?;
@@ -241,7 +241,7 @@ fn simulations(table: &mut Table, details: &mut serde_json::Map<String, Value>) 
 fn scales(table: &mut Table, details: &mut serde_json::Map<String, Value>) -> Outcome<()> {
     let mut runs = Vec::new();
     for jobs in sim::SIZES {
-        // Wall time is noisy where it is short; memory is not.
+        // Short wall times are noisy; memory is not.
         let mut tries = (0..3).map(|_| sim::scale_in_child(jobs)).collect::<Outcome<Vec<_>>>()?;
         tries.sort_by(|a, b| a.wall_seconds.total_cmp(&b.wall_seconds));
         runs.push(tries[1]);
@@ -257,7 +257,7 @@ fn scales(table: &mut Table, details: &mut serde_json::Map<String, Value>) -> Ou
         table.row(&format!("sim_scale_cpu_us_per_job_{name}"), cpu(run), Reported, "of the same run".into());
         table.row(&format!("sim_scale_bytes_per_job_{name}"), memory(run), Reported, "peak above the start".into());
     }
-    // Against the cheaper of the two small runs: start-up weighs on the smallest.
+    // Compared with the cheaper of the two small runs, as start-up dominates the smallest.
     let growth = |cost: fn(sim::Scale) -> f64| cost(large) / cost(small).min(cost(middle));
     let note = || "2e5 jobs to the cheaper of 1e3 and 1e4; flat is 1".to_owned();
     table.row("sim_scale_wall_growth", growth(wall), Below(1.5), note());
@@ -266,7 +266,7 @@ fn scales(table: &mut Table, details: &mut serde_json::Map<String, Value>) -> Ou
     Ok(())
 }
 
-/// What ledger and checkpoints cost.
+/// Measures the cost of ledger and checkpoints.
 fn losses(table: &mut Table) -> Outcome<()> {
     let jobs = f64::from(ledger::JOBS_PER_STEP);
     let (mean, middle) = ledger::record(&folder("record")?)?;
@@ -289,7 +289,7 @@ fn losses(table: &mut Table) -> Outcome<()> {
         let update = format!("to an update alone, {:.1} s", costs.update);
         table.row("checkpoint_stall_updates", costs.stall / costs.update, Reported, update);
         table.row("checkpoint_stall_seconds", costs.stall, Reported, "drafter of 1 GiB, moments 2 GiB".into());
-        let beside = format!("a step beside the writing to a step alone; written after {:.1} s", costs.written);
+        let beside = format!("a step during the write to a step alone; written after {:.1} s", costs.written);
         table.row("checkpoint_step_beside", costs.step_beside / costs.step, Reported, beside);
     }
     Ok(())
@@ -299,7 +299,7 @@ fn two_workers() -> Outcome<Runtime> {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().failed("start the runtime")
 }
 
-/// The recorder of a real run: what it costs is part of the overhead.
+/// Installs the recorder of a real run: its cost is part of the overhead.
 fn install_metrics() -> Outcome<()> {
     let histograms: Vec<_> =
         metrics::TABLE.iter().filter(|spec| !spec.buckets.is_empty()).map(|spec| (spec.name, spec.buckets)).collect();
@@ -310,7 +310,7 @@ fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("target")
 }
 
-/// An empty place for a ledger.
+/// Creates an empty folder for a ledger.
 fn folder(name: &str) -> Outcome<PathBuf> {
     let folder = target().join("bench").join(name);
     match fs::remove_dir_all(&folder) {

@@ -1,4 +1,4 @@
-//! How long a draw takes on the real pool: from the moment at which it could be answered to its answer.
+//! Latency of a draw on the real pool: from the first moment at which a reply is possible to the reply.
 
 use crate::machine::{Failed, Outcome};
 use draftmill_actors::{
@@ -23,28 +23,28 @@ use tokio::{
 
 const BUCKETS: u16 = 8;
 const BYTES: u64 = 1 << 20;
-/// Batches that wait while draws are measured.
+/// Ready batches while draws are measured.
 const MIN_READY: usize = 32;
 
-/// Nanoseconds of each draw, sorted.
+/// Sorted latencies of the draws, in nanoseconds.
 pub struct Latencies {
-    /// A batch is ready, a draw is sent.
+    /// Draws that are sent while a batch is ready.
     pub asked: Vec<u64>,
-    /// A draw waits, the batch that it waits for is moved in.
+    /// Draws that wait until their batch is moved in.
     pub filled: Vec<u64>,
 }
 
-/// The value that 99 % of the sorted values do not exceed, in microseconds.
+/// Returns the 99th percentile of the sorted values, in microseconds.
 pub fn p99_us(sorted: &[u64]) -> f64 {
     let at = (sorted.len() * 99).div_ceil(100).saturating_sub(1);
     sorted.get(at).map_or(f64::NAN, |&ns| ns as f64 / 1000.0)
 }
 
-/// Draws `samples` times in each way. With a `pause` between the draws the workers have gone to sleep each time.
+/// Draws `samples` times in each way. With a `pause` between the draws the workers are asleep each time.
 pub fn run(runtime: &Runtime, samples: usize, pause: Option<Duration>) -> Outcome<Latencies> {
     runtime.block_on(async {
         let (mut asked, mut filled) = (Vec::new(), Vec::new());
-        // On a worker, as actors are, and not on this thread.
+        // Runs on a worker, as actors do, and not on this thread.
         for (waiting, into) in [(false, &mut asked), (true, &mut filled)] {
             *into = tokio::spawn(measure(samples, pause, waiting)).await.failed("measure draws")??;
             into.sort_unstable();
@@ -69,7 +69,7 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
     let shutdown = Shutdown::default();
     let pool = tokio::spawn(pool::run(watch::channel(settings).1, inbox, seen, shutdown.clone()));
     let mut filler = Filler { pool: handle.clone(), rng: ChaCha8Rng::seed_from_u64(1), index: 0 };
-    // One batch less than a draw needs, or enough.
+    // Either one batch less than a draw needs, or enough.
     for _ in 0..MIN_READY - usize::from(waiting) {
         filler.fill().await?;
     }
@@ -89,7 +89,7 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
         let sent = Instant::now();
         let draw = handle.draw().await.failed("draw")?;
         if waiting {
-            // The filler asks the pool for room first, so that the pool has the draw when the batch comes.
+            // The filler requests a byte permit first, so that the pool has the draw when the batch arrives.
             wanted.send(()).await.failed("fill the pool")?;
         }
         let loan = draw.await.failed("draw")?.ok_or("the pool gave nothing")?;
@@ -98,7 +98,7 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
         if !waiting {
             wanted.send(()).await.failed("fill the pool")?;
         }
-        // The next draw finds this batch: the pool takes in what comes before it answers.
+        // The next draw finds this batch: the pool handles earlier messages first.
         let moved_in = moves.recv().await.ok_or("the pool is filled no more")?;
         let ready = if waiting { moved_in } else { sent };
         times.push(answered.saturating_duration_since(ready).as_nanos() as u64);
@@ -106,12 +106,12 @@ async fn measure(samples: usize, pause: Option<Duration>, waiting: bool) -> Outc
     drop(wanted);
     filling.await.failed("fill the pool")??;
     shutdown.abort.cancel();
-    // It ends as aborted.
+    // The pool ends as aborted.
     let _ = pool.await.failed("end the pool")?;
     Ok(times)
 }
 
-/// Stands in for a target.
+/// Stand-in for a target.
 struct Filler {
     pool: pool::Handle<()>,
     rng: ChaCha8Rng,
@@ -119,7 +119,7 @@ struct Filler {
 }
 
 impl Filler {
-    /// Moves a batch of a random bucket in, and tells when.
+    /// Moves a batch of a random bucket into the pool and returns the time.
     async fn fill(&mut self) -> Outcome<Instant> {
         let room = self.pool.reserve(BYTES).await.failed("reserve room")?.failed("reserve room")?;
         let id = JobId { epoch: 0, index: self.index };

@@ -1,7 +1,7 @@
-//! The forward of a target, alone: what `benches/peers` measures beside transformers.
+//! Forward of a target alone, which `benches/peers` compares with transformers.
 //!
-//! `cargo bench --bench dispatch -- --extract --model DIR --buckets 4 --lengths 256,230,198` prints one line of JSON, like `--step`, and
-//! takes its `--device` and `--dtype`. Without `--model` the weights are random, of `--widths`.
+//! `cargo bench --bench dispatch -- --extract --model DIR --buckets 4 --lengths 256,230,198` prints one line of JSON. It
+//! accepts `--device` and `--dtype` as `--step` does. Without `--model` the weights are random, with shapes of `--widths`.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -21,7 +21,7 @@ use draftmill_actors::planner::buckets::optimal_bounds;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
-/// Measures and prints.
+/// Measures and prints the line.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     tch::set_num_threads(THREADS);
     let mut given = Options::read(arguments)?;
@@ -54,7 +54,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
                 let width = ids.len() / lengths.len();
                 let rows = Rows::new(ids, lengths, width).failed("make a batch")?;
                 let hidden = target.taps(&rows, &taps, kind).failed("extract")?;
-                // Where features wait.
+                // Copied, as features wait on the host.
                 drop(hidden.f_to_device(Device::Cpu).failed("copy features")?);
             }
             Ok(())
@@ -66,7 +66,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     Ok(())
 }
 
-/// Random matrices that keep the size of what they multiply, and norms of 1.
+/// Returns random matrices that preserve the scale of their input, and norms of 1.
 pub fn random_weight(kind: Kind, device: Device) -> impl Fn(&str, &[usize]) -> Result<Tensor, ModelError> {
     move |_, shape| match *shape {
         [rows, inner] => {
@@ -80,7 +80,7 @@ pub fn random_weight(kind: Kind, device: Device) -> impl Fn(&str, &[usize]) -> R
     }
 }
 
-/// The rows by bucket, each batch as wide as its bucket.
+/// Returns one batch for each bucket, padded to the width of the bucket.
 fn batches(lengths: &[u32], buckets: usize, vocab: usize) -> Vec<(Vec<i32>, Vec<u32>)> {
     let mut below = 0;
     let bounds = optimal_bounds(lengths, buckets);

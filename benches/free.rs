@@ -1,6 +1,6 @@
-//! Engines that cost nothing: what is left of a run is the pipeline.
+//! Engines that cost nothing, so that a run measures the pipeline alone.
 //!
-//! `HOP` says where their nothing happens: in place, or on a blocking thread, one hop per unit of work, as with libtorch.
+//! `HOP` selects whether they return in place, or on a blocking thread as with libtorch: one hop per unit of work.
 
 use draftmill_actors::messages::{
     engine::{
@@ -12,10 +12,10 @@ use draftmill_actors::messages::{
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
 
-/// Bytes of the features of one token, as they are counted; nothing is allocated.
+/// Counted bytes of the features of one token; nothing is allocated.
 pub const BYTES_PER_TOKEN: u64 = 2;
 
-/// Features that say their bytes and hold none.
+/// Features that report a size and hold no data.
 #[derive(Clone, Copy, Debug)]
 pub struct FreeFeatures {
     tokens: u64,
@@ -39,7 +39,7 @@ impl Features for FreeFeatures {
     }
 }
 
-/// A target whose forward returns at once.
+/// Target whose forward returns at once.
 pub struct FreeTarget<const HOP: bool>;
 
 impl<const HOP: bool> TargetEngine for FreeTarget<HOP> {
@@ -63,7 +63,7 @@ impl<const HOP: bool> TargetEngine for FreeTarget<HOP> {
     }
 }
 
-/// A drafter whose gradient is the number of tokens that it saw.
+/// Drafter whose gradient is its number of tokens.
 #[derive(Default)]
 pub struct FreeDrafter<const HOP: bool> {
     gradient: Option<u64>,
@@ -104,7 +104,7 @@ impl<const HOP: bool> DraftEngine for FreeDrafter<HOP> {
     }
 }
 
-/// An optimizer whose one weight is the number of tokens that were trained.
+/// Optimizer whose only weight is the number of trained tokens.
 #[derive(Default)]
 pub struct FreeOptimizer {
     trained: u64,
@@ -132,7 +132,7 @@ async fn hop(work: impl FnOnce() -> u64 + Send + 'static) -> Result<u64, EngineE
     spawn_blocking(work).await.map_err(|error| EngineError::Lost(error.to_string()))
 }
 
-/// Pads by the plan alone: lengths, no ids.
+/// Padding from the lengths of the plan, without ids.
 pub struct FreeSource<const HOP: bool> {
     pub lengths: Arc<[u32]>,
 }

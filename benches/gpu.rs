@@ -1,7 +1,7 @@
-//! Parity, memory and speed of one device, each measured in a process of its own: what `benches/gpu.sh` runs.
+//! Parity, memory and speed of one device, each measured in a separate process. `benches/gpu.sh` runs it.
 //!
-//! `cargo bench --bench dispatch -- --gpu --device cuda:0` prints a table in Markdown and writes `gpu.json`. What fails is told at the
-//! end, and the rest is measured all the same.
+//! `cargo bench --bench dispatch -- --gpu --device cuda:0` prints a table in Markdown and writes `gpu.json`. A failure is
+//! reported at the end and does not stop the other measurements.
 
 use crate::{
     machine::{Failed, Outcome, describe},
@@ -14,7 +14,7 @@ use crate::{
 use serde_json::{Map, Value, json};
 use std::{fs, path::Path, process::Command};
 
-/// What is measured.
+/// Shapes of the measurements.
 struct Size {
     widths: &'static str,
     dtype: &'static str,
@@ -23,11 +23,11 @@ struct Size {
     layers: usize,
     anchors: [usize; 4],
     steps: usize,
-    /// Rows that are extracted, each of `length` tokens.
+    /// Extracted rows of `length` tokens each.
     extracted: usize,
 }
 
-/// `tiny` for a look at whether all of it runs; `smollm2` as the table of `make bench-peers`; `qwen3-8b` for a large GPU.
+/// Shapes by name: `tiny` as a smoke test, `smollm2` as in the table of `make bench-peers`, `qwen3-8b` for a large GPU.
 fn size(name: &str) -> Outcome<Size> {
     let smollm2 = Size {
         widths: "smollm2",
@@ -57,7 +57,7 @@ fn size(name: &str) -> Outcome<Size> {
     })
 }
 
-/// Measures, prints and writes.
+/// Measures, prints the table and writes `gpu.json`.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let mut given = Options::read(arguments)?;
     let (device, out, date) = (given.word("device", "cpu"), given.word("out", "target/gpu"), given.word("date", ""));
@@ -97,7 +97,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
 struct Report<'a> {
     device: &'a str,
     table: Table,
-    /// Of each process, what it printed.
+    /// Output of each process.
     details: Map<String, Value>,
     failures: Vec<String>,
 }
@@ -118,7 +118,7 @@ impl Report<'_> {
         }
     }
 
-    /// Memory and time at each number of anchors, and the products alone at the largest.
+    /// Measures memory and time at each number of anchors, and the products alone at the largest.
     fn steps(&mut self, size: &Size) {
         let mut last = (f64::NAN, f64::NAN);
         for anchors in size.anchors {
@@ -160,7 +160,7 @@ impl Report<'_> {
         self.table.row("extraction_peak_mb", peak, Reported, "above the weights".into());
     }
 
-    /// What hidden states go through. A CPU has no such way.
+    /// Measures copies between host and GPU; none on a CPU.
     fn copies(&mut self) {
         if self.device == "cpu" {
             return;
@@ -173,7 +173,7 @@ impl Report<'_> {
         }
     }
 
-    /// What a process of this program printed; null where it failed.
+    /// Runs a process of this program and returns its output, or null if it failed.
     fn measure(&mut self, name: &str, mode: &str, options: &[(&str, String)]) -> Value {
         match child(mode, self.device, options) {
             Ok(line) => {
@@ -223,7 +223,7 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or(f64::NAN)
 }
 
-/// The name of the device, as its driver or the kernel tells it.
+/// Returns the name of the device from its driver or the kernel.
 fn hardware(device: &str) -> String {
     let Some(index) = device.strip_prefix("cuda") else {
         return describe()["cpu"].as_str().unwrap_or("unknown").to_owned();

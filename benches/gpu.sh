@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Parity, memory and speed of one device, by a bench program that is built already: builds nothing, fetches nothing.
-# Prints one table in Markdown and writes gpu.json. benches/README.md says how to make the program and carry it.
+# Parity, memory and speed of one device, from a bench program that is already built: builds nothing, fetches nothing.
+# Prints one table in Markdown and writes gpu.json. benches/README.md describes how to build and copy the program.
 #
 #   benches/gpu.sh [PROGRAM]                 on cuda:0, in target/gpu
-#   DEVICE=cpu benches/gpu.sh                a small look at whether all of it runs
+#   DEVICE=cpu benches/gpu.sh                a smoke test of all parts
 #   SIZE=qwen3-8b OUT=results benches/gpu.sh
 set -euo pipefail
 

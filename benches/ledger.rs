@@ -1,4 +1,4 @@
-//! What it costs that nothing is lost: the ledger's share of a step, and opening a run that has a million jobs.
+//! Cost of durability: the ledger's fraction of a step, and opening a run that has a million jobs.
 
 use crate::machine::{Failed, Outcome, median};
 use draftmill::run_dir::db::{NewRun, StateDb};
@@ -12,14 +12,14 @@ use draftmill_actors::{
 use std::path::Path;
 use tokio::time::Instant;
 
-/// Jobs of a step: those of the node of `configs/sim-8gpu.toml`, 3 drafters that accumulate 4.
+/// Jobs of a step on the node of `configs/sim-8gpu.toml`: 3 drafters that accumulate 4.
 pub const JOBS_PER_STEP: u32 = 12;
 const STEPS: u32 = 2_000;
 const EPOCHS: u32 = 10;
 const JOBS_PER_EPOCH: u32 = 100_000;
 
 fn plan(jobs: u32, epoch: u32) -> Outcome<Plan> {
-    // Eight samples fill a job; both buckets get as many.
+    // Eight samples fill a job, and both buckets get the same number.
     let lengths: Vec<u32> = (0..jobs * 8).map(|i| 10 + i % 2).collect();
     let settings = PlanSettings { seed: 1, job_tokens: 88, order: JobOrder::Spread, bounds: vec![10, 11] };
     plan_epoch(&lengths, &settings, epoch).failed("plan an epoch")
@@ -29,7 +29,7 @@ fn trained(jobs: impl Iterator<Item = u32>, epoch: u32, step: u64) -> Vec<(JobId
     jobs.map(|index| (JobId { epoch, index }, types::Outcome::Trained { step })).collect()
 }
 
-/// Seconds that recording one step takes: its outcomes, in one transaction. The mean and the median of many.
+/// Measures the transaction that records the outcomes of one step. Returns mean and median in seconds.
 pub fn record(folder: &Path) -> Outcome<(f64, f64)> {
     let mut state = StateDb::open_or_create(folder).failed("open the ledger")?;
     state.begin_run(&NewRun { epochs: 1, micro_batches: JOBS_PER_STEP.into(), ..NewRun::default() }).failed("begin")?;
@@ -44,7 +44,7 @@ pub fn record(folder: &Path) -> Outcome<(f64, f64)> {
     Ok((seconds.iter().sum::<f64>() / f64::from(STEPS), median(seconds)))
 }
 
-/// A run folder with a million jobs, nearly all of them trained. Returns the step of its last checkpoint.
+/// Writes a run folder with a million jobs, nearly all of them trained. Returns the step of its last checkpoint.
 pub fn million(folder: &Path) -> Outcome<u64> {
     let mut state = StateDb::open_or_create(folder).failed("open the ledger")?;
     state.begin_run(&NewRun { epochs: EPOCHS, ..NewRun::default() }).failed("begin")?;
@@ -58,13 +58,13 @@ pub fn million(folder: &Path) -> Outcome<u64> {
             state.record(&trained(jobs, epoch, step)).failed("record a step")?;
         }
     }
-    // As a kill finds it: the last thousand steps are in no checkpoint.
+    // State after a kill: the last thousand steps are in no checkpoint.
     let saved = step - 1_000;
     state.checkpoint(saved, &format!("step-{saved}")).failed("record a checkpoint")?;
     Ok(saved)
 }
 
-/// Seconds from nothing to a run that may go on from `step`: opened, its jobs reopened and counted. And how many were reopened.
+/// Opens the run to resume from `step`, and reopens and counts its jobs. Returns the seconds and the reopened jobs.
 pub fn open(folder: &Path, step: u64) -> Outcome<(f64, usize)> {
     let born = Instant::now();
     let mut state = StateDb::open_or_create(folder).failed("open the ledger")?;

@@ -1,9 +1,9 @@
-//! What a measurement needs to know of its machine and process, and the error style of the bench.
+//! Properties of the machine and the process that measure, and the error style of the bench.
 
 use serde_json::{Value, json};
 use std::{fmt::Display, fs};
 
-/// The bench stops at the first thing that goes wrong, with a sentence.
+/// Result with a sentence as its error. The bench stops at the first failure.
 pub type Outcome<T> = Result<T, String>;
 
 /// `result.failed("open the ledger")?`
@@ -17,7 +17,7 @@ impl<T, E: Display> Failed<T> for Result<T, E> {
     }
 }
 
-/// Cores that this process may use, and the CPU's name from /proc/cpuinfo.
+/// Describes the machine: available cores, name of the CPU, and load.
 pub fn describe() -> Value {
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -30,25 +30,25 @@ pub fn describe() -> Value {
     })
 }
 
-/// Most memory that this process ever had resident, in bytes; `None` where /proc does not tell.
+/// Returns the peak resident memory of this process in bytes, or `None` without /proc.
 pub fn peak_rss() -> Option<u64> {
     status("VmHWM:")
 }
 
-/// A figure of /proc/self/status, in bytes.
+/// Returns a value of /proc/self/status in bytes.
 pub fn status(name: &str) -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// Seconds that this thread has run on a core; `None` where /proc does not tell. Unlike wall time it does not count what others took.
+/// Returns the CPU time of this thread in seconds, or `None` without /proc. It excludes the time of other processes.
 pub fn cpu_seconds() -> Option<f64> {
     let stat = fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     stat.split(' ').next()?.parse::<f64>().ok().map(|ns| ns / 1e9)
 }
 
-/// The middle of several measurements; of an even number, the lower one of the two.
+/// Returns the median, or the lower of the two middle values of an even number.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(f64::NAN)

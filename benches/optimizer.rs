@@ -1,7 +1,7 @@
-//! The optimizer's update alone, in the fused kernel and in plain operations.
+//! Update of the optimizer alone, in the fused kernel and in plain operations.
 //!
-//! `cargo bench --bench dispatch -- --optimizer --layers 2 --steps 20` prints one line of JSON: the medians of both, taken in turn,
-//! and the median of their ratios. The shape is that of `--step`; two threads.
+//! `cargo bench --bench dispatch -- --optimizer --layers 2 --steps 20` prints one line of JSON: the medians of both,
+//! measured in turns, and the median of their ratios. Shapes are those of `--step`, with two threads.
 
 use crate::{
     machine::{Failed, Outcome, median},
@@ -15,7 +15,7 @@ use draftmill::model::{
 use serde_json::{Value, json};
 use tch::Kind;
 
-/// Measures and prints.
+/// Measures and prints the line.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let shape = &shape(arguments)?;
     tch::set_num_threads(THREADS);
@@ -24,11 +24,10 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let copy = || weights.deep_copy(shape.device, Kind::Float).failed("copy weights");
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
     let new = || AdamW::new(copy()?, hyper).failed("make an optimizer");
-    let mut sides =
-        [(new()?, Sampled::begin(shape.device)?), (new()?.unfused(), Sampled::begin(shape.device)?)];
+    let mut sides = [(new()?, Sampled::begin(shape.device)?), (new()?.unfused(), Sampled::begin(shape.device)?)];
     for _ in 0..=shape.steps {
         for (adamw, sampled) in &mut sides {
-            // Any values serve as a gradient, and each update uses one up.
+            // The gradient's values do not matter, and each update consumes one gradient.
             let gradient = copy()?;
             sampled.step(|| adamw.step(gradient, 3.0, 1e-4, 1.0).failed("take a step").map(drop))?;
         }
@@ -37,7 +36,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let (fused, plain) = (fused.json()?, plain.json()?);
     let times =
         |side: &Value| side["all"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect::<Vec<_>>();
-    // Turn by turn, since what else the machine does at a moment slows both.
+    // Alternating, so that other load on the machine slows both.
     let ratio = median(times(&plain).iter().zip(times(&fused)).map(|(plain, fused)| plain / fused).collect());
     println!("{}", json!({ "parameters": parameters, "plain_over_fused": ratio, "fused": fused, "plain": plain }));
     Ok(())

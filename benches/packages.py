@@ -1,4 +1,4 @@
-"""Packages of others to measure or compare with: installed once, by name and version, into a virtual environment in the cache."""
+"""Packages of other projects to compare with: installed once, by name and version, into a virtual environment in the cache."""
 import subprocess
 import sys
 import venv
@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from fetch import cache_dir  # noqa: E402
 
 def environment(name, folder):
-    """Path of a Python that has what `folder` lists: requirements.txt, and packages.txt without what those ask for."""
+    """Returns a Python with the packages of `folder`: requirements.txt, and packages.txt without dependencies."""
     home = cache_dir() / name
     python, whole = home / "bin" / "python", home / ".whole"
     wanted = (folder / "requirements.txt").read_text() + (folder / "packages.txt").read_text()

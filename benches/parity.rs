@@ -1,7 +1,8 @@
-//! What a device computes, held to the oracle in f64 and to the CPU: the drafter's pass, the target's forward on each kernel of
-//! attention, the optimizer, and how an end of memory is told.
+//! Results of a device, compared with the reference implementation in f64 and with the CPU: the drafter's forward and
+//! backward, the target's forward on each attention kernel, the optimizer, and the report of an out-of-memory error.
 //!
-//! `cargo bench --bench dispatch -- --parity --device cuda:0` prints one line of JSON: each figure with its limit. The shapes are tiny.
+//! `cargo bench --bench dispatch -- --parity --device cuda:0` prints one line of JSON: each result with its limit. The
+//! shapes are tiny.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -32,12 +33,12 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 
 const CPU: Device = Device::Cpu;
-/// Of a tensor's largest value.
+/// Limit relative to a tensor's largest value.
 pub const F32: f64 = 1e-4;
-/// bf16 keeps 8 bits; a few layers add their roundings up.
+/// Limit for bf16, which keeps 8 bits; the roundings of a few layers add up.
 const BF16: f64 = 0.1;
 
-/// Measures and prints.
+/// Measures and prints the line.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let device = device_alone(arguments)?;
     let widths = widths("tiny")?;
@@ -52,12 +53,12 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     Ok(())
 }
 
-/// What was found, and what it had to be.
+/// Results with their limits.
 #[derive(Default)]
 pub struct Figures(Vec<Value>);
 
 impl Figures {
-    /// One that cannot be had is told as such, and the others are still looked at.
+    /// Adds a result. An unavailable one is reported as such, and the others are still measured.
     pub fn add(&mut self, name: &str, limit: Limit, note: &str, compute: impl FnOnce() -> Outcome<f64>) {
         let (value, note) = match compute() {
             Ok(value) => (value, note.to_owned()),
@@ -76,7 +77,7 @@ impl Figures {
     }
 }
 
-/// A drafter with a sliding layer, ragged rows and holes in the loss mask.
+/// Drafter with a sliding layer, ragged rows and holes in the loss mask.
 struct Scene {
     config: DraftConfig,
     micro: Micro,
@@ -95,7 +96,7 @@ impl Scene {
         let mut rng = ChaCha8Rng::seed_from_u64(SEED);
         let anchors = Anchors::sample(batch.loss_mask, batch.lengths, 8, &mut rng).failed("draw anchors")?;
         let table = || random([config.vocab_size as i64, config.hidden_size as i64], CPU);
-        // Large enough that every way through the layers shows.
+        // Large enough that every path through the layers contributes.
         let scaled = |(name, x): (String, Tensor)| (name, if x.dim() == 2 { x * 6.0 } else { x });
         let weights = init_params(&config, SEED).failed("draw weights")?.into_pairs().into_iter().map(scaled);
         let weights = ParamSet::new(weights.collect());
@@ -112,7 +113,7 @@ impl Scene {
         Ok(drafter)
     }
 
-    /// By the pass that trains.
+    /// Computes loss and gradients by the fused forward and backward.
     fn trained(&self, device: Device, kind: Kind, recompute: bool) -> Outcome<(MicroReport, Gradient)> {
         let compute = || {
             let batch = self.micro.batch();
@@ -188,7 +189,7 @@ fn target(device: Device, widths: &Widths, figures: &mut Figures) -> Outcome<()>
         for (kernel, switches) in kernels {
             draftmill_torch_ext::set_attention(switches).failed("choose a kernel of attention")?;
             let found = hidden(device, kind);
-            // libtorch has not every kernel for every device and number type.
+            // libtorch lacks some kernels for some devices and dtypes.
             let may_lack = found.is_err() && ["_flash", "_efficient"].contains(&kernel);
             let limit = if may_lack { Limit::None } else { Below(limit) };
             let note = "hidden states, to f64 on the CPU, of the largest of each tap";
@@ -246,11 +247,11 @@ fn memory(device: Device, figures: &mut Figures) {
     }
 }
 
-/// The largest gap of any tensor, each by its largest entry.
+/// Returns the largest difference of any tensor, relative to its largest entry.
 pub fn worst<'a>(got: impl Iterator<Item = (&'a str, &'a Tensor)>, want: &ParamSet) -> Outcome<f64> {
     let gaps = got.map(|(name, got)| want.need(name).map(|want| gap(got, want)));
     let gaps: Vec<f64> = gaps.collect::<Result<_, _>>().failed("compare")?;
-    // A fold with `max` would leave out what is no number.
+    // A fold with `max` would ignore NaN.
     Ok(gaps.into_iter().fold(0.0, |worst, gap| if gap <= worst { worst } else { gap }))
 }
 
@@ -260,7 +261,7 @@ pub fn gap(got: &Tensor, want: &Tensor) -> f64 {
     ((&got - &want).abs().max() / want.abs().max()).double_value(&[])
 }
 
-/// One less the smallest cosine between two tensors of a name.
+/// Returns one minus the smallest cosine between two tensors of the same name.
 fn angle(got: &ParamSet, want: &ParamSet) -> Outcome<f64> {
     let mut worst = 0.0;
     for (name, got) in got.iter() {

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
 """Draftmill's protocol as a plain Python program: threads, one lock with condition variables, and a list.
 
-`make bench` runs it beside the real pipeline, with engines that cost nothing in both. What it keeps of the protocol:
+`make bench` compares it with the real pipeline; engines cost nothing in both. It keeps this part of the protocol:
 
 1. The planner draws sample lengths, groups the shuffled samples in length buckets, cuts jobs of one bucket each under a
    token budget, spreads the jobs of each bucket evenly over the epoch, and writes the plan to SQLite before the first
-   job leaves. All jobs stand in one list.
-2. Each target thread pulls the next job, reserves its bytes under `max_bytes` and one place under `max_batches`, runs the
-   forward (here: nothing), and moves the batch into the pool. Nobody extracts what has no room.
+   job leaves. All jobs are in one list.
+2. Each target thread pulls the next job, reserves its bytes under `max_bytes` and one batch under `max_batches`, runs the
+   forward (here: nothing), and moves the batch into the pool. No target extracts without a reservation.
 3. Each drafter thread takes one of the step's `accumulation x drafters` tickets, draws a batch, trains it (here: adds its
-   tokens to its gradient), and gives the room back. No draw is answered while fewer than `min_ready` batches wait, unless
-   nothing more can come. A draw picks the bucket whose share of what was drawn lags its share of the plan most, and a
-   random batch of it.
+   tokens to its gradient), and releases the reservation. No draw is answered while fewer than `min_ready` batches wait,
+   unless the plan has ended. A draw picks the bucket whose fraction of the drawn batches is furthest below its fraction
+   of the plan, and a random batch of it.
 4. When every ticket of a step is used, the gradients are added up, every drafter gets the new weights, and the outcomes
    of the step go to SQLite as one transaction (write-ahead log, synced as Draftmill syncs).
 5. At the end each job of the plan was trained exactly once, or the program fails.
 
-How it is written for speed within that design: a thread that has finished one piece of work takes the next one under the
-same acquisition of the lock; a condition is notified only when somebody waits for it and can go on, and only as many as
-can; nothing polls; the disk is written by a thread of its own, outside the lock, in prepared batches.
+It is written for speed within that design. A thread that has finished one unit of work takes the next one under the
+same acquisition of the lock. A condition is notified only if a waiting thread can continue, and only as many threads as
+can continue. Nothing polls. A separate thread writes to the disk, outside the lock, in prepared batches.
 
-It prints one JSON object. Needs nothing but the standard library.
+It prints one JSON object and needs only the standard library.
 """
 
 import argparse
@@ -47,19 +47,19 @@ Job = collections.namedtuple("Job", "index bucket samples tokens width")
 
 
 def sample_lengths(count, longest, rng):
-    """Log-normal lengths between 1 and `longest`: median an eighth of it, sigma 0.9."""
+    """Returns log-normal lengths between 1 and `longest`: the median is an eighth of it, sigma is 0.9."""
     draw, mu = rng.lognormvariate, math.log(longest / 8)
     return [min(max(int(draw(mu, 0.9)), 1), longest) for _ in range(count)]
 
 
 def quantile_bounds(lengths, buckets):
-    """The longest sample of each bucket: buckets of equally many samples."""
+    """Returns the longest sample of each bucket; all buckets have equally many samples."""
     ordered = sorted(lengths)
     return sorted({ordered[(i + 1) * len(ordered) // buckets - 1] for i in range(buckets)})
 
 
 def plan_epoch(lengths, bounds, job_tokens, rng):
-    """The epoch's jobs in the order in which they leave."""
+    """Returns the epoch's jobs in the order in which they leave."""
     order = list(range(len(lengths)))
     rng.shuffle(order)
     finished = [[] for _ in bounds]  # of each bucket: (samples, tokens, width)
@@ -96,7 +96,7 @@ PRAGMA foreign_keys = ON;
 
 
 class Ledger:
-    """The plan and the outcomes on disk. Used by one thread at a time."""
+    """Plan and outcomes on disk. Used by one thread at a time."""
 
     def __init__(self, path, jobs):
         self.db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
@@ -111,7 +111,7 @@ class Ledger:
         self._write("INSERT INTO outcomes VALUES (?, ?)", [(index, step) for index in indices])
 
     def trained(self):
-        """How many jobs have an outcome; the primary key admits one each."""
+        """Returns the number of jobs with an outcome; the primary key admits one each."""
         return self.db.execute("SELECT count(*) FROM outcomes").fetchone()[0]
 
     def _write(self, statement, rows):
@@ -226,7 +226,7 @@ class Mill:
             lock.release()
 
     def lagging(self):
-        """The bucket that has a batch and lags its share of the plan most."""
+        """Returns the bucket with a batch that is furthest below its fraction of the plan."""
         best, most = -1, None
         draws, plan = self.draws + 1, sum(self.share)
         for bucket, batches in enumerate(self.pool):
@@ -260,7 +260,7 @@ def train(features):
 
 
 def leave_interpreter():
-    """Makes each unit of work a call into C that gives the interpreter's lock up, as every call into an engine does."""
+    """Makes each unit of work a call into C that releases the interpreter's lock, like every call into an engine."""
     global extract, train
     nothing = ctypes.CDLL(None).getppid
 

@@ -1,4 +1,4 @@
-//! The real pipeline on two worker threads with engines that cost nothing and the real ledger: jobs per second.
+//! Jobs per second of the pipeline on two worker threads, with engines that cost nothing and the real ledger.
 
 use crate::{
     free::{BYTES_PER_TOKEN, FreeDrafter, FreeOptimizer, FreeSource, FreeTarget},
@@ -23,10 +23,10 @@ use rand_chacha::ChaCha8Rng;
 use std::{path::Path, sync::Arc, time::Duration};
 use tokio::{runtime::Runtime, sync::mpsc, time::Instant};
 
-/// What a run of either pipeline is; `pipeline.py` gets the same numbers.
+/// Scenario of a run; `pipeline.py` gets the same numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Samples; every job holds one to a few, so that there are about `samples / 4` jobs.
+    /// Number of samples. A job holds one to a few, so there are about `samples / 4` jobs.
     pub samples: usize,
     pub targets: usize,
     pub drafters: usize,
@@ -37,7 +37,7 @@ pub struct Setup {
     pub min_ready: usize,
 }
 
-/// What a run did.
+/// Result of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Measured {
     pub jobs: u64,
@@ -50,7 +50,7 @@ impl Measured {
     }
 }
 
-/// Lengths between 1 and `longest`, log-normally distributed: median an eighth of `longest`, sigma 0.9.
+/// Returns log-normal lengths between 1 and `longest`: the median is an eighth of `longest`, sigma is 0.9.
 pub fn lengths(samples: usize, longest: u32) -> Arc<[u32]> {
     let mut rng = ChaCha8Rng::from_seed(stream_seed(1, "bench lengths", &[]));
     let median = f64::from(longest) / 8.0;
@@ -58,8 +58,7 @@ pub fn lengths(samples: usize, longest: u32) -> Arc<[u32]> {
 }
 
 /// Runs one epoch, from lengths in memory to the last outcome on disk: planning, the plan on disk, every job, the last
-/// checkpoint. `folder` is where `state.db` lies; it must be empty. `HOP`: whether padding and engines
-/// work on blocking threads.
+/// checkpoint. `folder` gets `state.db` and must be empty. With `HOP`, padding and engines run on blocking threads.
 pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> Outcome<Measured> {
     let lengths = lengths(setup.samples, setup.job_tokens);
     let bounds = optimal_bounds(&lengths, setup.buckets);
@@ -78,7 +77,8 @@ pub fn run<const HOP: bool>(runtime: &Runtime, setup: &Setup, folder: &Path) -> 
     let (report, seconds) = runtime.block_on(async {
         let reading = tokio::spawn(async move { while recorded.recv().await.is_some() {} });
         let born = Instant::now();
-        let report = tokio::spawn(pipeline::run(settings, parts, Shutdown::default())).await.failed("run the pipeline")?;
+        let report =
+            tokio::spawn(pipeline::run(settings, parts, Shutdown::default())).await.failed("run the pipeline")?;
         let seconds = born.elapsed().as_secs_f64();
         reading.await.failed("read the step records")?;
         Ok::<_, String>((report.failed("run the pipeline")?, seconds))
@@ -142,7 +142,7 @@ fn settings(setup: &Setup, lengths: Arc<[u32]>, bounds: Vec<u32>) -> pipeline::S
 }
 
 impl Setup {
-    /// Room for `max_batches` of the largest batches: the count binds and the bytes are counted.
+    /// Pool bytes for `max_batches` of the largest batches, so that the count is the limit.
     pub fn max_bytes(&self) -> u64 {
         self.max_batches as u64 * u64::from(self.job_tokens) * BYTES_PER_TOKEN
     }

@@ -1,7 +1,7 @@
-//! The engines when memory really runs out: what they give in pieces is held to what they give when there is room.
+//! Engines under memory pressure: results of split work are compared with results at enough memory.
 //!
-//! `cargo bench --bench dispatch -- --pressure --device cuda:0` prints one line of JSON, like `--parity`. A GPU is filled up but for a
-//! little; on the CPU this process's addresses are limited.
+//! `cargo bench --bench dispatch -- --pressure --device cuda:0` prints one line of JSON, like `--parity`. A GPU is filled
+//! except for a small rest; on the CPU the address space of this process is limited.
 
 use crate::{
     machine::{Failed, Outcome, status},
@@ -39,19 +39,19 @@ const ROWS: usize = 32;
 const LENGTH: usize = 512;
 /// Blocks of each row.
 const ANCHORS: usize = 16;
-/// Room that is left, in MiB: from more than any of them needs to less than all of a batch does.
+/// Free memory in MiB: from more than every engine needs to less than a whole batch needs.
 const ROOMS: [u64; 5] = [512, 48, 32, 24, 16];
 
-/// Measures and prints.
+/// Measures and prints the line.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let device = device_alone(arguments)?;
-    // Tensors come and go with their addresses; otherwise the heap keeps what they gave back, and the limit bounds nothing.
-    // SAFETY: sets a number of the allocator.
+    // Tensors are mapped separately; otherwise the heap keeps freed memory and the limit has no effect.
+    // SAFETY: sets a parameter of the allocator.
     unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, 256 << 10) };
     let (warnings, warned) = mpsc::channel();
     let subscriber = tracing_subscriber::registry().with(Warnings(warnings));
     tracing::subscriber::set_global_default(subscriber).failed("listen to warnings")?;
-    // One thread for all units of work, so that none has to be made when there is no room for one.
+    // One thread for all units of work, as no thread can be created without free memory.
     let runtime = Builder::new_current_thread().max_blocking_threads(1).enable_all().build();
     let figures = runtime.failed("start a runtime")?.block_on(measure(device, &warned))?;
     println!("{}", json!(figures.into_lines()));
@@ -128,7 +128,7 @@ fn target_config() -> Outcome<TargetConfig> {
     widths("tiny")?.target()
 }
 
-/// A target and a drafter of random weights, which lie in a folder for as long as it takes to read them.
+/// Loads a target and a drafter of random weights from a temporary folder.
 async fn engines(device: Device) -> Outcome<(TorchTarget, TorchDrafter)> {
     let folder = Folder::new()?;
     folder.fill()?;
@@ -155,7 +155,7 @@ fn batch(vocab: usize) -> Arc<PaddedBatch> {
     })
 }
 
-/// A model folder that goes with its value.
+/// Model folder that is deleted on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -189,7 +189,7 @@ impl Drop for Folder {
     }
 }
 
-/// Leaves little memory for as long as it lives.
+/// Guard that leaves little free memory until it is dropped.
 enum Pressure {
     Ballast(#[expect(dead_code, reason = "it is only held")] Tensor),
     Addresses,
@@ -222,17 +222,17 @@ impl Drop for Pressure {
     }
 }
 
-/// Bounds the addresses of this process.
+/// Limits the address space of this process.
 fn addresses(most: u64) -> Outcome<()> {
     let limit = libc::rlimit { rlim_cur: most, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: reads the struct that it is given.
+    // SAFETY: reads the struct behind the pointer.
     match unsafe { libc::setrlimit(libc::RLIMIT_AS, &limit) } {
         0 => Ok(()),
         _ => Err(format!("could not limit memory: {}", std::io::Error::last_os_error())),
     }
 }
 
-/// Passes on what is warned of.
+/// Layer that forwards warnings.
 struct Warnings(mpsc::Sender<String>);
 
 impl<S: tracing::Subscriber> Layer<S> for Warnings {
@@ -242,7 +242,7 @@ impl<S: tracing::Subscriber> Layer<S> for Warnings {
                 if field.name() == "message" {
                     let text = format!("{value:?}");
                     eprintln!("bench: {text}");
-                    // Nobody listens any more.
+                    // The receiver is gone.
                     let _ = self.0.send(text);
                 }
             });

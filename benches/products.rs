@@ -1,7 +1,8 @@
-//! The matrix products of a training step and nothing else: the floor that `--step` is to approach.
+//! Matrix products of a training step alone: the lower bound for `--step`.
 //!
-//! `cargo bench --bench dispatch -- --products --rows 2 --anchors 64 --layers 2` takes the options of `--step` and prints its line of
-//! JSON for products of the same shapes, each with operands of its own. Those of a block with itself are left out: they are tiny.
+//! `cargo bench --bench dispatch -- --products --rows 2 --anchors 64 --layers 2` accepts the options of `--step` and
+//! prints its line of JSON for products of the same shapes, each with separate operands. The tiny products of a block
+//! with itself are omitted.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -13,7 +14,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};
 
-/// `[rows, inner] x [inner, columns]`, so often in a step.
+/// Product `[rows, inner] x [inner, columns]`, and its number of uses in a step.
 struct Product {
     rows: usize,
     inner: usize,
@@ -21,7 +22,7 @@ struct Product {
     times: usize,
 }
 
-/// Measures and prints.
+/// Measures and prints the line.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let shape = &shape(arguments)?;
     tch::set_num_threads(THREADS);
@@ -62,8 +63,8 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     Ok(())
 }
 
-/// Forward, gradient of the input and gradient of the weight for each matrix that is trained. Before the first layer's attention all
-/// slots but the anchors' are alike and count as one; after the last one's only trained slots count.
+/// Forward, input gradient and weight gradient for each trained matrix. Before the first layer's attention all slots
+/// except the anchors' are equal and count as one; after the last layer's attention only trained slots count.
 fn layers(config: &DraftConfig, blocks: usize, trained: usize, context: usize, products: &mut Vec<Product>) {
     let width = config.hidden_size;
     let kv = 2 * config.num_key_value_heads * config.head_dim;
@@ -82,13 +83,13 @@ fn layers(config: &DraftConfig, blocks: usize, trained: usize, context: usize, p
         three(slots, config.intermediate_size, width);
     }
     three(context, width, config.num_hidden_layers * kv);
-    // Nothing is trained below the taps.
+    // The taps receive no gradient.
     let taps = config.target_layer_ids.len() * width;
     products.push(Product { rows: context, inner: taps, columns: width, times: 1 });
     products.push(Product { rows: width, inner: context, columns: taps, times: 1 });
 }
 
-/// Scores, what they gather, and the four products of their gradients, for each group of blocks and what it sees.
+/// Scores, weighted values, and the four products of their gradients, for each group of blocks and its context.
 fn attention(config: &DraftConfig, anchors: &Anchors, group_slots: usize, products: &mut Vec<Product>) {
     let dim = config.head_dim;
     let times = 2 * config.num_hidden_layers * config.num_key_value_heads;

@@ -1,4 +1,4 @@
-//! Units of work that are timed one by one, and the options of the modes that time them.
+//! Timing of single units of work, and the command-line options of the modes that use it.
 
 use crate::machine::{Failed, Outcome, median, peak_rss, status};
 use draftmill::model::libtorch::{init_libtorch, open_device};
@@ -31,13 +31,13 @@ impl<'a> Options<'a> {
         self.0.remove(name).map_or(Ok(default), |text| text.parse().failed(&format!("read --{name}")))
     }
 
-    /// `--device cpu`, or `--device cuda:0`. Opens what libtorch has for GPUs.
+    /// Device of `--device cpu` or `--device cuda:0`. Loads libtorch's GPU library.
     pub fn device(&mut self) -> Outcome<Device> {
         init_libtorch().failed("open libtorch")?;
         open_device(self.word("device", "cpu").parse()?).failed("read --device")
     }
 
-    /// `--dtype f32`, or `--dtype bf16`.
+    /// Dtype of `--dtype f32` or `--dtype bf16`.
     pub fn kind(&mut self) -> Outcome<Kind> {
         match self.word("dtype", "f32") {
             "f32" => Ok(Kind::Float),
@@ -46,13 +46,13 @@ impl<'a> Options<'a> {
         }
     }
 
-    /// Refuses what nobody asked for.
+    /// Fails if an option is unknown.
     pub fn done(self) -> Outcome<()> {
         self.0.keys().next().map_or(Ok(()), |name| Err(format!("there is no option --{name}")))
     }
 }
 
-/// Units of work on a device, each timed until the device is done with it; the first is the warm-up and does not count.
+/// Units of work on a device, each timed until the device has finished. The first is a warm-up and does not count.
 pub struct Sampled {
     device: Device,
     resident: Option<u64>,
@@ -81,8 +81,8 @@ impl Sampled {
         Ok(())
     }
 
-    /// Medians, every time, and how far the peak of memory rose above that at the beginning, in bytes: of the process, or of what
-    /// tensors hold on a GPU.
+    /// Medians, all times, and the rise of the memory peak above the start in bytes: of the process, or of the tensors on a
+    /// GPU.
     pub fn json(self) -> Outcome<Value> {
         let memory = memory(self.device)?;
         let peak = memory.map_or_else(peak_rss, |memory| Some(memory.peak));
@@ -100,21 +100,21 @@ impl Sampled {
     }
 }
 
-/// Returns when everything that was asked of a GPU is done.
+/// Returns when all queued work of a GPU is done.
 pub fn wait_for(device: Device) {
     if let Device::Cuda(index) = device {
         Cuda::synchronize(index as i64);
     }
 }
 
-/// Of a GPU.
+/// Memory statistics of a GPU; `None` on a CPU.
 fn memory(device: Device) -> Outcome<Option<draftmill_torch_ext::Memory>> {
     draftmill_torch_ext::memory(device).failed("ask for the device's memory")
 }
 
-/// Seconds that all threads of this process have run on a core, in user and kernel: what a busy machine disturbs less.
+/// Returns the CPU seconds of all threads of this process, in user and kernel. Other load disturbs them less.
 fn process_cpu_seconds() -> f64 {
-    // SAFETY: fills the structure that it is given, and cannot fail for this process.
+    // SAFETY: fills the structure behind the pointer, and cannot fail for this process.
     let usage = unsafe {
         let mut usage = std::mem::zeroed::<libc::rusage>();
         libc::getrusage(libc::RUSAGE_SELF, &mut usage);

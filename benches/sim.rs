@@ -1,4 +1,4 @@
-//! Efficiency in the simulator: the same actors in virtual time, on the node of `configs/sim-8gpu.toml` and on a large one.
+//! Efficiency in the simulator: the actors in virtual time, on the node of `configs/sim-8gpu.toml` and on a large one.
 
 use crate::machine::{Failed, Outcome, cpu_seconds, peak_rss};
 use draftmill::{
@@ -20,30 +20,30 @@ fn report(scenario: &Scenario) -> Outcome<Report> {
     run(scenario).failed("simulate")
 }
 
-/// The node as it is, under a policy.
+/// Runs the unchanged node under a policy.
 pub fn policy(policy: Policy) -> Outcome<Report> {
     report(&node()?.policy(policy))
 }
 
-/// The same node with its first target at half speed, against its new bound.
+/// Runs the node with its first target at half speed, relative to its new bound.
 pub fn slow_target(policy: Policy) -> Outcome<Report> {
     report(&node()?.policy(policy).target_speed(0, 0.5))
 }
 
-/// What one run of the large node took.
+/// Cost of one run of the large node.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Scale {
     pub jobs: u64,
     pub efficiency: f64,
     pub wall_seconds: f64,
-    /// The part of it in which it had a core.
+    /// CPU time.
     pub cpu_seconds: f64,
-    /// Most memory resident before the run and in all.
+    /// Peak resident memory before the run and in total.
     pub rss_before: u64,
     pub rss_peak: u64,
 }
 
-/// 64 targets and 32 drafters in a process of its own, so that its peak of memory is its own.
+/// Runs 64 targets and 32 drafters in a separate process, so that the memory peak is that of this run.
 pub fn scale_in_child(jobs: u32) -> Outcome<Scale> {
     let program = std::env::current_exe().failed("find the bench")?;
     let output = Command::new(program).args(["--scale", &jobs.to_string()]).output().failed("start a process")?;
@@ -53,10 +53,10 @@ pub fn scale_in_child(jobs: u32) -> Outcome<Scale> {
     serde_json::from_slice(&output.stdout).failed("read the run's figures")
 }
 
-/// The child's part.
+/// Runs in the child process.
 pub fn scale(jobs: u32) -> Outcome<Scale> {
     let mut scenario = node()?.targets(64).drafters(32).jobs(jobs);
-    // The pool of the small node, for eight times as many targets and eleven times as many drafters.
+    // The pool of the small node, scaled to the larger numbers of targets and drafters.
     let pool = &mut scenario.loaded.config.pool;
     pool.max_bytes.0 *= 12;
     (pool.max_batches, pool.min_ready) = (pool.max_batches * 12, pool.min_ready * 2);

@@ -1,11 +1,11 @@
-//! One training step of a drafter, alone: what `benches/peers` measures beside other trainers.
+//! One training step of a drafter alone, which `benches/peers` compares with other trainers.
 //!
-//! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each step and
-//! how far the peak of memory rose above the weights. Random data and weights; on the CPU, in f32 and with two threads unless
-//! `--device cuda:0` and `--dtype bf16` say otherwise. `--attention kernel` or `plain` says how blocks attend to their context, where
-//! the device's default is not meant.
-//! `--labels data,16,all` takes a step with each of these labels in turn, from the same anchors, and prints a line for each;
-//! the peak is then that of all.
+//! `cargo bench --bench dispatch -- --step --rows 2 --anchors 64 --layers 2` prints one line of JSON: the seconds of each
+//! step and the rise of the memory peak above the weights. Data and weights are random. The default is f32 on the CPU with
+//! two threads; `--device cuda:0` and `--dtype bf16` change it. `--attention kernel` or `plain` replaces the device's
+//! default for attention to the context.
+//! `--labels data,16,all` runs a step with each of these labels in turn, from the same anchors, and prints a line for
+//! each; the peak is then the maximum of all.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -17,7 +17,7 @@ use draftmill::{
     hf::draft::DraftConfig,
     model::{
         adamw::{AdamW, Hyper},
-        batch::{TopKLabels, Packed, TargetLabels},
+        batch::{Packed, TargetLabels, TopKLabels},
         drafter::{AttentionBackend, DraftOptions, Drafter, Shared, anchors::Anchors},
         loss::{head_loss::Tile, weighting::Weighting},
         params::init_params,
@@ -27,18 +27,18 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};
 
-/// Tokens of a row that are prompt and so not supervised.
+/// Prompt tokens of a row, which are not supervised.
 const PROMPT: usize = 64;
-/// Labels that are the data's own.
+/// Labels from the data.
 const DATA: &str = "data";
 pub const SEED: u64 = 1;
-/// Threads of libtorch.
+/// Number of libtorch threads.
 pub const THREADS: i32 = 2;
 
-/// What is measured; every field is an option of the same name.
+/// Options of the measurement; every field is an option of the same name.
 pub struct Shape {
     pub device: Device,
-    /// `dtype`: the number type of features and activations.
+    /// `dtype` of features and activations.
     pub kind: Kind,
     widths: Widths,
     rows: usize,
@@ -49,11 +49,11 @@ pub struct Shape {
     pub tile: Tile,
     pub group_slots: usize,
     attention: AttentionBackend,
-    /// `None`: the data's own.
+    /// `None` selects labels from the data.
     labels: Vec<Option<TopK>>,
 }
 
-/// A micro-batch of random features.
+/// Micro-batch of random features.
 pub struct Micro {
     hidden: Tensor,
     ids: Vec<i32>,
@@ -101,7 +101,7 @@ pub fn config(shape: &Shape) -> DraftConfig {
     shape.widths.drafter(shape.layers)
 }
 
-/// The device that a mode with no other option is given, ready to draw the same numbers in every run.
+/// Device of a mode without other options, seeded for equal random numbers in every run.
 pub fn device_alone(arguments: &[&str]) -> Outcome<Device> {
     let mut given = Options::read(arguments)?;
     let device = given.device()?;
@@ -119,7 +119,7 @@ impl Micro {
         micro
     }
 
-    /// In f32 on the CPU.
+    /// Shapes in f32 on the CPU.
     pub fn of(lengths: Vec<u32>, config: &DraftConfig, supervised: impl Fn(usize) -> bool) -> Micro {
         let tokens = lengths.iter().map(|&length| length as usize).sum::<usize>();
         let width = config.target_layer_ids.len() * config.hidden_size;
@@ -133,7 +133,7 @@ impl Micro {
         }
     }
 
-    /// With what a target could say of its tokens.
+    /// Micro-batch with random label probabilities of a target.
     fn with_labels(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
         let tokens = self.ids.len();
         let target_labels = labels.map(|labels| match labels {
@@ -160,7 +160,7 @@ pub fn random(size: [i64; 2], device: Device) -> Tensor {
     Tensor::randn(size, (Kind::Float, device))
 }
 
-/// Measures and prints.
+/// Measures and prints the line.
 pub fn run(arguments: &[&str]) -> Outcome<()> {
     let shape = &shape(arguments)?;
     tch::set_num_threads(THREADS);

@@ -1,13 +1,13 @@
-//! The results: each with what it must reach and whether it does, as a table and as JSON.
+//! Results with their limits and whether they are met, as a table and as JSON.
 
 use serde_json::{Map, Value, json};
 
-/// What a figure must reach.
+/// Limit of a result.
 #[derive(Clone, Copy, Debug)]
 pub enum Target {
     AtLeast(f64),
     Below(f64),
-    /// Only reported.
+    /// No limit: the result is only reported.
     None,
 }
 
@@ -22,7 +22,7 @@ impl Table {
         self.rows.push((name.to_owned(), value, target, note));
     }
 
-    /// The object of `target/bench.json`: each figure by its name, then `targets` with what each had to reach.
+    /// Returns the object of `target/bench.json`: each result by its name, then `targets` with the limits.
     pub fn json(&self, machine: Value, details: Value) -> Value {
         let mut object: Map<String, Value> =
             self.rows.iter().map(|(name, value, ..)| (name.clone(), json!(value))).collect();
@@ -40,7 +40,7 @@ impl Table {
         object.into()
     }
 
-    /// In Markdown.
+    /// Returns the table in Markdown.
     pub fn text(&self) -> String {
         let mut text =
             String::from("| figure | measured | target | reached | note |\n| --- | ---: | --- | --- | --- |\n");

@@ -1,4 +1,4 @@
-//! The models whose shapes are measured, by name: a target's, and a drafter's for it.
+//! Shapes of the measured models by name: a target and its drafter.
 
 use crate::machine::{Failed, Outcome};
 use draftmill::hf::{
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 /// Slots of a block.
 const BLOCK: usize = 16;
 
-/// What a drafter takes over from its target, and the layers that it taps.
+/// Shapes that a drafter takes from its target, and the tapped layers.
 #[derive(Clone, Copy)]
 pub struct Widths {
     hidden: usize,
@@ -25,7 +25,7 @@ pub struct Widths {
     family: &'static str,
 }
 
-/// `smollm2` (135M), `qwen3-8b`, or `tiny`, which runs anywhere in no time.
+/// Shapes by name: `smollm2` (135M), `qwen3-8b`, or `tiny`, which runs on any machine.
 pub fn widths(name: &str) -> Outcome<Widths> {
     Ok(match name {
         "tiny" => Widths {
@@ -95,7 +95,7 @@ impl Widths {
         TargetConfig::from_json(&self.target_json()).failed("make a target's configuration")
     }
 
-    /// As in a model folder.
+    /// Configuration as in a model folder.
     pub fn target_json(&self) -> Value {
         json!({
             "model_type": self.family, "hidden_size": self.hidden, "intermediate_size": self.intermediate,

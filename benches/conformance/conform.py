@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Holds draftmill's exports against what others wrote: the logits of a drafted block, from the same files, by the packages
+"""Compares draftmill's exports with other implementations: the logits of a drafted block, from the same files, by the packages
 `dflash` (z-lab's own loader) and `speculators` (the vLLM project's), in f32 on the CPU.
 
     conform.py [--mill COMMAND] [--run DIR ...]
 
 Without --run it trains the tiny model of configs/smoke.toml, which takes seconds. Packages are installed once, by name and
-version, into a virtual environment under draftmill's cache (about 5 GB). Ends with 1 where a difference is above the limit.
+version, into a virtual environment under draftmill's cache (about 5 GB). Ends with 1 if a difference is above the limit.
 """
 import argparse
 import os
@@ -56,7 +56,7 @@ def main():
 
 
 def one_run(command, python, run, folder):
-    """Exports a run in both layouts and compares blocks; gives the largest difference."""
+    """Exports a run in both layouts and compares blocks; returns the largest difference."""
     import tomllib
 
     target = ROOT / tomllib.loads((run / "run.toml").read_text())["target"]["dir"]
@@ -122,7 +122,7 @@ def compare(target, zlab, speculators, block):
     config = DFlashSpeculatorConfig.from_pretrained(speculators)
     config.transformer_layer_config._attn_implementation = "sdpa"
     draft = Speculator.from_pretrained(speculators, config=config, dtype=torch.float32).eval()
-    # Its forward draws anchors from supervised places, the last block's excluded: one is left, the one behind the context.
+    # Its forward draws anchors from supervised positions, without the last block's: only the one behind the context is left.
     length = len(ids) + 1 + size
     row = torch.zeros(1, length, dtype=torch.long)
     row[0, : len(ids)], row[0, len(ids)] = ids, anchor[0]

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""`make bench-peers`: our training step and our extraction beside those of others, in turns, on this machine.
+"""`make bench-peers`: our training step and our extraction compared with those of others, in turns, on this machine.
 
-Installs the pinned packages into a virtual environment in the cache, builds our bench, and runs each pair alternately, each run in a process
-of its own. A ratio is the median of the pairs: theirs over ours in seconds, ours over theirs in memory. Writes
-`target/bench-peers.json` and prints the table of benches/README.md. Takes about an hour on two quiet cores; what else the machine does
-disturbs it, so its load stands in the result.
+Installs the pinned packages into a virtual environment in the cache, builds our bench, and runs each pair alternately, each run in a separate
+process. A ratio is the median of the pairs: theirs over ours in seconds, ours over theirs in memory. Writes
+`target/bench-peers.json` and prints the table of benches/README.md. Takes about an hour on two quiet cores; other load
+disturbs it, so the load is part of the result.
 
     python3 benches/peers/compare.py [--pairs 3] [--steps 3] [--only NAME] [--prototype FILE.py]
 
-`--prototype` measures a training step in plain torch operators beside the rest: `forward` of that module, which measure.py calls. Unless named
-it is that of the reference notes, where they lie beside the repository.
+`--prototype` also measures a training step in plain torch operators: `forward` of that module, which measure.py calls. The default
+is that of the reference notes, if they are stored next to the repository.
 """
 import argparse
 import json
@@ -25,7 +25,7 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 from packages import cache_dir, environment  # noqa: E402
 
-# The configurations of reference numbers: rows, anchors of a row, layers, and what each ratio has to reach.
+# Configurations of the reference numbers: rows, anchors of a row, layers, and the limit of each ratio.
 STEPS = {
     "2x64x2": dict(rows=2, anchors=64, layers=2, default=1.7, best=1.4),
     "2x256x2": dict(rows=2, anchors=256, layers=2, default=2.0, best=1.7),
@@ -48,7 +48,7 @@ def ours():
 
 
 def measure(command):
-    """What one process printed."""
+    """Returns the output of one process."""
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"bench-peers: {' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
@@ -90,7 +90,7 @@ class Table:
 
 
 def steps(args, python, program, table, details):
-    """Our training step beside SpecForge's, at its defaults and at its fastest setting, and speculators'."""
+    """Compares our training step with SpecForge's, at its defaults and at its fastest setting, and speculators'."""
     speed, best, memory, outside = {}, {}, {}, {}
     for name, shape in STEPS.items():
         options = [f"--{key}={shape[key]}" for key in ("rows", "anchors", "layers")] + [f"--steps={args.steps}"]
@@ -105,7 +105,7 @@ def steps(args, python, program, table, details):
             sides["prototype"] = [*peer, "prototype", "--module", args.prototype, *options]
         say(f"training step {name}")
         runs = in_turns(args.pairs, sides)
-        # In turns of their own: what a step takes beside its products is a small difference of large times, and machines stray.
+        # In separate turns: a step's time outside its products is a small difference of large times, and machines vary.
         alone = in_turns(max(args.pairs, 3), {"ours": sides["ours"], "products": [program, "--products", *split]})
         details[name], details[f"{name} outside products"] = runs, alone
         seconds = {side: median([run["seconds"] for run in runs[side]]) for side in runs}
@@ -130,7 +130,7 @@ def steps(args, python, program, table, details):
 
 
 def extraction(args, python, program, table, details):
-    """Our extraction beside transformers' forward with all hidden states and logits."""
+    """Compares our extraction with transformers' forward with all hidden states and logits."""
     model = cache_dir() / "peers-1" / "target"
     if not (model / "config.json").exists():
         measure([python, HERE / "measure.py", "make-model", "--model", model])
@@ -150,8 +150,8 @@ def extraction(args, python, program, table, details):
 
 
 def pipeline(args, table, details):
-    """Tokens per second of a whole run of the demo's configuration beside a run whose drafter has next to nothing to do: what its slower
-    stage, the target, does alone. Each stage has one thread, since both share two cores."""
+    """Compares tokens per second of a whole run of the demo's configuration with a run whose drafter does almost nothing: the speed of
+    the slower stage, the target, alone. Each stage has one thread, since both share two cores."""
     say("preparing the demo's data")
     subprocess.run(["make", "--silent", "runs/demo-data.safetensors"], cwd=ROOT, check=True, stdout=sys.stderr)
     runs = {"whole": [], "target": []}
@@ -177,7 +177,7 @@ def pipeline(args, table, details):
 
 
 def growth(args, program, table, details):
-    """Seconds and memory of our step over anchors and over length: linear is a flat cost per anchor and per token."""
+    """Measures seconds and memory of our step over anchors and over length; linear growth is a flat cost per anchor and per token."""
     for name, base, sizes in [
         ("anchors", ["--rows", 2, "--layers", 2, "--length", 1024], [64, 128, 256, 512]),
         ("length", ["--rows", 2, "--layers", 2, "--anchors", 64], [512, 1024, 2048, 4096]),

@@ -6,7 +6,7 @@
     python measure.py transformers --model DIR --lengths 256,230,... [--padded]
 
 The shapes are those of `benches/step.rs`: SmolLM2's widths, five taps, blocks of 16, rows of 512 tokens whose first 64 are prompt, f32, two
-threads, random data. The trainers run as a user could set them at best on a CPU: with `sdpa`, since flex_attention has no backward there.
+threads, random data. The trainers run with the best settings on a CPU: with `sdpa`, since flex_attention has no backward there.
 """
 import argparse
 import importlib.util
@@ -157,7 +157,7 @@ def prototype(args):
     head, embedding = torch.randn(args.vocab, HIDDEN) * 0.02, torch.randn(args.vocab, HIDDEN) * 0.02
     optimizer = torch.optim.AdamW(weights.values(), lr=1e-4, fused=True)
     ids, hidden, loss_mask = data(args)
-    # As many as a row has places for: an anchor is in the answer and has a token behind it.
+    # The maximum of a row: an anchor is in the answer and has a token after it.
     places = args.length - PROMPT - 1
     count = min(args.anchors, places)
 

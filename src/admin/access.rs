@@ -32,7 +32,7 @@ impl Refusal {
                 "commands are accepted from this server's own page only; this one came from another site"
             }
             Refusal::Host => {
-                "without a token, commands are accepted for localhost, 127.0.0.1 and [::1] only; use one of these, or set \
+                "without a token, requests are accepted for localhost, 127.0.0.1 and [::1] only; use one of these, or set \
                  admin.token_file"
             }
             Refusal::Token => "commands need the token of admin.token_file: Authorization: Bearer TOKEN",
@@ -73,6 +73,11 @@ pub fn admit(headers: &HeaderMap, token: Option<&Token>) -> Result<(), Refusal> 
             }
         }
     }
+}
+
+/// True if the Host header is absent, as in HTTP/1.0, or names this machine's loopback.
+pub fn is_local(headers: &HeaderMap) -> bool {
+    headers.get(header::HOST).is_none_or(|host| host.to_str().is_ok_and(is_loopback))
 }
 
 /// True if a Host header names this machine's loopback. Any port is accepted, because a tunnel may change it.

@@ -108,6 +108,8 @@ async fn refuse(mut stream: TcpStream) {
 async fn connection(stream: TcpStream, router: Router, limits: Limits, shutdown: CancellationToken) {
     let _ = stream.set_nodelay(true);
     let mut http = http1::Builder::new();
+    // A client that has sent its request may close its side (`printf ... | nc`) and still reads the response.
+    http.half_close(true);
     http.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(limits.head_bytes);
     let io = TokioIo::new(WriteTimeout::new(stream, limits.write));
     let mut serving = pin!(http.serve_connection(io, TowerToHyperService::new(router)));

@@ -27,7 +27,7 @@ use status::Status;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use thiserror::Error;
 use tokio::{
-    net::TcpListener,
+    net::{TcpListener, TcpSocket},
     sync::watch,
     time::{Instant, MissedTickBehavior, interval},
 };
@@ -35,6 +35,11 @@ use tokio_util::sync::CancellationToken;
 
 /// Interval of [`Status`] updates and of the exporter's upkeep, which moves histogram samples from buffers to buckets.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Send buffer of a connection in bytes.
+const SEND_BUFFER: u32 = 32 << 10;
+/// Connections that wait to be accepted.
+const BACKLOG: u32 = 1024;
 
 /// Error of the admin port or the metrics recorder.
 #[derive(Debug, Error)]
@@ -54,10 +59,20 @@ pub enum AdminError {
 /// # Errors
 /// A port in use, or an address that is not this machine's.
 pub async fn bind(address: SocketAddr) -> Result<TcpListener, AdminError> {
-    TcpListener::bind(address).await.map_err(|source| match source.kind() {
+    listen(address).map_err(|source| match source.kind() {
         std::io::ErrorKind::AddrInUse => AdminError::InUse { address },
         _ => AdminError::Bind { address, source },
     })
+}
+
+fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    // As TcpListener::bind.
+    socket.set_reuseaddr(true)?;
+    // Connections inherit it. A reader of /events that stalls is noticed once the buffers are full.
+    socket.set_send_buffer_size(SEND_BUFFER)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
 }
 
 /// Metrics recorder with these buckets by histogram name. An unnamed histogram becomes a summary, which cannot be
@@ -85,10 +100,15 @@ fn builder(buckets: &[(&str, &[f64])]) -> Result<PrometheusBuilder, AdminError> 
 /// # Errors
 /// A histogram without buckets, or a second recorder in the process.
 pub fn install_recorder(run: &str, buckets: &[(&str, &[f64])]) -> Result<PrometheusHandle, AdminError> {
-    let recorder = builder(buckets)?.add_global_label("run", run).build_recorder();
+    let recorder = builder(buckets)?.add_global_label("run", label(run)).build_recorder();
     let handle = recorder.handle();
     metrics::set_global_recorder(recorder).map_err(|_| AdminError::Installed)?;
     Ok(handle)
+}
+
+/// Label value as the exporter expects it: metrics-exporter-prometheus 0.18 takes a backslash before a quote for an escape.
+fn label(value: &str) -> String {
+    value.replace('\\', "\\\\")
 }
 
 /// HTTP server of the admin port.
@@ -176,6 +196,19 @@ mod tests {
         assert!(error.contains(&format!("admin.listen = \"{taken}\" is in use")), "{error}");
         let elsewhere: SocketAddr = "192.0.2.1:1".parse().unwrap();
         assert!(matches!(bind(elsewhere).await, Err(AdminError::Bind { .. })));
+    }
+
+    /// Issue 17, E16.
+    #[test]
+    fn e16_a_label_keeps_its_backslashes() {
+        for (value, text) in
+            [("a\\\"b", r#"a\\\"b"#), ("a\\b\\\\", r"a\\b\\\\"), ("a\"", r#"a\""#), ("a\\\n", r"a\\\n")]
+        {
+            let recorder = PrometheusBuilder::new().add_global_label("run", label(value)).build_recorder();
+            metrics::with_local_recorder(&recorder, || metrics::gauge!("g").set(1.0));
+            let rendered = recorder.handle().render();
+            assert!(rendered.contains(&format!("run=\"{text}\"")), "{value:?}: {rendered}");
+        }
     }
 
     #[test]

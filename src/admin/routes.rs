@@ -11,7 +11,7 @@ use axum::{
     body::Body,
     extract::{Request, State},
     http::{HeaderValue, StatusCode, header},
-    middleware::map_response,
+    middleware::{Next, from_fn_with_state, map_response},
     response::{
         IntoResponse, Response,
         sse::{Event, Sse},
@@ -75,7 +75,19 @@ pub fn router(shared: Arc<Shared>) -> Router {
         .route("/resume", command(Command::Resume))
         .fallback(|| async { (StatusCode::NOT_FOUND, "not found; the status page is /\n") })
         .layer(map_response(security_headers))
+        .layer(from_fn_with_state(shared.clone(), check_host))
         .with_state(shared)
+}
+
+/// Refuses a read whose Host header is not this machine's, if there is no token: only this machine reaches the port then, so
+/// the name is one that a page of another site chose (DNS rebinding).
+async fn check_host(State(shared): State<Arc<Shared>>, request: Request<Body>, next: Next) -> Response {
+    if shared.context.token.is_none() && !access::is_local(request.headers()) {
+        let refusal = access::Refusal::Host;
+        counter!(ADMIN_REFUSED, "reason" => refusal.reason()).increment(1);
+        return (StatusCode::FORBIDDEN, format!("{}\n", refusal.sentence())).into_response();
+    }
+    next.run(request).await
 }
 
 /// Adds headers against caching, content sniffing and framing.

@@ -3,6 +3,7 @@
 use super::forecast::DeviceMemory;
 use crate::{
     common::{
+        fs::creatable,
         gpu_memory::Memory,
         host::{free_disk, memory_limit},
         text::counted,
@@ -95,6 +96,11 @@ pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Pr
     }
     if config.run.dir.exists() && !config.run.dir.is_dir() {
         problems.push(written.problem("run.dir", "is a file", "name a folder, or a path that does not exist yet"));
+    } else if machine.check_port
+        && let Err((path, error)) = creatable(&config.run.dir)
+    {
+        let remedy = "make it writable for this user, or choose another run.dir";
+        problems.push(written.problem("run.dir", format!("{} cannot be written: {error}", path.display()), remedy));
     }
     problems
 }

@@ -7,22 +7,29 @@ pub mod lr_schedule;
 pub mod machine;
 pub mod pipeline_settings;
 mod report;
+mod store;
 
 pub use self::{
     forecast::{Bucket, DeviceMemory, Disk, Forecast, PoolForecast, forecast},
     machine::{Machine, capacity_problems},
     report::Report,
+    store::examine_store,
 };
 
 use crate::{
-    common::exit::Exit,
+    common::{
+        exit::Exit,
+        guard::{Protected, lines_are},
+    },
     config::{
         Config, Device, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
         pool_problem, start_from, step_problem,
     },
-    hf::{config::TargetConfig, draft::DraftConfig, tensors::TensorFiles},
+    hf::{config::TargetConfig, draft::DraftConfig, layout::DraftFolder, tensors::TensorFiles},
+    run_dir::files,
 };
+use serde_json::Value;
 
 /// State of the prepared store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +64,7 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
             "listen on 127.0.0.1 to allow local clients only",
         ));
     }
+    outputs(config, written, &mut report);
     let prompts = config.eval.prompt_file.as_deref().filter(|_| config.evaluates(true));
     if let Some(Err(error)) = prompts.map(|file| crate::eval::read(file, Some(1))) {
         report.fail(Exit::Config, written.problem("eval.prompt_file", error.to_string(), ""));
@@ -66,6 +74,10 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
         Engine::Simulated => None,
     };
     report.models = models.clone();
+    let positions = models.as_ref().and_then(|(target, _)| beyond_positions(config, written, target));
+    if let Some(problem) = positions {
+        report.fail(Exit::Config, problem);
+    }
     let samples = samples(config, written, stored, &mut report);
     let known = models.is_some() || config.run.engine == Engine::Simulated;
     if let Some(samples) = samples.filter(|_| known) {
@@ -96,6 +108,40 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
         }
     }
     report
+}
+
+/// Checks that no file of the run is inside a model folder or an input of the run (speculators#690).
+fn outputs(config: &Config, written: &Written, report: &mut Report) {
+    let folders = [Some(&config.target.dir), config.drafter.init_from.as_ref()];
+    let protected = Protected::default()
+        .inputs(&config.data.inputs)
+        .inputs([&config.data.store])
+        .inputs(config.eval.prompt_file.iter())
+        .folders(folders.into_iter().flatten());
+    let folder = &config.run.dir;
+    let files = files::FILES.iter().chain(&files::DIRS).map(|name| folder.join(name));
+    let touched = std::iter::once(folder.clone()).chain(files).find_map(|path| protected.path(&path).err());
+    // Without a database these files are not of a run, unless their content is.
+    let own = |name: &str, ours: fn(&[u8]) -> bool| {
+        let path = folder.join(name);
+        path.is_file().then(|| protected.file(&path, "a file of a run", ours).err()).flatten()
+    };
+    let foreign = || {
+        own(files::CONFIG, |head| String::from_utf8_lossy(head).contains("[run]"))
+            .or_else(|| own(files::STEPS, is_log))
+            .or_else(|| own(files::EVALS, is_log))
+            .or_else(|| own(files::SUMMARY, |head| head.starts_with(b"{")))
+    };
+    let new = !folder.join(files::STATE_DB).exists();
+    let refusal = touched.or_else(|| new.then(foreign).flatten());
+    if let Some(refusal) = refusal {
+        report.fail(Exit::Config, written.problem("run.dir", refusal.to_string(), "choose another run.dir"));
+    }
+}
+
+/// True for the first bytes of a log of a run, whose lines are objects with a step.
+fn is_log(head: &[u8]) -> bool {
+    lines_are(head, b"{", |line| serde_json::from_slice::<Value>(line).is_ok_and(|value| value["step"].is_u64()))
 }
 
 /// Reads the target's configuration and derives the drafter's shape.
@@ -130,6 +176,13 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
     match draft_config(config, written, &target, mask.unwrap_or_default()) {
         Ok(drafter) => {
             let init = config.drafter.init_from.as_deref().filter(|_| mask.is_some());
+            let shared = init.and_then(|init| {
+                let folder = DraftFolder::open(init, Some(target.num_hidden_layers)).ok()?;
+                Some(folder.check_shared(&config.target.dir, &target))
+            });
+            if let Some(Err(error)) = shared {
+                report.fail(Exit::Model, written.problem("drafter.init_from", error.to_string(), ""));
+            }
             let started = init.map_or(Ok(drafter.clone()), |init| start_from(init, written, &drafter));
             let started =
                 started.map_err(|problems| problems.0.into_iter().for_each(|one| report.fail(Exit::Model, one)));
@@ -140,6 +193,15 @@ fn models(config: &Config, written: &Written, report: &mut Report) -> Option<(Ta
             None
         }
     }
+}
+
+/// Problem if the target lacks a position for the longest sample that `prepare` may write (torchtitan#3395). The default of
+/// data.max_length is no problem: samples beyond the target are refused one by one.
+pub fn beyond_positions(config: &Config, written: &Written, target: &TargetConfig) -> Option<Problem> {
+    let positions = target.max_position_embeddings;
+    let message = format!("the target has {positions} positions (max_position_embeddings)");
+    let problem = written.problem("data.max_length", message, format!("lower it to at most {positions}"));
+    (config.data.max_length as usize > positions && problem.file != "default").then_some(problem)
 }
 
 /// Returns the mask token's row, or adds a problem if there is no candidate.
@@ -209,12 +271,7 @@ fn inputs(config: &Config, written: &Written) -> Vec<Problem> {
         return vec![written.problem("data.inputs", "there is neither a prepared store nor an input", remedy)];
     }
     let unreadable = config.data.inputs.iter().filter_map(|path| {
-        // Opening a pipe blocks until its other end is open.
-        if std::fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-            let reason = format!("{} cannot be read: it is not a regular file", path.display());
-            return Some(written.problem("data.inputs", reason, remedy));
-        }
-        let reason = match std::fs::File::open(path) {
+        let reason = match crate::common::fs::open_input(path) {
             Ok(_) => return None,
             Err(error) => error.to_string(),
         };

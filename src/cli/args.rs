@@ -261,6 +261,9 @@ pub struct TrainArgs {
     /// With --fresh: delete the run in run.dir
     #[arg(long, requires = "fresh")]
     pub force: bool,
+    /// Resume from this checkpoint instead of the newest, for example step-500; later steps are given up
+    #[arg(long, value_name = "STEP", value_parser = checkpoint_step, conflicts_with = "fresh")]
+    pub from_checkpoint: Option<u64>,
     /// Write the summary to stdout as JSON; summary.json in run.dir has the same content
     #[arg(long)]
     pub json: bool,
@@ -409,6 +412,12 @@ pub struct EvalArgs {
     pub plot: Option<PathBuf>,
 }
 
+/// Reads `step-500` or `500`.
+fn checkpoint_step(text: &str) -> Result<u64, String> {
+    let digits = text.strip_prefix("step-").unwrap_or(text);
+    digits.parse().map_err(|_| "not a step; write step-500 or 500".to_owned())
+}
+
 fn temperature(text: &str) -> Result<f64, String> {
     let value: Option<f64> = text.parse().ok();
     value
@@ -422,6 +431,8 @@ pub enum WhichCheckpoint {
     Latest,
     Best,
     Step(u64),
+    /// Whole checkpoint that state.db does not list, `step-N.later`.
+    Later(u64),
 }
 
 impl FromStr for WhichCheckpoint {
@@ -431,10 +442,14 @@ impl FromStr for WhichCheckpoint {
         match text {
             "latest" => Ok(WhichCheckpoint::Latest),
             "best" => Ok(WhichCheckpoint::Best),
-            _ => text
-                .parse()
-                .map(WhichCheckpoint::Step)
-                .map_err(|_| "write \"latest\", \"best\" or a step, for example 500".into()),
+            _ => {
+                let step = text.strip_prefix("step-").unwrap_or(text);
+                let (step, which): (_, fn(u64) -> Self) = match step.strip_suffix(".later") {
+                    Some(step) => (step, WhichCheckpoint::Later),
+                    None => (step, WhichCheckpoint::Step),
+                };
+                step.parse().map(which).map_err(|_| "write \"latest\", \"best\" or a step, for example 500".into())
+            }
         }
     }
 }

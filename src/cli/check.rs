@@ -2,7 +2,7 @@
 
 use super::{CheckArgs, output, prepare::stored};
 use crate::{
-    check::{Machine, Report, examine},
+    check::{Machine, Report, examine, examine_store},
     common::exit::Failure,
     config::{Loaded, Problems},
 };
@@ -11,7 +11,12 @@ use crate::{
 pub fn run(args: &CheckArgs, loaded: Option<&Loaded>, problems: Problems) -> Result<(), Failure> {
     let mut report = Report::from(problems);
     if let Some(loaded) = loaded {
-        report.add(examine(loaded, &Machine::detect(&loaded.config), &stored(&loaded.config)));
+        let (stored, store) = stored(&loaded.config);
+        let mut further = examine(loaded, &Machine::detect(&loaded.config), &stored);
+        if let Some(store) = store {
+            examine_store(loaded, &store, &mut further);
+        }
+        report.add(further);
     }
     if args.json {
         output::print_json(&report)?;

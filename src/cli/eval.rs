@@ -4,6 +4,7 @@ use super::{EvalArgs, output};
 use crate::{
     common::{
         exit::{Exit, Failure},
+        guard::Protected,
         text::counted,
     },
     eval::{self, EvalOptions, Record},
@@ -11,6 +12,11 @@ use crate::{
 
 /// Evaluates a drafter and prints the report.
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
+    if let Some(path) = &args.plot {
+        let protected = Protected::default().inputs([&args.prompts]).folders([&args.target, &args.draft]);
+        let refused = |why| Failure::new(Exit::Usage, format!("--plot: {why}"));
+        protected.file(path, "a plot of draftmill eval", eval::is_plot).map_err(refused)?;
+    }
     let prompts = eval::read(&args.prompts, args.limit).map_err(Failure::of(Exit::Data))?;
     let count = prompts.len();
     let options = EvalOptions {

@@ -7,7 +7,7 @@ use crate::{
         text::{counted, grouped},
     },
     config::{ByteSize, Config, Engine, load_text},
-    export::{self, ExportOptions},
+    export::{self, ExportOptions, ServeCommands},
     hf::{
         Dtype,
         config::TargetConfig,
@@ -17,6 +17,7 @@ use crate::{
     run_dir::{
         RunDir,
         checkpoint::{self, Verified},
+        db::StateReader,
         eval_log,
     },
 };
@@ -32,16 +33,18 @@ pub fn run(args: &ExportArgs) -> Result<(), Failure> {
 }
 
 fn check(dir: &Path, target: Option<&Path>, json: bool) -> Result<(), Failure> {
-    let findings = validate::check(dir);
+    let defects = validate::check(dir);
+    let sound = defects.is_empty();
+    let findings: Vec<_> = defects.into_iter().chain(validate::engine_limits(dir)).collect();
     if json {
-        output::print_json(&serde_json::json!({ "dir": dir, "sound": findings.is_empty(), "findings": findings }))?;
-    } else if findings.is_empty() {
-        output::print(&format!(
+        output::print_json(&serde_json::json!({ "dir": dir, "sound": sound, "findings": findings }))?;
+    } else {
+        let listed = findings.iter().map(|f| format!("{f}\n")).collect::<String>();
+        let verdict = format!(
             "{}: sound; all names, shapes, dtypes and keys are as inference engines expect them\n",
             dir.display()
-        ))?;
-    } else {
-        output::print(&findings.iter().map(|f| format!("{f}\n")).collect::<String>())?;
+        );
+        output::print(&if sound { listed + &verdict } else { listed })?;
     }
     match findings.iter().filter(|f| f.severity == Severity::Error).count() {
         0 => target.map_or(Ok(()), |target| check_target(dir, target)),
@@ -64,8 +67,8 @@ fn check_target(dir: &Path, target: &Path) -> Result<(), Failure> {
 
 fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     let folder = RunDir::new(run);
-    let steps = checkpoint::steps(&folder.checkpoints()).unwrap_or_default();
-    if steps.is_empty() {
+    let steps = folder.steps()?;
+    if steps.is_empty() && !matches!(args.checkpoint, WhichCheckpoint::Later(_)) {
         let why = match folder.config().exists() {
             true => "has no checkpoint yet; wait for the first one, or end the run with one Ctrl-C, which writes one",
             false => "is not a run; name the run.dir of a run",
@@ -84,10 +87,14 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         WhichCheckpoint::Latest => steps.last().copied(),
         WhichCheckpoint::Best => Some(best(run, &steps)?),
         WhichCheckpoint::Step(step) => steps.contains(&step).then_some(step),
+        WhichCheckpoint::Later(step) => {
+            folder.checkpoints().join(checkpoint::aside_name(step)).is_dir().then_some(step)
+        }
     };
     let step = step.ok_or_else(|| {
         let wanted = match args.checkpoint {
             WhichCheckpoint::Step(step) => step.to_string(),
+            WhichCheckpoint::Later(step) => checkpoint::aside_name(step),
             WhichCheckpoint::Latest | WhichCheckpoint::Best => "latest".into(),
         };
         let run = run.display();
@@ -99,8 +106,17 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     // The dtype of run.toml, or bf16.
     let configured = config.map_or(Dtype::Bf16, |config| config.checkpoint.export_dtype.into());
     let dtype = args.dtype.map_or(configured, Dtype::from);
-    let checkpoint = folder.checkpoints().join(checkpoint::name_of(step));
-    let trained_with = Verified::open(&checkpoint).map_err(Failure::of(Exit::Model))?.state.config;
+    let name = match args.checkpoint {
+        WhichCheckpoint::Later(step) => checkpoint::aside_name(step),
+        _ => checkpoint::name_of(step),
+    };
+    let checkpoint = folder.checkpoints().join(name);
+    let verified = Verified::open(&checkpoint).map_err(Failure::of(Exit::Model))?;
+    // A run without a usable state.db can still be exported.
+    if let Ok(origin) = StateReader::open(run).and_then(|state| state.origin()) {
+        verified.check_origin(&origin).map_err(Failure::of(Exit::Model))?;
+    }
+    let trained_with = verified.state.config;
     let trained_with = load_text(&trained_with, "the checkpoint's configuration", &[]).map(|loaded| loaded.config).ok();
     let options = ExportOptions {
         dtype,
@@ -130,7 +146,7 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
     if args.json {
         return output::print_json(&report);
     }
-    output::print(&format!(
+    let mut text = format!(
         "{}: step {}, {}, {}, {} in {}\n",
         report.dir.display(),
         grouped(step),
@@ -138,7 +154,14 @@ fn write(args: &ExportArgs, run: &Path, out: &Path) -> Result<(), Failure> {
         counted(report.parameters as u64, "parameter"),
         ByteSize(report.bytes).rounded(),
         report.dtype
-    ))
+    );
+    for (engine, command) in report.serve.iter().flat_map(ServeCommands::by_engine) {
+        text += &format!("\nServe with {engine}:\n  {command}\n");
+    }
+    for warning in validate::engine_limits(&report.dir) {
+        text += &format!("\n{warning}\n");
+    }
+    output::print(&text)
 }
 
 /// Returns the step of the checkpoint with the best measured acceptance.

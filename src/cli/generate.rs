@@ -57,7 +57,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
             Exit::Data,
             format!(
                 "no usable prompt in {} ({why}); see `draftmill generate --help` for the formats",
-                counted(report.rows as u64, "row")
+                counted(report.rows, "row")
             ),
         ));
     }

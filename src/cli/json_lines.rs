@@ -37,6 +37,7 @@ where
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_types, reason = "the writer of the layer is shared with the test")]
 mod tests {
     use super::*;
     use serde_json::Value;

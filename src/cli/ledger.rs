@@ -6,7 +6,10 @@ use crate::{
         exit::{Exit, Failure},
         text::{counted, grouped},
     },
-    run_dir::db::{BucketCounts, Checkpoint, EpochCounts, JobHistory, Skipped, StateReader},
+    run_dir::{
+        RunDir,
+        db::{BucketCounts, Checkpoint, EpochCounts, JobHistory, Skipped, StateReader},
+    },
 };
 use draftmill_actors::messages::types::{JobId, Outcome};
 use serde::Serialize;
@@ -39,7 +42,8 @@ pub fn run(args: &LedgerArgs) -> Result<(), Failure> {
 }
 
 fn verify(args: &LedgerArgs, reader: &StateReader) -> Result<(), Failure> {
-    let violations = reader.verify().map_err(Failure::of(Exit::Run))?;
+    let mut violations = reader.verify().map_err(Failure::of(Exit::Run))?;
+    violations.extend(RunDir::new(&args.dir).verify_checkpoints(reader)?);
     let dir = args.dir.display();
     if args.json {
         let result = serde_json::json!({ "dir": args.dir, "sound": violations.is_empty(), "violations": violations });

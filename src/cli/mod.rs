@@ -11,6 +11,7 @@ mod interruptible;
 mod json_lines;
 mod ledger;
 mod log_throttle;
+mod log_writer;
 mod logging;
 mod output;
 mod prepare;
@@ -25,7 +26,10 @@ pub use self::args::{
 pub use self::doctor::DoctorArgs;
 
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        process,
+    },
     config::{self, Loaded, Log, Problems},
     service::Logs,
 };
@@ -43,13 +47,15 @@ pub fn main() -> Exit {
     };
     let ended = run(cli);
     log_throttle::flush();
-    match ended {
+    let exit = match ended {
         Ok(()) => Exit::Done,
         Err(failure) => {
             output::report_failure(&failure);
             failure.exit
         }
-    }
+    };
+    log_writer::flush();
+    exit
 }
 
 /// Runs a command.
@@ -87,6 +93,8 @@ pub fn run(cli: Cli) -> Result<(), Failure> {
             simulate::run(args, loaded)
         }
         Command::Train(args) => {
+            // Until training listens to them: a start takes a while, and its default end is without a sentence.
+            process::hold_stop_signals(true);
             open_libtorch()?;
             let (loaded, logs) = started(&cli.log, &args.config)?;
             train::run(args, loaded, logs)

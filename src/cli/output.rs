@@ -1,8 +1,12 @@
 //! Output to stdout and stderr that does not panic on a closed pipe (`draftmill check | head`).
 
-use crate::common::exit::{Exit, Failure};
+use super::log_writer;
+use crate::common::{
+    exit::{Exit, Failure},
+    text::printable,
+};
 use serde::Serialize;
-use std::io::{ErrorKind, Write, stderr, stdout};
+use std::io::{ErrorKind, Write, stdout};
 
 /// Writes data to stdout. A closed pipe is not an error.
 ///
@@ -29,16 +33,17 @@ pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
 
 /// Writes the failure that ends the program to stderr. Write errors are ignored.
 pub fn report_failure(failure: &Failure) {
-    let mut err = stderr().lock();
-    let _ = match failure.message.contains('\n') {
-        true => writeln!(err, "error:\n{}", failure.message),
-        false => writeln!(err, "error: {}", failure.message),
+    let message = printable(&failure.message);
+    let line = match message.contains('\n') {
+        true => format!("error:\n{message}\n"),
+        false => format!("error: {message}\n"),
     };
+    log_writer::write(line.into_bytes());
 }
 
 /// Writes a line to stderr. Write errors are ignored.
 pub fn note(line: &str) {
-    let _ = writeln!(stderr().lock(), "{line}");
+    log_writer::write(format!("{}\n", printable(line)).into_bytes());
 }
 
 /// Formats a time stamp (milliseconds since 1970) as date and time in UTC.

@@ -6,19 +6,25 @@ use super::{
     output,
 };
 use crate::{
-    check::{Samples, Stored},
+    check::{Samples, Stored, beyond_positions},
     common::{
         exit::{Exit, Failure},
         text::{counted, grouped},
     },
-    config::{ByteSize, Config, Loaded},
+    config::{ByteSize, Config, Loaded, Problems},
     data::{PrepareError, PrepareOptions, Progress, Split, Store, prepare},
+    hf::config::TargetConfig,
 };
 use std::ops::ControlFlow;
 
 /// Converts conversations to the store and prints the summary table, also after an error.
 pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
     let options = PrepareOptions::from(&loaded.config);
+    let target = TargetConfig::load(&options.model_dir).ok();
+    let beyond = target.and_then(|target| beyond_positions(&loaded.config, &loaded.written, &target));
+    if let Some(problem) = beyond {
+        return Err(Problems(vec![problem]).into());
+    }
     let (_runtime, stop) = stop_on_signal().map_err(Failure::of(Exit::Internal))?;
     let mut display = ProgressDisplay::new(loaded.config.log.progress_every.0);
     let result = prepare(&options, &mut |progress| {
@@ -39,7 +45,7 @@ pub fn run(args: &PrepareArgs, loaded: &Loaded) -> Result<(), Failure> {
         let exit = match error {
             PrepareError::Model(_) => Exit::Model,
             PrepareError::Interrupted => Exit::Interrupted,
-            PrepareError::NoInputs => Exit::Config,
+            PrepareError::NoInputs | PrepareError::Refused(_) | PrepareError::BeyondPositions { .. } => Exit::Config,
             _ => Exit::Data,
         };
         Failure::new(exit, error)
@@ -56,16 +62,17 @@ fn text(progress: &Progress) -> String {
     )
 }
 
-/// Returns the state of the configured store.
-pub fn stored(config: &Config) -> Stored {
+/// State of the store that the configuration names, and the store if it can be opened.
+pub fn stored(config: &Config) -> (Stored, Option<Store>) {
     let path = &config.data.store;
     if !path.exists() {
-        return Stored::Absent;
+        return (Stored::Absent, None);
     }
     match Store::open(path) {
         Ok(store) => {
-            Stored::Ready(Samples { lengths: store.lengths(Split::Train), validation: store.len(Split::Validation) })
+            let samples = Samples { lengths: store.lengths(Split::Train), validation: store.len(Split::Validation) };
+            (Stored::Ready(samples), Some(store))
         }
-        Err(error) => Stored::Broken(error.to_string()),
+        Err(error) => (Stored::Broken(error.to_string()), None),
     }
 }

@@ -4,13 +4,14 @@ use super::{RunsArgs, output};
 use crate::{
     common::{
         exit::{Exit, Failure},
-        text::{counted, grouped},
+        fs::{exists, read_remedy},
+        text::{counted, grouped, printable},
     },
     run_dir::db::{StateError, StateReader, holder},
 };
 use serde::Serialize;
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -62,13 +63,25 @@ pub fn run(args: &RunsArgs) -> Result<(), Failure> {
 }
 
 fn run_folders(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
-    let is_run = |dir: &Path| dir.join("state.db").exists();
-    if is_run(dir) {
+    // A folder that may not be searched is listed with its problem.
+    let is_run = |dir: &Path| exists(&dir.join("state.db")).unwrap_or(!dir.ends_with("lost+found"));
+    if exists(&dir.join("state.db")).is_ok_and(|exists| exists) {
         return Ok(vec![dir.to_owned()]);
     }
     let failed = |why: String| Failure::new(Exit::Run, format!("{} {why}", dir.display()));
-    let entries = fs::read_dir(dir).map_err(|e| failed(format!("cannot be read: {e}; name a folder of runs")))?;
-    let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(|path| is_run(path)).collect();
+    let entries = fs::read_dir(dir).map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+            failed(format!("cannot be read: {e}; name a folder of runs"))
+        }
+        _ => failed(format!("cannot be read: {e}; {}", read_remedy(&e))),
+    })?;
+    let mut runs = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(|e| failed(format!("cannot be read: {e}; {}", read_remedy(&e))))?.path();
+        if is_run(&path) {
+            runs.push(path);
+        }
+    }
     runs.sort();
     if runs.is_empty() {
         return Err(failed("is not a run and contains no run; name the run.dir of a run, or its parent folder".into()));
@@ -127,7 +140,12 @@ fn row(run: &RunEntry) -> Vec<String> {
         0 => grouped(run.epochs_planned.into()),
         epochs => format!("{} of {}", grouped(run.epochs_planned.into()), grouped(epochs.into())),
     };
-    let mut row = vec![run.dir.display().to_string(), run.state.clone(), grouped(run.step), epoch];
+    let mut row = vec![
+        printable(&run.dir.display().to_string()).replace(['\n', '\t'], " "),
+        run.state.clone(),
+        grouped(run.step),
+        epoch,
+    ];
     row.extend([run.trained, run.skipped, run.open].map(grouped));
     row.extend([run.checkpoint.clone().unwrap_or_else(none), run.ended.map_or_else(none, output::utc)]);
     row

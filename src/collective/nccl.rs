@@ -53,7 +53,7 @@ impl NcclError {
                     peer_copy::REMEDY
                 )
             }
-            NcclError::Unsuitable(_) => "give each drafter a GPU of its own (drafter.devices)".into(),
+            NcclError::Unsuitable(_) => "give each drafter a separate GPU (drafter.devices)".into(),
         }
     }
 }
@@ -72,8 +72,8 @@ pub struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Opens a communicator over `devices` and runs the self-test. NCCL's initialisation has no timeout of its own, so
-    /// it runs on another thread with one.
+    /// Opens a communicator over `devices` and runs the self-test. NCCL's initialisation has no timeout, so it
+    /// runs on another thread with one.
     ///
     /// # Errors
     /// Returns an error if NCCL fails, does not finish in time, or fails the self-test.

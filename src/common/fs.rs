@@ -10,8 +10,11 @@ use serde::Serialize;
 use std::{
     ffi::CString,
     fs::{self, File, OpenOptions, TryLockError},
-    io::{self, Write},
-    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    io::{self, Read, Write},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{MetadataExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -94,6 +97,93 @@ pub fn write_json_atomic(path: &Path, value: &impl Serialize) -> io::Result<()> 
     write_atomic(path, &text)
 }
 
+/// Opens a file to read it. Never waits for a writer: a pipe or a device is refused.
+///
+/// # Errors
+/// `InvalidInput` if it is no regular file, or an I/O error.
+pub fn open_input(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    match file.metadata()?.file_type() {
+        kind if kind.is_file() => Ok(file),
+        kind if kind.is_dir() => {
+            Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder and not a regular file"))
+        }
+        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
+    }
+}
+
+/// Reads a regular file of at most `limit` bytes.
+///
+/// # Errors
+/// As [`open_input`]; `FileTooLarge` beyond the limit.
+pub fn read_input(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_input(path)?.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > limit {
+        true => Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it has more than {limit} bytes"))),
+        false => Ok(bytes),
+    }
+}
+
+/// Reads a regular file of at most `limit` bytes as UTF-8.
+///
+/// # Errors
+/// As [`read_input`]; `InvalidData` if it is not UTF-8.
+pub fn read_input_text(path: &Path, limit: u64) -> io::Result<String> {
+    String::from_utf8(read_input(path, limit)?)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("it is not UTF-8: {error}")))
+}
+
+/// True if something has this name. Other than `Path::exists`, an error is not an absence.
+///
+/// # Errors
+/// An I/O error, for example a folder that may not be searched.
+pub fn exists(path: &Path) -> io::Result<bool> {
+    match fs::metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Checks that this user can create files in the folder `path`, or create the folder. Changes nothing.
+///
+/// # Errors
+/// The folder that refuses, and the reason.
+pub fn creatable(path: &Path) -> Result<(), (PathBuf, io::Error)> {
+    let whole = std::path::absolute(path).map_err(|error| (path.to_owned(), error))?;
+    for folder in whole.ancestors() {
+        match exists(folder) {
+            Ok(false) => continue,
+            Err(error) => return Err((folder.to_owned(), error)),
+            Ok(true) => {}
+        }
+        let checked = CString::new(folder.as_os_str().as_bytes()).map_err(io::Error::other).and_then(|name| {
+            // SAFETY: the name is NUL-terminated and outlives the call.
+            match unsafe { libc::access(name.as_ptr(), libc::W_OK | libc::X_OK) } {
+                0 if folder.is_dir() => Ok(()),
+                0 => Err(io::ErrorKind::NotADirectory.into()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
+        return checked.map_err(|error| (folder.to_owned(), error));
+    }
+    Ok(())
+}
+
+/// Remedy for an error of reading or opening a file.
+pub fn read_remedy(error: &io::Error) -> &'static str {
+    match (error.kind(), error.raw_os_error()) {
+        (_, Some(libc::EMFILE)) => "raise the limit of open files (ulimit -n), and run the command again",
+        (_, Some(libc::ENFILE)) => "the machine has too many open files; close programs, or raise fs.file-max",
+        (_, Some(libc::EIO | libc::ESTALE)) => "check the disk or the network file system, and run the command again",
+        (_, Some(libc::EFBIG)) => "raise the limit of file sizes (ulimit -f)",
+        (io::ErrorKind::PermissionDenied, _) => "make it readable for this user, with all folders above it",
+        (io::ErrorKind::OutOfMemory, _) => "free memory, and run the command again",
+        _ => "check the path and its permissions",
+    }
+}
+
 /// A folder that is being written. Dropped before [`AtomicDir::publish`], it leaves nothing behind.
 #[derive(Debug)]
 pub struct AtomicDir {
@@ -131,8 +221,8 @@ impl AtomicDir {
         Ok(AtomicDir { path, partial, label, _lock: lock, published: false })
     }
 
-    /// The folder to write into.
-    pub fn path(&self) -> &Path {
+    /// Hidden folder to write into.
+    pub fn partial_path(&self) -> &Path {
         &self.partial
     }
 

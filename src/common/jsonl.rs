@@ -1,9 +1,9 @@
 //! Append-only logs with one JSON value a line.
 
-use super::fs::AtomicFile;
+use super::fs::{AtomicFile, read_input};
 use serde::{Serialize, de::DeserializeOwned};
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{File, OpenOptions},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
 };
@@ -89,7 +89,7 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Lines<T>> {
 }
 
 fn read_or_empty(path: &Path) -> io::Result<Vec<u8>> {
-    match fs::read(path) {
+    match read_input(path, u64::MAX) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
         read => read,
     }
@@ -103,6 +103,7 @@ fn whole_lines(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn damaged_lines_are_counted_and_kept_and_the_rest_keeps_its_bytes() {

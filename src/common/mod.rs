@@ -6,6 +6,7 @@ pub mod exit;
 pub mod failpoint;
 pub mod fs;
 pub mod gpu_memory;
+pub mod guard;
 pub mod hash;
 pub mod host;
 pub mod jsonl;

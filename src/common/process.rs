@@ -172,6 +172,25 @@ fn ticks_per_second() -> f64 {
     if ticks > 0 { ticks as f64 } else { 100.0 }
 }
 
+/// Ignores SIGXFSZ, so that a write beyond the limit of file sizes fails with a sentence.
+pub fn ignore_file_size_signal() {
+    // SAFETY: the disposition is a constant, and no handler runs.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
+/// Blocks or unblocks SIGINT and SIGTERM for this thread and the threads that it starts. A blocked signal waits.
+pub fn hold_stop_signals(hold: bool) {
+    let how = if hold { libc::SIG_BLOCK } else { libc::SIG_UNBLOCK };
+    // SAFETY: a zeroed set is a valid value for `sigemptyset` to overwrite, and all pointers outlive the calls.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGINT);
+        libc::sigaddset(&raw mut set, libc::SIGTERM);
+        libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

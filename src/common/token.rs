@@ -1,10 +1,14 @@
 //! Access token of the HTTP port.
 
+use super::fs::read_input_text;
 use sha2::{Digest, Sha256};
 use std::{fmt, path::Path};
 
 /// Minimum length of a token in characters, against guessing.
 const MIN_LENGTH: usize = 16;
+
+/// Maximum size of a token file in bytes.
+const MAX_FILE: u64 = 64 << 10;
 
 /// Secret of the HTTP port's commands. Stores only a hash, so that no log and no dump contains the secret.
 #[derive(Clone)]
@@ -21,7 +25,7 @@ impl Token {
     /// # Errors
     /// A sentence about the file: unreadable, or no valid token.
     pub fn read(path: &Path) -> Result<Token, String> {
-        let text = std::fs::read_to_string(path).map_err(|error| format!("it cannot be read: {error}"))?;
+        let text = read_input_text(path, MAX_FILE).map_err(|error| format!("it cannot be read: {error}"))?;
         let secret = text.trim();
         match secret.len() >= MIN_LENGTH && secret.bytes().all(|byte| byte.is_ascii_graphic()) {
             true => Ok(Token::new(secret)),

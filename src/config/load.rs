@@ -5,14 +5,17 @@ use super::{
     values::ByteSize,
     wire::{FIELDS, SECTIONS, Wire},
 };
+use crate::common::fs::open_input;
 use serde::Deserialize;
 use std::{
     collections::BTreeMap,
-    fs::File,
     io::{self, Read},
     path::Path,
 };
-use toml::{Table, Value, de::DeTable};
+use toml::{
+    Spanned, Table, Value,
+    de::{DeTable, DeValue, ValueDeserializer},
+};
 
 /// Keys that have a new name: section, old key, new key.
 const RENAMED_KEYS: [(&str, &str, &str); 4] = [
@@ -115,7 +118,7 @@ pub fn read_file(file: Option<&Path>, sets: &[String]) -> (Written, Problems) {
 /// If the file cannot be read, or is longer than 1 MiB: parsing it and listing its mistakes would take too long.
 pub fn read_text(path: &Path) -> io::Result<String> {
     let mut text = String::new();
-    let length = File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)? as u64;
+    let length = open_input(path)?.take(MAX_FILE + 1).read_to_string(&mut text)? as u64;
     if length > MAX_FILE {
         return Err(io::Error::other(format!("it is longer than {}", ByteSize(MAX_FILE))));
     }
@@ -161,14 +164,57 @@ fn parse(text: &str, written: &mut Written, problems: &mut Vec<Problem>) -> Tabl
             remedy: "compare with configs/example.toml".into(),
         });
     }
-    for (section, value) in spanned.get_ref() {
+    let mut table = Table::new();
+    for (section, value) in spanned.into_inner() {
         let name = section.get_ref().to_string();
-        for (key, _) in value.get_ref().as_table().into_iter().flatten() {
-            written.origins.insert(format!("{name}.{}", key.get_ref()), Origin::Line(line_of(key.span().start)));
+        written.origins.insert(name.clone(), Origin::Line(line_of(section.span().start)));
+        if value.get_ref().as_table().is_none() {
+            let line = written.origins[&name];
+            take(name.clone(), &name, line, value, &mut table, written, problems);
+            continue;
         }
-        written.origins.insert(name, Origin::Line(line_of(section.span().start)));
+        let DeValue::Table(entries) = value.into_inner() else { continue };
+        let mut keys = Table::new();
+        for (key, value) in entries {
+            let (path, line) = (format!("{name}.{}", key.get_ref()), Origin::Line(line_of(key.span().start)));
+            written.origins.insert(path.clone(), line);
+            take(key.get_ref().to_string(), &path, line, value, &mut keys, written, problems);
+        }
+        table.insert(name, Value::Table(keys));
     }
-    if errors.is_empty() { toml::from_str(text).unwrap_or_default() } else { Table::new() }
+    if errors.is_empty() { table } else { Table::new() }
+}
+
+/// Reads one value into `table`. A value that TOML can write and no type can hold, such as 1e400, is a problem of its key.
+fn take(
+    key: String,
+    path: &str,
+    origin: Origin,
+    value: Spanned<DeValue<'_>>,
+    table: &mut Table,
+    written: &Written,
+    problems: &mut Vec<Problem>,
+) {
+    let text = value.get_ref().as_integer().map(ToString::to_string);
+    let text = text.or_else(|| value.get_ref().as_float().map(ToString::to_string)).unwrap_or_default();
+    match Value::deserialize(ValueDeserializer::from(value)) {
+        Ok(value) => drop(table.insert(key, value)),
+        Err(error) => {
+            let line = match origin {
+                Origin::Line(line) => Some(line),
+                Origin::Set => None,
+            };
+            problems.push(Problem {
+                file: written.file.clone(),
+                line,
+                key: path.into(),
+                value: text,
+                message: format!("the value is beyond the range of its type: {}", error.message().replace('\n', ", ")),
+                remedy: "write a number between -9223372036854775808 and 9223372036854775807, or a finite decimal"
+                    .into(),
+            });
+        }
+    }
 }
 
 /// Sets `section.key=value` in the table. The value is TOML. Other text is a string, and a single value for a list key is
@@ -326,137 +372,4 @@ fn edits(a: &str, b: &str) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn sets(texts: &[&str]) -> Vec<String> {
-        texts.iter().map(|text| text.to_string()).collect()
-    }
-
-    fn lines(problems: &Problems) -> Vec<String> {
-        problems.0.iter().map(ToString::to_string).collect()
-    }
-
-    #[test]
-    fn nothing_written_is_the_default() {
-        let (written, problems) = read("", "x.toml", &[]);
-        assert_eq!(problems, Problems::default());
-        assert_eq!(written.wire, Wire::default());
-    }
-
-    #[test]
-    fn every_mistake_is_reported_with_line_and_suggestion() {
-        let text = "[pool]\nmax_byte = 1\nmin_ready = \"many\"\n\n[dispatsh]\n[plan]\norder = \"random\"\nepochs = 2\n";
-        let (_, problems) = read(text, "x.toml", &sets(&["pool.nothing=1", "seed=1", "run.seed"]));
-        let shown = lines(&problems).join("\n");
-        for expected in [
-            "x.toml:2: pool.max_byte = 1: there is no such key; did you mean pool.max_bytes?",
-            "x.toml:3: pool.min_ready = \"many\": invalid type: string \"many\", expected a whole number of at least 0",
-            "x.toml:5: dispatsh: there is no such section; did you mean [dispatch]?",
-            "x.toml:7: plan.order = \"random\": there is no choice `random`, expected `shuffle` or `spread`",
-            "x.toml:8: plan.epochs = 2: there is no such key; did you mean run.epochs?",
-            "--set: pool.nothing = 1: there is no such key; the keys of [pool] are max_bytes, max_batches",
-            "--set: seed=1: the key has no section",
-            "--set: run.seed: there is no \"=\" in it",
-        ] {
-            assert!(shown.contains(expected), "{expected}\n  is not in\n{shown}");
-        }
-        assert_eq!(problems.0.len(), 8, "{shown}");
-    }
-
-    #[test]
-    fn an_old_name_is_refused_with_the_new_one() {
-        let text = "[pool]\norder = \"replay\"\n[drafter]\nstart = \"fitted\"\ninit = \"a\"\n";
-        let (_, problems) = read(text, "x.toml", &sets(&["drafter.exchange=copies"]));
-        assert_eq!(
-            lines(&problems),
-            [
-                "--set: drafter.exchange = \"copies\": drafter.exchange is now drafter.collectives; \
-                 write --set drafter.collectives=copy",
-                "x.toml:5: drafter.init = \"a\": drafter.init is now drafter.init_from; \
-                 write init_from = \"a\" under [drafter]",
-                "x.toml:4: drafter.start = \"fitted\": drafter.start is now drafter.init_method; \
-                 write init_method = \"least-squares\" under [drafter]",
-                "x.toml:2: pool.order = \"replay\": pool.order is now pool.draw_policy; \
-                 write draw_policy = \"replay\" under [pool]",
-            ]
-        );
-        let sets = sets(&["drafter.init_method=fitted", "drafter.collectives=copies"]);
-        let (_, problems) = read("", "x.toml", &sets);
-        assert_eq!(
-            lines(&problems),
-            [
-                "--set: drafter.collectives = \"copies\": \"copies\" is now \"copy\"; \
-                 write --set drafter.collectives=copy",
-                "--set: drafter.init_method = \"fitted\": \"fitted\" is now \"least-squares\"; \
-                 write --set drafter.init_method=least-squares",
-            ]
-        );
-    }
-
-    #[test]
-    fn every_new_name_exists() {
-        for (section, key, word) in RENAMED_KEYS
-            .map(|(section, _, new)| (section, new, None))
-            .into_iter()
-            .chain(RENAMED_VALUES.map(|(section, key, _, new)| (section, key, Some(new))))
-        {
-            assert!(FIELDS.iter().any(|field| field.section == section && field.key == key), "{section}.{key}");
-            let set = word.map(|word| format!("{section}.{key}={word}"));
-            assert_eq!(read("", "", set.as_slice()).1, Problems::default());
-        }
-    }
-
-    #[test]
-    fn a_top_level_key_is_sent_to_its_section() {
-        let (_, problems) = read("seed = 3\npool = 4\n", "x.toml", &[]);
-        assert_eq!(
-            lines(&problems),
-            [
-                "x.toml:2: pool = 4: \"pool\" is a section, not a key; write [pool]",
-                "x.toml:1: seed = 3: a key must be in a section; put it under [run]",
-            ]
-        );
-    }
-
-    #[test]
-    fn all_syntax_errors_come_at_once() {
-        let (_, problems) = read("[run]\nseed = \n[pool]\nmin_ready = = 3\n", "x.toml", &[]);
-        let found: Vec<_> = problems.0.iter().filter_map(|problem| problem.line).collect();
-        assert!(found.contains(&2) && found.contains(&4), "{problems}");
-    }
-
-    #[test]
-    fn sets_are_toml_or_bare_words_and_win_over_the_file() {
-        let lists = ["data.inputs=[\"a\", \"b\"]", "target.devices=cuda:1"];
-        let sets = sets(&[&["run.seed=7", "plan.order=shuffle", "pool.max_bytes=3 GiB"][..], &lists].concat());
-        let (written, problems) = read("[run]\nseed = 1\n", "x.toml", &sets);
-        assert_eq!(problems, Problems::default());
-        assert_eq!(written.wire.run.seed, 7);
-        assert_eq!(written.wire.plan.order, draftmill_actors::planner::plan::JobOrder::Shuffle);
-        assert_eq!(written.wire.pool.max_bytes.0, 3 << 30);
-        assert_eq!(written.wire.data.inputs.len(), 2);
-        assert_eq!(written.wire.target.devices, [crate::config::Device::Cuda(1)]);
-        assert_eq!(written.problem("run.seed", "m", "").to_string(), "--set: run.seed = 7: m");
-    }
-
-    #[test]
-    fn a_set_cannot_smuggle_in_a_second_key() {
-        let (written, problems) = read("", "", &sets(&["log.level=1\nx = 2"]));
-        assert_eq!(problems, Problems::default());
-        assert_eq!(written.wire.log.level, "1\nx = 2");
-    }
-
-    #[test]
-    fn a_file_that_is_too_long_is_refused() {
-        let (_, problems) = read_file(Some(Path::new("/dev/zero")), &[]);
-        assert!(problems.to_string().contains("longer than 1 MiB"), "{problems}");
-    }
-
-    #[test]
-    fn edits_are_levenshtein() {
-        for (a, b, distance) in [("", "abc", 3), ("kitten", "sitting", 3), ("same", "same", 0), ("ab", "ba", 2)] {
-            assert_eq!(edits(a, b), distance, "{a} {b}");
-        }
-    }
-}
+mod tests;

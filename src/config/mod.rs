@@ -8,6 +8,7 @@
 mod example;
 mod init;
 mod load;
+pub mod log_filter;
 pub mod mask;
 mod problem;
 mod resolve;

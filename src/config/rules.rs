@@ -2,6 +2,7 @@
 
 use super::{
     load::Written,
+    log_filter,
     problem::{Problem, Problems},
     values::{Auto, ByteSize, Dtype, InitMethod, Labels, TimeSpan, TopK},
     wire::Wire,
@@ -79,6 +80,8 @@ impl Audit<'_> {
         let at_most = [
             ("run.threads", w.run.threads.or(|| 1), 1 << 10),
             ("pool.max_batches", w.pool.max_batches, 1 << 15),
+            ("dispatch.queue_jobs", w.dispatch.queue_jobs, 100_000),
+            ("dispatch.pad_ahead", w.dispatch.pad_ahead, 1 << 12),
             ("drafter.prefetch", w.drafter.prefetch, 1 << 10),
             ("drafter.layers", w.drafter.layers, 1 << 10),
             ("drafter.heads", w.drafter.heads.or(|| 1), 1 << 12),
@@ -335,11 +338,11 @@ impl Audit<'_> {
             let named = path.is_none_or(|path| !path.as_os_str().is_empty());
             self.require(named, key, "is empty", "write a path, or remove the key");
         }
-        let log = &self.written.wire.log;
+        let wrong = log_filter::problem(&self.written.wire.log.level);
         self.require(
-            tracing_subscriber::EnvFilter::try_new(&log.level).is_ok(),
+            wrong.is_none(),
             "log.level",
-            "is not a log filter",
+            format!("is not a log filter: {}", wrong.unwrap_or_default()),
             "choose error, warn, info, debug or trace, or \"info,draftmill::data=debug\"",
         );
         let share = self.written.wire.eval.max_share;
@@ -358,7 +361,7 @@ impl Audit<'_> {
             "choose a number of at least 1, or 0 for no straggler detection",
         );
         self.require(
-            log.progress_every > Default::default(),
+            self.written.wire.log.progress_every > Default::default(),
             "log.progress_every",
             "must be above 0",
             "write for example \"5s\"",

@@ -10,6 +10,7 @@ mod span;
 mod turn;
 
 use self::{jinja::Value as Jinja, span::Spans};
+use crate::common::fs::read_input_text;
 use crate::hf::{HfError, read_json};
 use serde_json::Value;
 use std::{io::ErrorKind, ops::Range, path::Path};
@@ -88,7 +89,7 @@ impl ChatTemplate {
     pub fn load(folder: &Path) -> Result<ChatTemplate, ChatError> {
         let settings = optional(&folder.join("tokenizer_config.json"))?;
         let path = folder.join("chat_template.jinja");
-        let (text, with_tools) = match std::fs::read_to_string(&path) {
+        let (text, with_tools) = match read_input_text(&path, 16 << 20) {
             Ok(text) => (text, None),
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 let named = |name| template_of(&settings["chat_template"], name);

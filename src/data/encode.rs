@@ -228,7 +228,8 @@ impl ChatTokenizer {
         let template = ChatTemplate::load(folder).map_err(|error| error.to_string())?;
         let path = folder.join("tokenizer.json");
         let remedy = "give a Hugging Face folder with a tokenizer.json";
-        let bytes = std::fs::read(&path).map_err(|e| format!("{} cannot be read ({e}); {remedy}", path.display()))?;
+        let bytes = crate::common::fs::read_input(&path, 1 << 30)
+            .map_err(|e| format!("{} cannot be read ({e}); {remedy}", path.display()))?;
         let mut tokenizer = Tokenizer::from_bytes(&bytes)
             .map_err(|e| format!("{} is not a usable tokenizer ({e}); {remedy}", path.display()))?;
         // Padding and truncation of tokenizer.json serve other programs; `max_length` decides here.

@@ -4,6 +4,7 @@ use super::{
     format,
     split::{RawRow, Splitter},
 };
+use crate::common::fs::open_input;
 use crate::common::hash::hex;
 use flate2::bufread::GzDecoder;
 use serde::de::IgnoredAny;
@@ -166,7 +167,7 @@ struct Hashed {
 impl Input {
     fn open(path: &Path, max_row_bytes: u64) -> io::Result<Input> {
         let mut plain =
-            BufReader::with_capacity(BUFFER, Hashed { file: File::open(path)?, hash: Sha256::new(), bytes: 0 });
+            BufReader::with_capacity(BUFFER, Hashed { file: open_input(path)?, hash: Sha256::new(), bytes: 0 });
         let gzip = plain.fill_buf()?.starts_with(&GZIP_MAGIC);
         let source = if gzip { Source::Gzip(Some(GzDecoder::new(plain))) } else { Source::Plain(plain) };
         let mut input = Input {

@@ -12,6 +12,7 @@ mod format;
 pub(crate) mod input;
 mod options;
 mod prepare;
+mod provenance;
 mod reject;
 mod report;
 pub mod row;
@@ -24,9 +25,10 @@ pub use self::{
     change::Change,
     options::PrepareOptions,
     prepare::{PrepareError, prepare},
+    provenance::{Difference, differences},
     reject::{Reason, Reject},
     report::{PrepareReport, Progress},
     source::StoreSource,
-    store::{FORMAT, Split, Store, StoreError},
+    store::{Contents, FORMAT, Split, Store, StoreError},
 };
 pub use crate::common::text::grouped;

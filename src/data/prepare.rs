@@ -5,15 +5,20 @@ use super::{
     encode::{EncodedRow, Encoder, Sample, split_of},
     format,
     input::{InputRow, Inputs, ReadError, Unusable},
+    provenance::{self, INPUTS, SPECIAL_TOKENS, TEMPLATE, TOKENIZER, TOKENIZER_OF_IDS, UNUSED},
     reject::Reject,
     report::{PrepareReport, Progress},
     row::ROLES,
-    store::Split,
+    store::{Split, is_store},
     writer::StoreWriter,
 };
-use crate::common::{
-    fs::{AtomicFile, remove_file, with_suffix},
-    text::percent,
+use crate::{
+    common::{
+        fs::{AtomicFile, remove_file, with_suffix},
+        guard::{Protected, Refusal, lines_are},
+        text::percent,
+    },
+    hf::read_json,
 };
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde_json::json;
@@ -27,6 +32,9 @@ use std::{
 use thiserror::Error;
 use tokio::time::Instant;
 
+/// Ending of the file of rejects, next to the store.
+const REJECTS: &str = ".rejects.jsonl";
+
 /// Failure of `prepare`. A store that exists already is unchanged.
 #[derive(Debug, Error)]
 pub enum PrepareError {
@@ -39,6 +47,14 @@ pub enum PrepareError {
     Unusable { path: PathBuf, why: String },
     #[error("{} cannot be written ({source}); free some disk, or choose another data.store", path.display())]
     Write { path: PathBuf, source: io::Error },
+    #[error("data.store: {0}")]
+    Refused(#[from] Refusal),
+    /// The model has no position for the end of the sample (torchtitan#3395).
+    #[error(
+        "a sample has {tokens} tokens, but the target has {positions} positions (max_position_embeddings); lower \
+         data.max_length to at most {positions}"
+    )]
+    BeyondPositions { tokens: u64, positions: u64 },
     /// The rows need a template and a tokenizer, and the model folder has none.
     #[error("target.dir: {0}")]
     Model(String),
@@ -100,7 +116,7 @@ impl From<ReadError> for PrepareError {
 /// Prepares a store. Calls `progress` before the first file is opened and after every chunk of rows; `progress` may stop it.
 ///
 /// The bytes of the store are a function of the inputs' contents and the options. Rows without a sample are written to
-/// `<store>.rejects.jsonl`, also if there are too many of them; a file of an earlier run is replaced.
+/// `<store>.rejects.jsonl`, also if there are too many of them. Files of an earlier run are replaced, other files never.
 ///
 /// # Errors
 /// A [`PrepareError`]; no store is written then.
@@ -121,6 +137,7 @@ pub fn prepare(
     for path in &options.data.inputs {
         shown.bytes_total += size(path)?;
     }
+    may_write(options)?;
     let encoder = Encoder::load(options).map_err(PrepareError::Model)?;
     let mut output = Output::create(options)?;
     let mut inputs = Inputs::new(options.data.inputs.clone(), options.data.max_row_bytes)
@@ -139,6 +156,28 @@ pub fn prepare(
     }
     output.report.seconds = begun.elapsed().as_secs_f64();
     output.finish(options, &encoder, &inputs)
+}
+
+/// Checks that the store and its rejects may be written: they replace only a store and its rejects, and touch neither an
+/// input nor the model.
+fn may_write(options: &PrepareOptions) -> Result<(), Refusal> {
+    let protected = Protected::default().inputs(&options.data.inputs).folders([&options.model_dir]);
+    protected.file(&options.data.store, "a store of prepared data", is_store)?;
+    let rejects = with_suffix(&options.data.store, REJECTS);
+    protected.file(&rejects, "a list of rejected rows", |head| lines_are(head, b"{\"detail\":", is_reject))
+}
+
+/// True for a line that [`Output::reject`] writes.
+fn is_reject(line: &[u8]) -> bool {
+    let keys = ["file", "line", "row", "reason", "detail"];
+    let value = serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(line);
+    value.is_ok_and(|value| value.len() == keys.len() && keys.iter().all(|key| value.contains_key(*key)))
+}
+
+/// `max_position_embeddings` of the model folder, if its config.json has it.
+fn positions(model: &Path) -> Option<u64> {
+    let config = read_json(&model.join("config.json")).ok()?;
+    config["max_position_embeddings"].as_u64().filter(|&positions| positions > 0)
 }
 
 /// Size of an input in bytes. Called before anything is written, so that a wrong path fails at once.
@@ -164,6 +203,8 @@ struct Output {
     rejects_part: AtomicFile,
     rejects_path: PathBuf,
     validation_fraction: f64,
+    /// Longest sequence of the target, if it is known.
+    positions: Option<u64>,
     report: PrepareReport,
     from_chat: bool,
 }
@@ -173,7 +214,7 @@ const MOST_NAMES: usize = 64;
 
 impl Output {
     fn create(options: &PrepareOptions) -> Result<Output, PrepareError> {
-        let rejects_path = with_suffix(&options.data.store, ".rejects.jsonl");
+        let rejects_path = with_suffix(&options.data.store, REJECTS);
         let failed = |path: &Path| {
             let path = path.to_path_buf();
             move |source| PrepareError::Write { path, source }
@@ -188,6 +229,7 @@ impl Output {
             rejects_part,
             rejects_path,
             validation_fraction: options.data.validation_fraction,
+            positions: positions(&options.model_dir),
             report: PrepareReport { store: options.data.store.clone(), ..PrepareReport::default() },
             from_chat: false,
         })
@@ -204,6 +246,10 @@ impl Output {
         }
         match encoded.outcome {
             Ok(sample) => {
+                let tokens = sample.ids.len() as u64;
+                if let Some(positions) = self.positions.filter(|&positions| tokens > positions) {
+                    return Err(PrepareError::BeyondPositions { tokens, positions });
+                }
                 for change in encoded.notes.changes {
                     *self.report.changed.entry(change).or_default() += 1;
                 }
@@ -319,21 +365,20 @@ fn metadata(
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
         json!({ "name": name, "bytes": read.bytes, "sha256": read.sha256 })
     });
-    let unused = || "unused".to_string();
+    let unused = || UNUSED.to_string();
+    let of_ids = match chat {
+        Some(_) => None,
+        None => provenance::tokenizer_sha256(&options.model_dir),
+    };
+    let of_ids = of_ids.unwrap_or_else(unused);
     let counts = |counts: &BTreeMap<_, u64>| serde_json::to_string(counts).unwrap_or_default();
     let pairs = [
-        ("inputs", serde_json::Value::from_iter(files).to_string()),
-        ("template_sha256", chat.map_or_else(unused, |chat| chat.template_sha256.clone())),
-        ("tokenizer_sha256", chat.map_or_else(unused, |chat| chat.tokenizer_sha256.clone())),
+        (INPUTS, serde_json::Value::from_iter(files).to_string()),
+        (TEMPLATE, chat.map_or_else(unused, |chat| chat.template_sha256.clone())),
+        (TOKENIZER, chat.map_or_else(unused, |chat| chat.tokenizer_sha256.clone())),
+        (TOKENIZER_OF_IDS, of_ids),
+        (SPECIAL_TOKENS, chat.map_or_else(unused, |_| provenance::special_tokens(&options.model_dir))),
         ("vocab_size", encoder.vocab_size.map_or_else(|| "unknown".into(), |size| size.to_string())),
-        ("max_length", options.data.max_length.to_string()),
-        ("overlong", options.data.overlong.to_string()),
-        ("unknown_role", options.data.unknown_role.to_string()),
-        ("hidden_fields", options.data.hidden_fields.to_string()),
-        ("leading_assistant", options.data.leading_assistant.to_string()),
-        ("min_supervised", options.data.min_supervised.to_string()),
-        ("validation_fraction", options.data.validation_fraction.to_string()),
-        ("max_row_bytes", options.data.max_row_bytes.to_string()),
         ("rows", report.rows.to_string()),
         ("rejected", counts(&report.rejected)),
         ("left_out", counts(&report.left_out)),
@@ -341,6 +386,8 @@ fn metadata(
         ("cut", report.cut.to_string()),
         ("tokens", report.tokens.to_string()),
         ("supervised_tokens", report.supervised_tokens.to_string()),
+        ("unknown_roles", report.unknown_roles.values().sum::<u64>().to_string()),
     ];
-    pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+    let settings = provenance::settings(&options.data).into_iter().map(|setting| (setting.key, setting.value));
+    pairs.into_iter().chain(settings).map(|(key, value)| (key.to_string(), value)).collect()
 }

@@ -8,13 +8,17 @@
 //!
 //! The training samples come first (`train_samples` of the metadata), then those for validation.
 
+use crate::common::fs::open_input;
 use crate::common::hash::hex;
 use memmap2::Mmap;
+use rayon::{
+    iter::{IndexedParallelIterator, IntoParallelRefIterator, ParallelIterator},
+    slice::ParallelSlice,
+};
 use safetensors::tensor::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 use std::{
     collections::BTreeMap,
-    fs::File,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -77,7 +81,7 @@ impl Store {
             _ => StoreError::Read { path: path.into(), source },
         };
         let damaged = |reason: String| StoreError::Damaged { path: path.into(), reason };
-        let file = File::open(path).map_err(read)?;
+        let file = open_input(path).map_err(read)?;
         // SAFETY: the map is only read. A store is written under another name and renamed, so no writer changes its bytes.
         // A file truncated by hand ends this process with SIGBUS, as it would any reader of maps.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
@@ -163,23 +167,28 @@ impl Store {
         &self.path
     }
 
-    /// Reads the whole store and compares it with the fingerprint.
+    /// Reads the whole store once, in parallel, and compares it with the fingerprint.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`], if they differ.
-    pub fn verify(&self) -> Result<(), StoreError> {
-        let mut hashes = Hashes::default();
+    /// [`StoreError::Damaged`], if the content differs, or holds a value that no store has.
+    pub fn verify(&self) -> Result<Contents, StoreError> {
         let (ids, masks, cut) =
             (&self.map[self.ids.clone()], &self.map[self.loss_mask.clone()], self.offset(self.train));
-        for (hash, bytes) in hashes.0.iter_mut().zip([&ids[..cut * 4], &ids[cut * 4..], &masks[..cut], &masks[cut..]]) {
-            hash.update(bytes);
-        }
+        let parts = [&ids[..cut * 4], &ids[cut * 4..], &masks[..cut], &masks[cut..]];
+        let hash = || parts.par_iter().map(Sha256::new_with_prefix).collect::<Vec<_>>();
+        let (hashes, contents) = rayon::join(hash, || Contents::of(self.all_ids(), masks, cut));
+        let hashes = Hashes(hashes.try_into().unwrap_or_default());
         let lengths = [Split::Train, Split::Validation].map(|split| self.lengths(split));
         let found = hashes.fingerprint(&self.metadata, lengths.iter().flatten().copied());
-        if found == self.fingerprint {
-            return Ok(());
-        }
-        let reason = format!("its content has the fingerprint {found}, not {}", self.fingerprint);
+        let reason = if found != self.fingerprint {
+            format!("its content has the fingerprint {found}, not {}", self.fingerprint)
+        } else if contents.smallest_id < 0 {
+            format!("it holds the id {}, which is not a token", contents.smallest_id)
+        } else if contents.largest_mask > 1 {
+            format!("it holds {} in its loss mask, expected 0 or 1", contents.largest_mask)
+        } else {
+            return Ok(contents);
+        };
         Err(StoreError::Damaged { path: self.path.clone(), reason })
     }
 
@@ -220,6 +229,84 @@ impl Store {
         let (_, ids, _) = unsafe { self.map[self.ids.clone()].align_to::<i32>() };
         ids
     }
+}
+
+/// Facts about the content of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Contents {
+    pub tokens: u64,
+    /// Supervised tokens of the training samples and of the held-out ones.
+    pub supervised: [u64; 2],
+    pub largest_id: i32,
+    smallest_id: i32,
+    largest_mask: u8,
+    /// Occurrences of each id below [`COUNTED_IDS`].
+    counts: Vec<u64>,
+}
+
+/// Ids that are counted: more than any vocabulary has rows.
+const COUNTED_IDS: usize = 1 << 22;
+/// Tokens that one thread examines at a time.
+const EXAMINED: usize = 1 << 20;
+
+impl Contents {
+    /// Occurrences of a token id in all samples.
+    pub fn count(&self, id: u32) -> u64 {
+        self.counts.get(id as usize).copied().unwrap_or(0)
+    }
+
+    /// Examines all ids and masks. The first `train` tokens are those of the training samples.
+    fn of(ids: &[i32], masks: &[u8], train: usize) -> Contents {
+        let chunks = ids.par_chunks(EXAMINED).zip(masks.par_chunks(EXAMINED)).enumerate();
+        let examined = chunks.fold(Contents::none, |mut all, (chunk, (ids, masks))| {
+            all.examine(ids, masks, train.saturating_sub(chunk * EXAMINED).min(ids.len()));
+            all
+        });
+        examined.reduce(Contents::none, Contents::joined)
+    }
+
+    fn none() -> Contents {
+        Contents { tokens: 0, supervised: [0; 2], largest_id: 0, smallest_id: 0, largest_mask: 0, counts: Vec::new() }
+    }
+
+    fn examine(&mut self, ids: &[i32], masks: &[u8], train: usize) {
+        let largest = ids.iter().copied().max().unwrap_or(0);
+        self.largest_id = self.largest_id.max(largest);
+        self.smallest_id = self.smallest_id.min(ids.iter().copied().min().unwrap_or(0));
+        self.largest_mask = self.largest_mask.max(masks.iter().copied().max().unwrap_or(0));
+        let supervised = |masks: &[u8]| masks.iter().map(|&mask| u64::from(mask != 0)).sum::<u64>();
+        self.supervised[0] += supervised(&masks[..train]);
+        self.supervised[1] += supervised(&masks[train..]);
+        self.tokens += ids.len() as u64;
+        let wanted = (usize::try_from(largest).unwrap_or(0) + 1).min(COUNTED_IDS);
+        self.counts.resize(wanted.max(self.counts.len()), 0);
+        for id in ids {
+            if let Some(count) = usize::try_from(*id).ok().and_then(|id| self.counts.get_mut(id)) {
+                *count += 1;
+            }
+        }
+    }
+
+    fn joined(mut self, mut other: Contents) -> Contents {
+        if self.counts.len() < other.counts.len() {
+            std::mem::swap(&mut self, &mut other);
+        }
+        self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);
+        self.tokens += other.tokens;
+        self.supervised = [self.supervised[0] + other.supervised[0], self.supervised[1] + other.supervised[1]];
+        self.largest_id = self.largest_id.max(other.largest_id);
+        self.smallest_id = self.smallest_id.min(other.smallest_id);
+        self.largest_mask = self.largest_mask.max(other.largest_mask);
+        self
+    }
+}
+
+/// True for the first bytes of a store, of any version and also of a damaged one. Its header begins with the metadata.
+pub(super) fn is_store(head: &[u8]) -> bool {
+    let header = head.get(8..).unwrap_or_default();
+    let header = &header[..header.len().min(64 << 10)];
+    let format = format!("\"{FORMAT_KEY}\":\"{}", FORMAT.trim_end_matches(|c: char| c.is_ascii_digit()));
+    header.starts_with(b"{\"__metadata__\":{") && header.windows(format.len()).any(|part| part == format.as_bytes())
 }
 
 /// Running hashes of a store, the inputs of its fingerprint: train ids, validation ids, train masks, validation masks.

@@ -1,7 +1,7 @@
 //! Checkpoint folder and settings of an optimizer, and the background writing of checkpoints.
 
 use crate::{
-    config::{RetentionPolicy, Loaded, annotated},
+    config::{Loaded, RetentionPolicy, annotated},
     hf::draft::DraftConfig,
     run_dir::checkpoint::{self, CheckpointError, NamedTensor, State},
 };
@@ -17,6 +17,8 @@ pub struct CheckpointWriter {
     /// Settings, read at the start of each write; a reload changes them.
     pub settings: watch::Receiver<CheckpointSettings>,
     pub seed: u64,
+    /// Id of the run, written into each checkpoint.
+    pub run: String,
     pub draft: DraftConfig,
 }
 
@@ -52,14 +54,15 @@ impl CheckpointWriter {
         step: u64,
         [weights, exp_avg, exp_avg_sq]: [Vec<NamedTensor>; 3],
     ) -> Result<String, CheckpointError> {
-        let CheckpointWriter { folder, settings, seed, draft } = self;
+        let CheckpointWriter { folder, settings, seed, run, draft } = self;
         let CheckpointSettings { keep, config } = settings.borrow().clone();
         let tensors = [
             (checkpoint::WEIGHTS, weights),
             (checkpoint::FIRST_MOMENTS, exp_avg),
             (checkpoint::SECOND_MOMENTS, exp_avg_sq),
         ];
-        let name = checkpoint::write(&folder, &State::new(step, seed, config), &draft, &tensors)?;
+        let state = State { run, ..State::new(step, seed, config) };
+        let name = checkpoint::write(&folder, &state, &draft, &tensors)?;
         // state.db does not name the new checkpoint yet, so one more than `keep.last` stays until it does.
         if let Err(error) = checkpoint::retain(&folder, RetentionPolicy { last: keep.last + 1, ..keep }) {
             tracing::warn!(%error, folder = %folder.display(), "old checkpoints not deleted");

@@ -203,7 +203,8 @@ mod tests {
 
     fn inner(draft: &DraftConfig, exchange: GradientExchange) -> Inner {
         let settings = watch::channel(CheckpointSettings { keep: RetentionPolicy::default(), config: String::new() }).1;
-        let checkpoints = CheckpointWriter { folder: "unused".into(), settings, seed: 0, draft: draft.clone() };
+        let checkpoints =
+            CheckpointWriter { folder: "unused".into(), settings, seed: 0, run: String::new(), draft: draft.clone() };
         let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
         let masters = init_params(draft, 0).unwrap().deep_copy(Device::Cpu, Kind::Float).unwrap();
         Inner { adamw: AdamW::new(masters, hyper).unwrap(), device: Device::Cpu, checkpoints, exchange }

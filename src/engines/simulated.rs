@@ -167,8 +167,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let keep = crate::config::RetentionPolicy { last: 1, ..Default::default() };
         let settings = watch::channel(CheckpointSettings { keep, config: String::new() }).1;
-        let checkpoints =
-            CheckpointWriter { folder: dir.path().to_owned(), settings, seed: 0, draft: placeholder_draft() };
+        let checkpoints = CheckpointWriter {
+            folder: dir.path().to_owned(),
+            settings,
+            seed: 0,
+            run: String::new(),
+            draft: placeholder_draft(),
+        };
         let inner = SimOptimizer::new(CostModel::default(), 0.0);
         let mut optimizer = JobLogOptimizer::new(inner, vec![JobId { epoch: 0, index: 1 << 20 }], checkpoints);
         let jobs = vec![JobId { epoch: 1, index: u32::MAX }, JobId { epoch: 2, index: 65_537 }];

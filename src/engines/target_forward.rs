@@ -128,7 +128,8 @@ fn extract(
         let (mask, ids) = (batch.loss_mask.len(), batch.ids.len());
         return Err(ModelError::Input(format!("loss mask has {mask} entries, expected {ids}: one for each id")));
     }
-    let (hidden, target_labels) = target.forward_with_labels(&rows, &options.taps, kind_of(options.features), options.labels)?;
+    let (hidden, target_labels) =
+        target.forward_with_labels(&rows, &options.taps, kind_of(options.features), options.labels)?;
     // Checked on the target's device, before the copy.
     let finite = all_finite(&hidden)? && target_labels.as_ref().map_or(Ok(true), TargetLabels::all_finite)?;
     let mut copy = |tensor: &Tensor| outbound.copied_to(tensor, options.features_on);
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
     use crate::config::TopK;
     use crate::hf::{config::TargetConfig, tensors::TensorFiles};
-    use crate::model::batch::{TopKLabels, TargetLabels};
+    use crate::model::batch::{TargetLabels, TopKLabels};
     use crate::model::target::Depth;
     use draftmill_actors::messages::engine::{FeatureDtype, Features};
     use proptest::prelude::*;

@@ -13,7 +13,7 @@ mod table;
 #[cfg(feature = "torch")]
 pub use self::evaluate::evaluate;
 pub use self::{
-    plot::svg,
+    plot::{is_plot, svg},
     prompts::{MAX_ROW_BYTES, Prompt, PromptError, parse, read},
     stats::{Category, Record, Report, Stats, Step},
 };

@@ -7,6 +7,8 @@ const HEIGHT: f64 = 180.0;
 const BAR: f64 = 34.0;
 const LEFT: f64 = 24.0;
 const TOP: f64 = 60.0;
+/// Title of the first chart.
+const ACCEPTED: &str = "fraction of steps that accept the first k drafts";
 
 /// Draws acceptance by position next to the histogram of tokens per step.
 pub fn svg(report: &Report) -> String {
@@ -29,10 +31,16 @@ pub fn svg(report: &Report) -> String {
         all.responses
     );
     text(&mut svg, LEFT, 20.0, "start", &title);
-    chart(&mut svg, LEFT, "fraction of steps that accept the first k drafts", "#3b6ea5", &accepted);
+    chart(&mut svg, LEFT, ACCEPTED, "#3b6ea5", &accepted);
     chart(&mut svg, second, "fraction of steps that produce k tokens", "#a5643b", &steps);
     svg.push_str("</svg>\n");
     svg
+}
+
+/// True for the first bytes of a plot that [`svg`] has drawn.
+pub fn is_plot(head: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(head);
+    text.starts_with("<svg xmlns=") && text.contains(ACCEPTED)
 }
 
 fn chart(svg: &mut String, left: f64, title: &str, color: &str, values: &[f64]) {

@@ -2,14 +2,17 @@
 //! validated strictly and passes a self-test before it is published.
 
 mod self_test;
+mod serve;
 mod write;
 
 #[cfg(feature = "torch")]
 pub use self::self_test::run_self_test;
 pub use self::self_test::{SelfTestError, SelfTestReport, device_available};
+pub use self::serve::ServeCommands;
 pub use crate::hf::validate::{Finding, Severity, check};
 
 use crate::{
+    common::guard::{Protected, Refusal},
     config::{Config, Device},
     hf::{
         Dtype, HfError,
@@ -42,6 +45,8 @@ pub enum ExportError {
     Occupied(PathBuf),
     #[error("{} has {found}, which is not part of an export, and --force replaces exports only; choose another folder", dir.display())]
     Foreign { dir: PathBuf, found: String },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     #[error("the export failed its validation and was discarded: {0}")]
     Unsound(Finding),
     #[error("the drafter was not made for the target of {}: {why}", target.display())]
@@ -84,6 +89,8 @@ pub struct ExportReport {
     pub dtype: &'static str,
     /// Result of the self-test; `None` if it was skipped.
     pub self_check: Option<SelfTestReport>,
+    /// Command lines that serve it; `None` if the target's folder is not known.
+    pub serve: Option<ServeCommands>,
 }
 
 /// Exports the drafter of a checkpoint folder to `out` atomically, after validation and an optional self-test.
@@ -91,6 +98,7 @@ pub struct ExportReport {
 /// # Errors
 /// An [`ExportError`]; `out` is unchanged then.
 pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Result<ExportReport, ExportError> {
+    Protected::default().folders(options.target.iter()).path(out)?;
     let from = Verified::open(dir)?;
     let draft = DraftConfig { dtype: options.dtype, ..from.draft.clone() };
     let target = options.target.as_deref().map(TargetConfig::load).transpose()?;
@@ -114,7 +122,9 @@ pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Res
         }
         Ok(())
     })?;
-    Ok(ExportReport { step: Some(from.state.step), self_check, ..written })
+    let serve = |target: &PathBuf| ServeCommands::new(out, target, options.layout, draft.block_size);
+    let serve = options.target.as_ref().map(serve);
+    Ok(ExportReport { step: Some(from.state.step), self_check, serve, ..written })
 }
 
 /// Exports at the end of a run, with a self-test on the first target's device. If the self-test cannot run, for example for
@@ -143,13 +153,17 @@ pub fn export_run(checkpoint: &Path, out: &Path, config: &Config) -> Result<Expo
 /// # Errors
 /// An [`ExportError`]; `out` is unchanged then.
 pub fn import_folder(dir: &Path, target: Option<&Path>, out: &Path, force: bool) -> Result<ExportReport, ExportError> {
+    Protected::default().folders(target.into_iter().chain([dir])).path(out)?;
     let model = target.map(TargetConfig::load).transpose()?;
     let folder = DraftFolder::open(dir, model.as_ref().map(|model| model.num_hidden_layers))?;
     if let Some((target, model)) = target.zip(model.as_ref()) {
         check_target(&folder.config, target, model)?;
+        folder.check_shared(target, model)?;
     }
     let tensors = draft_tensors(&folder.files, &folder.config)?;
-    write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))
+    let written = write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))?;
+    let serve = target.map(|target| ServeCommands::new(out, target, Layout::Zlab, folder.config.block_size));
+    Ok(ExportReport { serve, ..written })
 }
 
 /// Refuses a drafter of another target than `model`, the model in `folder`.

@@ -2,10 +2,10 @@
 
 use super::{ExportError, ExportReport};
 use crate::common::fs::{AtomicDir, parent, write_json};
-use crate::hf::layout::{CONFIG, MODEL};
+use crate::hf::layout::{CONFIG, MODEL, config_of};
 use crate::hf::validate;
 use crate::{
-    hf::{Dtype, dtype_name, tensors::RawDtype},
+    hf::{Dtype, dtype_name, read_json, tensors::RawDtype},
     run_dir::checkpoint::{self, NamedTensor},
 };
 use half::{bf16, f16};
@@ -15,7 +15,7 @@ use std::{fs, io, path::Path};
 /// Files of an export, which another export may replace.
 const EXPORT_FILES: [&str; 2] = [CONFIG, MODEL];
 
-/// Refuses a folder with foreign files, and without `force` an earlier export.
+/// Refuses a folder with foreign files or another model, and without `force` an earlier export.
 fn check_free(out: &Path, force: bool) -> Result<(), ExportError> {
     let at = |source| ExportError::Io { path: out.to_owned(), source };
     if !out.exists() {
@@ -26,7 +26,15 @@ fn check_free(out: &Path, force: bool) -> Result<(), ExportError> {
     if let Some(found) = names.iter().find(|name| !EXPORT_FILES.contains(&name.as_str())) {
         return Err(ExportError::Foreign { dir: out.to_owned(), found: found.clone() });
     }
-    if names.is_empty() || force { Ok(()) } else { Err(ExportError::Occupied(out.to_owned())) }
+    if names.is_empty() {
+        return Ok(());
+    }
+    // By their names alone, a target with its two most important files would be an export (speculators#690).
+    let is_draft = |json: &Value| config_of(CONFIG, json, Some(1 << 20)).is_ok();
+    if !read_json(&out.join(CONFIG)).is_ok_and(|json| is_draft(&json)) {
+        return Err(ExportError::Foreign { dir: out.to_owned(), found: "a config.json of another model".into() });
+    }
+    if force { Ok(()) } else { Err(ExportError::Occupied(out.to_owned())) }
 }
 
 /// Writes config and tensors, validates the folder, calls `self_test` with it, and publishes it as `out`.
@@ -48,7 +56,7 @@ pub fn write_folder(
     check_free(out, force)?;
     fs::create_dir_all(parent(out)).map_err(at(parent(out)))?;
     let dir = AtomicDir::create(out, "export").map_err(at(out))?;
-    let (model, config) = (dir.path().join(MODEL), dir.path().join(CONFIG));
+    let (model, config) = (dir.partial_path().join(MODEL), dir.partial_path().join(CONFIG));
     match dtype {
         Dtype::F32 => checkpoint::write_tensors(&model, tensors, f32::to_le_bytes, RawDtype::F32),
         Dtype::F16 => checkpoint::write_tensors(&model, tensors, |v| f16::from_f32(v).to_le_bytes(), RawDtype::F16),
@@ -56,10 +64,10 @@ pub fn write_folder(
     }
     .map_err(at(&model))?;
     write_json(&config, json).map_err(at(&config))?;
-    if let Some(finding) = validate::check(dir.path()).into_iter().next() {
+    if let Some(finding) = validate::check(dir.partial_path()).into_iter().next() {
         return Err(ExportError::Unsound(finding));
     }
-    self_test(dir.path())?;
+    self_test(dir.partial_path())?;
     check_free(out, force)?;
     let out = dir.publish().map_err(at(out))?;
     Ok(ExportReport {
@@ -70,6 +78,7 @@ pub fn write_folder(
         bytes: fs::metadata(out.join(MODEL)).map_or(0, |m| m.len()),
         dtype: dtype_name(dtype),
         self_check: None,
+        serve: None,
     })
 }
 
@@ -103,5 +112,18 @@ mod tests {
         let before = fs::read(out.join(MODEL)).unwrap();
         write(false).unwrap_err();
         assert_eq!((left(), fs::read(out.join(MODEL)).unwrap()), (1, before));
+    }
+    #[test]
+    fn speculators_690_a_folder_of_another_model_is_never_replaced() {
+        let root = tempfile::tempdir().unwrap();
+        let out = root.path().join("target");
+        fs::create_dir(&out).unwrap();
+        for config in [r#"{"model_type": "llama"}"#, "{", "[]"] {
+            fs::write(out.join(CONFIG), config).unwrap();
+            fs::write(out.join(MODEL), "weights").unwrap();
+            let error = write_folder(&out, true, &Value::Null, &[], Dtype::F32, |_| Ok(())).unwrap_err();
+            assert!(matches!(error, ExportError::Foreign { .. }), "{error}");
+            assert_eq!(fs::read_to_string(out.join(MODEL)).unwrap(), "weights");
+        }
     }
 }

@@ -3,15 +3,21 @@
 //! A conversation is appended when its last answer is complete, so the partial output holds complete conversations and at
 //! most one torn end. The finished file has them in input order, independent of interruptions.
 
-use crate::common::fs::{AtomicFile, lock_file, remove_file, sync_parent, with_suffix, write_atomic};
+use crate::common::{
+    fs::{AtomicFile, lock_file, read_input, remove_file, sync_parent, with_suffix, write_atomic},
+    guard::{Protected, Refusal, lines_are},
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write},
     path::{Path, PathBuf},
 };
 use thiserror::Error;
+
+/// Ending of the file with the recorded identity, after the name of the partial output.
+const OPTIONS: &str = ".options";
 
 /// One answer: the exact token ids of its prompt and of the answer. The fields are keys of the output file; `prepare` uses
 /// `input_ids` and `loss_mask` unchanged.
@@ -54,6 +60,8 @@ pub enum PartialOutputError {
         path.display()
     )]
     Other { path: PathBuf, what: String, before: String, now: String },
+    #[error("--out: {0}")]
+    Refused(#[from] Refusal),
     #[error("{} cannot be written ({source}); free disk space, or choose another --out", path.display())]
     Write { path: PathBuf, source: io::Error },
 }
@@ -77,7 +85,7 @@ pub struct PartialOutput {
 impl PartialOutput {
     /// Opens the partial output of `out`, or resumes an existing one. `identity` is an object with everything that determines
     /// the lines; a partial output of another identity is refused, or discarded if `force` is set. `found` receives each
-    /// line of an earlier start. A torn end is dropped.
+    /// line of an earlier start. A torn end is dropped. Only files of answers are replaced, and nothing that is `protected`.
     ///
     /// # Errors
     /// An existing output without `force`, another identity, another process that writes it, or an I/O error.
@@ -85,12 +93,16 @@ impl PartialOutput {
         out: &Path,
         identity: &Value,
         force: bool,
+        protected: &Protected,
         found: &mut dyn FnMut(&AnswerLine),
     ) -> Result<PartialOutput, PartialOutputError> {
         if out.exists() && (!force || out.is_dir()) {
             return Err(PartialOutputError::Exists(out.into()));
         }
         let path = with_suffix(out, ".part");
+        protected.file(out, "a file of answers", is_answers)?;
+        protected.file(&path, "a partial file of answers", is_answers)?;
+        protected.file(&with_suffix(&path, OPTIONS), "the options of a partial file of answers", is_identity)?;
         let failed = |source| PartialOutputError::Write { path: path.clone(), source };
         let file = lock_file(&path).map_err(failed)?;
         let mut part = PartialOutput { out: out.into(), path: path.clone(), file, spans: Vec::new(), end: 0 };
@@ -162,7 +174,7 @@ impl PartialOutput {
 
     /// Path of the recorded identity, next to the partial output.
     fn identity_path(&self) -> PathBuf {
-        with_suffix(&self.path, ".options")
+        with_suffix(&self.path, OPTIONS)
     }
 
     /// Reads the complete conversations and truncates the file after the last one.
@@ -192,8 +204,17 @@ impl PartialOutput {
     }
 }
 
+fn is_answers(head: &[u8]) -> bool {
+    lines_are(head, b"{\"file\":", |line| serde_json::from_slice::<AnswerLine>(line).is_ok())
+}
+
+fn is_identity(head: &[u8]) -> bool {
+    let keys = ["prompts", "target", "tokenizer"];
+    serde_json::from_slice::<Value>(head).is_ok_and(|value| keys.iter().all(|key| value.get(key).is_some()))
+}
+
 fn read_identity(path: &Path) -> Option<Value> {
-    serde_json::from_slice(&fs::read(path).ok()?).ok()
+    serde_json::from_slice(&read_input(path, 1 << 20).ok()?).ok()
 }
 
 /// First field in which two objects differ, with both values.
@@ -211,6 +232,7 @@ fn difference(before: &Value, now: &Value) -> Option<(String, String, String)> {
 mod tests {
     use super::*;
     use serde_json::json;
+    use std::fs;
 
     fn line(row: u64, turn: u64, last: bool) -> AnswerLine {
         AnswerLine {
@@ -228,8 +250,15 @@ mod tests {
 
     fn open(out: &Path, identity: &Value, force: bool) -> Result<(PartialOutput, Vec<(u64, u64)>), PartialOutputError> {
         let mut found = Vec::new();
-        let part = PartialOutput::open(out, identity, force, &mut |line| found.push((line.row, line.turn)))?;
+        let protected = Protected::default();
+        let part =
+            PartialOutput::open(out, identity, force, &protected, &mut |line| found.push((line.row, line.turn)))?;
         Ok((part, found))
+    }
+
+    /// Identity with the keys of a real one.
+    fn identity(seed: u64) -> Value {
+        json!({"prompts": [], "target": "t", "tokenizer": "k", "seed": seed})
     }
 
     fn rows(path: &Path) -> Vec<(u64, u64)> {
@@ -242,7 +271,7 @@ mod tests {
     fn a_killed_output_resumes_and_ends_in_input_order() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("new/answers.jsonl");
-        let id = json!({"seed": 1});
+        let id = identity(1);
         let (mut part, found) = open(&out, &id, false).unwrap();
         assert_eq!(found, []);
         part.write(&[line(4, 1, true)]).unwrap();
@@ -274,23 +303,42 @@ mod tests {
     fn existing_output_is_replaced_only_by_force() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("answers.jsonl");
-        let (mut part, _) = open(&out, &json!({"seed": 1, "limit": null}), false).unwrap();
+        let (mut part, _) = open(&out, &identity(1), false).unwrap();
         part.write(&[line(0, 1, true)]).unwrap();
-        let busy = open(&out, &json!({"seed": 1, "limit": null}), false).err().unwrap().to_string();
+        let busy = open(&out, &identity(1), false).err().unwrap().to_string();
         assert!(busy.contains("another process"), "{busy}");
         drop(part);
-        let other = open(&out, &json!({"seed": 2, "limit": null}), false).err().unwrap().to_string();
+        let other = open(&out, &identity(2), false).err().unwrap().to_string();
         assert!(other.contains("another seed (1 before, 2 now)") && other.contains("--force"), "{other}");
-        let (part, found) = open(&out, &json!({"seed": 2, "limit": null}), true).unwrap();
+        let (part, found) = open(&out, &identity(2), true).unwrap();
         assert_eq!(found, []);
         assert!(!part.finish().unwrap());
         assert!(!out.exists());
-        fs::write(&out, "precious").unwrap();
-        assert!(matches!(open(&out, &json!({}), false), Err(PartialOutputError::Exists(_))));
-        let (mut part, _) = open(&out, &json!({}), true).unwrap();
-        assert_eq!(fs::read_to_string(&out).unwrap(), "precious", "until the new one is complete");
+        let mut first = open(&out, &identity(3), false).unwrap().0;
+        first.write(&[line(7, 1, true)]).unwrap();
+        assert!(first.finish().unwrap());
+        let before = fs::read(&out).unwrap();
+        assert!(matches!(open(&out, &identity(3), false), Err(PartialOutputError::Exists(_))));
+        let (mut part, _) = open(&out, &identity(3), true).unwrap();
+        assert_eq!(fs::read(&out).unwrap(), before, "until the new one is complete");
         part.write(&[line(0, 1, true)]).unwrap();
         assert!(part.finish().unwrap());
         assert_eq!(rows(&out), [(0, 1)]);
+    }
+
+    #[test]
+    fn speculators_690_only_files_of_answers_are_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("answers.jsonl");
+        for name in ["answers.jsonl", "answers.jsonl.part", "answers.jsonl.part.options"] {
+            let path = folder.path().join(name);
+            fs::write(&path, "{\"prompt\": \"precious\"}\n").unwrap();
+            let error = open(&out, &identity(3), true).err().unwrap();
+            assert!(matches!(error, PartialOutputError::Refused(_)), "{error}");
+            assert_eq!(fs::read_to_string(&path).unwrap(), "{\"prompt\": \"precious\"}\n");
+            fs::remove_file(&path).unwrap();
+        }
+        let protected = Protected::default().folders([folder.path()]);
+        assert!(PartialOutput::open(&out, &identity(3), true, &protected, &mut |_| ()).is_err(), "inside the target");
     }
 }

@@ -78,7 +78,9 @@ pub struct PromptReader {
 
 impl PromptReader {
     pub fn new(paths: Vec<PathBuf>) -> PromptReader {
-        PromptReader { inputs: Inputs::new(paths, eval::MAX_ROW_BYTES), chunk: VecDeque::new(), rows: 0 }
+        // A cut shows at the end of a file, after hours of work on its rows; the cut row is counted.
+        let inputs = Inputs::new(paths, eval::MAX_ROW_BYTES).allow_truncated(true);
+        PromptReader { inputs, chunk: VecDeque::new(), rows: 0 }
     }
 
     /// Bytes of the files read so far.
@@ -239,5 +241,18 @@ mod tests {
         assert_eq!(row(r#"{"role": "user", "content": "B"}"#), (3, None));
         assert_eq!(row(r#"{"role": "user", "content": ""}"#), (1, Some((SkipReason::NoPrompt, 2))));
         assert_eq!(row(r#"{"role": "tool", "content": "4"}"#), (1, Some((SkipReason::ToolTurn, 2))));
+    }
+
+    /// The file of the demo is cut: its end must not lose the work on its rows (pydantic-ai#7159).
+    #[test]
+    fn a_cut_file_gives_its_whole_rows_and_counts_the_last() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cut.json");
+        std::fs::write(&path, r#"[{"turns": ["A"]}, {"turns": ["B"]}, {"turns": ["#).unwrap();
+        let mut reader = PromptReader::new(vec![path]);
+        assert!(matches!(reader.next_row(), Ok(Some(Ok(_)))));
+        assert!(matches!(reader.next_row(), Ok(Some(Ok(_)))));
+        assert!(matches!(reader.next_row(), Ok(Some(Err(SkipReason::Row(Reason::Truncated))))));
+        assert!(matches!(reader.next_row(), Ok(None)));
     }
 }

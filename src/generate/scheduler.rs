@@ -8,7 +8,11 @@ use super::{
     workers::WorkerPool,
 };
 use crate::{
-    common::exit::{Exit, Failure},
+    common::{
+        exit::{Exit, Failure},
+        guard::Protected,
+        hash::sha256_file,
+    },
     config::Dtype,
     data::{
         Reason,
@@ -55,7 +59,8 @@ pub fn generate(
     let mut report = GenerateReport::default();
     let mut before = HashMap::new();
     let identity = identity(options, chat, dtype)?;
-    let output = PartialOutput::open(&options.out, &identity, options.force, &mut |line| {
+    let protected = Protected::default().inputs(&options.prompts).folders([&options.target]);
+    let output = PartialOutput::open(&options.out, &identity, options.force, &protected, &mut |line| {
         *before.entry(line.row).or_insert(0) += 1;
         count(&mut report, line);
     });
@@ -315,7 +320,8 @@ fn identity(options: &GenerateOptions, chat: &ChatTokenizer, dtype: Dtype) -> Re
     let target = fingerprint(&options.target).map_err(Failure::of(Exit::Model))?;
     let inputs = options.prompts.iter().map(|path| {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-        Ok(json!({ "name": name, "bytes": size(path)? }))
+        let content = sha256_file(path).map_err(|error| unreadable(path, &error.to_string()))?;
+        Ok(json!({ "name": name, "bytes": size(path)?, "sha256": content }))
     });
     Ok(json!({
         "prompts": inputs.collect::<Result<Vec<_>, Failure>>()?,
@@ -339,8 +345,12 @@ fn size(path: &std::path::Path) -> Result<u64, Failure> {
         Ok(_) => "it is not a regular file".to_string(),
         Err(error) => error.to_string(),
     };
-    Err(Failure::new(
+    Err(unreadable(path, &why))
+}
+
+fn unreadable(path: &std::path::Path, why: &str) -> Failure {
+    Failure::new(
         Exit::Data,
         format!("{} cannot be read ({why}); give JSONL files of prompts, or JSON arrays", path.display()),
-    ))
+    )
 }

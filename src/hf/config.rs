@@ -1,7 +1,7 @@
 //! Configuration of a target: Qwen3, Qwen2 and Llama folders in the forms of transformers 4 and 5.
 
 use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
-use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, read_json, tensors::TensorFiles};
+use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, read_json};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -150,7 +150,7 @@ impl TargetConfig {
             qk_norm: family == Family::Qwen3,
             bos_token_id: top.ids("bos_token_id")?.first().copied(),
             eos_token_ids: top.ids("eos_token_id")?,
-            pad_token_id: top.ids("pad_token_id")?.first().copied(),
+            pad_token_id: top.padding_id()?,
             dtype: top.dtype()?.unwrap_or(Dtype::F32),
         })
     }
@@ -161,11 +161,11 @@ impl TargetConfig {
         let query = self.num_attention_heads * self.head_dim;
         let key = self.num_key_value_heads * self.head_dim;
         let mut shapes = BTreeMap::from([
-            ("model.embed_tokens.weight".to_string(), vec![self.vocab_size, hidden]),
+            (EMBEDDING.to_string(), vec![self.vocab_size, hidden]),
             ("model.norm.weight".to_string(), vec![hidden]),
         ]);
         if !self.tie_word_embeddings {
-            shapes.insert("lm_head.weight".into(), vec![self.vocab_size, hidden]);
+            shapes.insert(HEAD.into(), vec![self.vocab_size, hidden]);
         }
         for layer in 0..self.num_hidden_layers {
             let mut add = |name: &str, shape: &[usize]| {
@@ -194,23 +194,11 @@ impl TargetConfig {
         }
         shapes
     }
-
-    /// All defects of a model's weights: missing, of another shape or dtype, or unknown.
-    pub fn check_weights(&self, files: &TensorFiles) -> Vec<HfError> {
-        let mut errors = files.check(&self.tensor_shapes());
-        errors.extend(self.unexpected(files));
-        errors
-    }
-
-    /// First weight of a layer that this configuration does not use, such as a bias: ignoring it would silently compute another
-    /// model. Tables of rotary frequencies in old files are allowed, since they are derived.
-    pub fn unexpected(&self, files: &TensorFiles) -> Option<HfError> {
-        let shapes = self.tensor_shapes();
-        let inside = |name: &&str| name.starts_with("model.layers.") && !name.ends_with("rotary_emb.inv_freq");
-        let name = files.names().filter(inside).find(|name| !shapes.contains_key(*name))?;
-        Some(HfError::UnknownTensor { file: files.label().into(), name: name.into() })
-    }
 }
+
+/// Names of the embedding and of the head.
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(super) const HEAD: &str = "lm_head.weight";
 
 impl DraftConfig {
     /// Checks by configuration that this drafter is for `target`.
@@ -301,6 +289,10 @@ fn rope(top: &Fields<'_>) -> Result<(f64, RopeScaling), HfError> {
     let mut scaling = RopeScaling::None;
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(rope) = top.nested(key)? else { continue };
+        // One set of parameters for each type of layer, whose bases would be ignored.
+        if let Some(layers) = rope.first_object() {
+            return Err(rope.unsupported(layers, "one base for all layers is"));
+        }
         if let Some(inner) = rope.positive("rope_theta")? {
             theta = Some(inner);
         }
@@ -434,6 +426,25 @@ mod tests {
             let text = TargetConfig::from_json(&config).unwrap_err().to_string();
             assert!(text.contains(shown) && text.contains("config.json"), "{key}: {text}");
         }
+    }
+
+    #[test]
+    fn torchtitan_3395_rope_parameters_of_each_layer_type_are_refused_by_name() {
+        let mut value = qwen3();
+        value.as_object_mut().unwrap().remove("rope_theta");
+        value["rope_parameters"] = json!({"full_attention": {"rope_theta": 1e6, "rope_type": "default"}});
+        let text = TargetConfig::from_json(&value).unwrap_err().to_string();
+        assert!(text.contains("rope_parameters.full_attention") && text.contains("1000000"), "{text}");
+    }
+
+    /// Old Llama files have no padding token and write -1.
+    #[test]
+    fn automodel_2376_a_padding_id_of_minus_one_is_none() {
+        let mut value = qwen3();
+        value["pad_token_id"] = json!(-1);
+        assert_eq!(TargetConfig::from_json(&value).unwrap().pad_token_id, None);
+        value["pad_token_id"] = json!(-2);
+        assert!(TargetConfig::from_json(&value).is_err());
     }
 
     #[test]

@@ -103,7 +103,7 @@ impl DraftConfig {
             sliding_window,
             bos_token_id: one_id(&top, "bos_token_id")?,
             eos_token_ids: top.ids("eos_token_id")?,
-            pad_token_id: one_id(&top, "pad_token_id")?,
+            pad_token_id: top.padding_id()?,
             dtype: top.dtype()?.unwrap_or(Dtype::Bf16),
         };
         config.check(file)?;
@@ -303,6 +303,9 @@ fn rope_theta(top: &Fields<'_>) -> Result<f64, HfError> {
     let mut theta = top.positive("rope_theta")?;
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(rope) = top.nested(key)? else { continue };
+        if let Some(layers) = rope.first_object() {
+            return Err(rope.unsupported(layers, "drafters have one base for all layers"));
+        }
         for name in ["rope_type", "type"] {
             if rope.text(name)?.is_some_and(|kind| kind != "default") {
                 return Err(rope.unsupported(name, "drafters use the default rotary embedding"));

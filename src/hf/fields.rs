@@ -94,6 +94,21 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Padding token. Old Llama files have -1 for none.
+    pub fn padding_id(&self) -> Result<Option<u32>, HfError> {
+        let key = "pad_token_id";
+        match self.get(key) {
+            Some(value) if value.as_i64() == Some(-1) => Ok(None),
+            _ => Ok(self.ids(key)?.first().copied()),
+        }
+    }
+
+    /// Key of the first value that is an object.
+    pub fn first_object(&self) -> Option<&'a str> {
+        let mut values = self.object.as_object().into_iter().flatten();
+        values.find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
+    }
+
     /// `dtype` (transformers 5) or `torch_dtype` (transformers 4).
     pub fn dtype(&self) -> Result<Option<Dtype>, HfError> {
         for key in ["dtype", "torch_dtype"] {

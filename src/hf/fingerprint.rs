@@ -1,9 +1,10 @@
 //! Fingerprint of a model folder that samples the weight files.
 
+use crate::common::fs::{open_input, read_input};
 use crate::common::hash::hex;
 use sha2::{Digest, Sha256};
 use std::{
-    fs::{self, File},
+    fs,
     io::{self, Read, Seek, SeekFrom},
     path::Path,
 };
@@ -22,10 +23,10 @@ pub fn fingerprint(dir: &Path) -> io::Result<String> {
     files.retain(|f| f.path().extension().is_some_and(|e| e == "safetensors"));
     files.sort_by_key(fs::DirEntry::file_name);
     let mut hash = Sha256::new();
-    hash.update(fs::read(dir.join("config.json"))?);
+    hash.update(read_input(&dir.join("config.json"), 1 << 30)?);
     let mut buffer = vec![0; CHUNK];
     for entry in files {
-        let mut file = File::open(entry.path())?;
+        let mut file = open_input(&entry.path())?;
         let length = file.metadata()?.len();
         hash.update(entry.file_name().as_encoded_bytes());
         hash.update(length.to_le_bytes());

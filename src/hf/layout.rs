@@ -152,7 +152,8 @@ pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Val
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": config.target_layer_ids.iter().map(|id| id + 1).collect::<Vec<_>>(),
-        "sliding_window_non_causal": false,
+        // vLLM makes every layer causal where this is false, full ones included (vllm#56692).
+        "sliding_window_non_causal": true,
         "sample_from_anchor": false,
         "tie_word_embeddings": false,
         "dtype": super::dtype_name(config.dtype),
@@ -289,6 +290,24 @@ mod tests {
     #[test]
     fn speculators_456_proposes_block_size_minus_one_tokens() {
         assert_eq!(json()["speculators_config"]["proposal_methods"][0]["speculative_tokens"], 3);
+    }
+
+    /// vllm#56692: vLLM takes `false` for every layer and drafts with a causal block, for which the drafter was not trained.
+    /// speculators itself writes `false` for such drafters, so a reader ignores the value.
+    #[test]
+    fn vllm_56692_the_block_stays_non_causal_when_served() {
+        assert_eq!(json()["sliding_window_non_causal"], true);
+        for value in [Some(json!(true)), Some(json!(false)), Some(Value::Null), None] {
+            let mut json = json();
+            json.as_object_mut().unwrap().remove("sliding_window_non_causal");
+            if let Some(value) = value {
+                json["sliding_window_non_causal"] = value;
+            }
+            let (layout, read) = config_of("x", &json, None).unwrap();
+            assert_eq!((layout, &read), (Layout::Speculators, &config()));
+            assert!(read.layer_types.iter().all(|kind| *kind == LayerType::Full));
+            assert_eq!(speculators_json(&read, &Verifier::default()).unwrap()["sliding_window_non_causal"], true);
+        }
     }
 
     /// speculators writes only values that differ from transformers' defaults, and no number of target layers.

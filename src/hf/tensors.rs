@@ -1,16 +1,21 @@
 //! Memory-mapped safetensors files of a folder, sharded or not, with access by tensor name.
 
 use super::{HfError, read_json};
+use crate::common::fs::open_input;
 use memmap2::Mmap;
+use rayon::{iter::ParallelIterator, slice::ParallelSlice};
 use safetensors::tensor::{Metadata, SafeTensors};
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 pub use safetensors::tensor::Dtype as RawDtype;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// Bytes that one thread checks for values that are not finite, a multiple of every width.
+const CHECKED_BYTES: usize = 1 << 20;
+/// Values of two tensors that are compared at a time.
+const COMPARED: usize = 1 << 20;
 /// Bytes before a file's header: its length.
 const LENGTH_BYTES: usize = 8;
 
@@ -32,17 +37,43 @@ pub struct RawTensor<'a> {
 }
 
 impl RawTensor<'_> {
-    /// False if a value is NaN or infinite; true for dtypes without such values.
+    /// False if a value is NaN or infinite; true for dtypes without such values. Reads the tensor once, in parallel.
     pub fn all_finite(&self) -> bool {
-        let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-        match self.dtype {
-            RawDtype::F32 => {
-                self.bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite())
-            }
-            RawDtype::F16 => pairs().all(|b| half::f16::from_le_bytes(b).is_finite()),
-            RawDtype::BF16 => pairs().all(|b| half::bf16::from_le_bytes(b).is_finite()),
-            _ => true,
+        // NaN and infinity have all bits of the exponent. Without an exit inside a chunk, the loop is one vector instruction
+        // for many values.
+        fn any<const N: usize>(bytes: &[u8], is_bad: impl Fn([u8; N]) -> bool + Sync) -> bool {
+            let bad = |chunk: &[u8]| chunk.as_chunks().0.iter().fold(false, |bad, value| bad | is_bad(*value));
+            bytes.par_chunks(CHECKED_BYTES).any(bad)
         }
+        !match self.dtype {
+            RawDtype::F32 => any(self.bytes, |b: [u8; 4]| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000),
+            RawDtype::F16 => any(self.bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
+            RawDtype::BF16 => any(self.bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
+            _ => false,
+        }
+    }
+
+    /// True if both tensors have the same shape and the same values. If one is F32 and the other F16 or BF16, the former is
+    /// rounded first, since the other may be its copy.
+    pub fn equals(&self, other: &RawTensor<'_>) -> bool {
+        if self.shape != other.shape {
+            return false;
+        }
+        if self.dtype == other.dtype {
+            return self.bytes == other.bytes;
+        }
+        // Part by part, since a whole head as f32 may take gigabytes.
+        let count: usize = self.shape.iter().product();
+        let part = |tensor: &RawTensor<'_>, as_in: RawDtype, from: usize| -> Vec<f32> {
+            let (width, to) = (tensor.dtype.bitsize() / 8, (from + COMPARED).min(count));
+            let values = RawTensor { bytes: &tensor.bytes[from * width..to * width], ..*tensor }.to_f32();
+            match (tensor.dtype, as_in) {
+                (RawDtype::F32, RawDtype::F16) => values.iter().map(|v| half::f16::from_f32(*v).to_f32()).collect(),
+                (RawDtype::F32, RawDtype::BF16) => values.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect(),
+                _ => values,
+            }
+        };
+        (0..count).step_by(COMPARED).all(|from| part(self, other.dtype, from) == part(other, self.dtype, from))
     }
 
     /// Values of an F32, F16 or BF16 tensor as f32, without rounding.
@@ -70,9 +101,9 @@ impl TensorFiles {
     /// # Errors
     /// A missing, unreadable or damaged file, or an invalid index.
     pub fn open(folder: &Path) -> Result<TensorFiles, HfError> {
-        let index = folder.join(INDEX);
+        let (index, single) = (folder.join(INDEX), folder.join(SINGLE));
         if !index.exists() {
-            let mut files = TensorFiles::open_file(&folder.join(SINGLE))?;
+            let mut files = TensorFiles::open_file(&single)?;
             files.label = folder.display().to_string();
             return Ok(files);
         }
@@ -101,7 +132,32 @@ impl TensorFiles {
             }
             names.insert(name.clone(), index);
         }
-        Ok(TensorFiles { label: folder.display().to_string(), files, names })
+        if single.exists() && !map.values().any(|shard| shard == SINGLE) {
+            // transformers reads the single file, vLLM the shards.
+            return Err(HfError::TwoModels { folder: folder.display().to_string() });
+        }
+        let files = TensorFiles { label: folder.display().to_string(), files, names };
+        files.check_duplicates()?;
+        Ok(files)
+    }
+
+    /// Refuses a tensor that a second shard has with other values: engines differ in the one that they use.
+    fn check_duplicates(&self) -> Result<(), HfError> {
+        for (index, file) in self.files.iter().enumerate() {
+            let names = file.metadata.tensors().into_keys();
+            for name in names.filter(|name| self.names.get(name).is_some_and(|used| *used != index)) {
+                let (copy, used) = (file.get(&name)?, self.get(&name)?);
+                if copy.dtype != used.dtype || !copy.equals(&used) {
+                    return Err(HfError::OtherValues {
+                        file: file.label(),
+                        instead: format!("the same tensor of {}", self.files[self.names[&name]].label()),
+                        name,
+                        remedy: "download or write the shards again".into(),
+                    });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Opens one safetensors file.
@@ -134,13 +190,10 @@ impl TensorFiles {
     /// # Errors
     /// A missing tensor.
     pub fn get(&self, name: &str) -> Result<RawTensor<'_>, HfError> {
-        let missing = || HfError::MissingTensor { file: self.label.clone(), name: name.into() };
-        let file = &self.files[*self.names.get(name).ok_or_else(missing)?];
-        let info = file.metadata.info(name).ok_or_else(missing)?;
-        let (begin, end) = info.data_offsets;
-        // The metadata was checked against the length of the file when it was opened.
-        let bytes = &file.map[file.start + begin..file.start + end];
-        Ok(RawTensor { dtype: info.dtype, shape: &info.shape, bytes })
+        match self.names.get(name) {
+            Some(&file) => self.files[file].get(name),
+            None => Err(HfError::MissingTensor { file: self.label.clone(), name: name.into() }),
+        }
     }
 
     /// Weight of the given shape, as F32, F16 or BF16.
@@ -171,13 +224,22 @@ impl TensorFiles {
 impl MappedFile {
     fn open(path: &Path) -> Result<MappedFile, HfError> {
         let read = |source| HfError::Read { path: path.into(), source };
-        let file = File::open(path).map_err(read)?;
+        let file = open_input(path).map_err(read)?;
         // SAFETY: the map is only read. Weight files are written once and renamed. A file that another process truncates ends
         // this process with SIGBUS, as it would any reader of maps.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|error| HfError::Safetensors { file: path.display().to_string(), reason: error.to_string() })?;
         Ok(MappedFile { path: path.into(), map, metadata, start: LENGTH_BYTES + header })
+    }
+
+    fn get(&self, name: &str) -> Result<RawTensor<'_>, HfError> {
+        let missing = || HfError::MissingTensor { file: self.label(), name: name.into() };
+        let info = self.metadata.info(name).ok_or_else(missing)?;
+        let (begin, end) = info.data_offsets;
+        // The metadata was checked against the length of the file when it was opened.
+        let bytes = &self.map[self.start + begin..self.start + end];
+        Ok(RawTensor { dtype: info.dtype, shape: &info.shape, bytes })
     }
 
     fn label(&self) -> String {

@@ -5,7 +5,7 @@ use super::layout::{CONFIG, MODEL};
 use crate::hf::{
     Dtype,
     draft::DraftConfig,
-    dtype_from_name,
+    dtype_from_name, dtype_name,
     layout::{Layout, config_of, tensor_shapes},
     read_json,
     tensors::{RawDtype, TensorFiles},
@@ -80,6 +80,11 @@ const REQUIRED_BY_SPECULATORS: [(&str, &str); 7] = [
     ("draft_vocab_size", "write the rows of the target's embedding"),
 ];
 
+/// Widths of a head that vLLM 0.32 computes on a CPU.
+const CPU_HEADS: [usize; 11] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512];
+/// Flash attention, the GPU kernel of vLLM and SGLang, computes multiples of the first number up to the second.
+const FLASH_HEADS: (usize, usize) = (8, 256);
+
 /// Checks a folder. An empty result means that every known engine loads the drafter as trained.
 pub fn check(dir: &Path) -> Vec<Finding> {
     let mut findings = Vec::new();
@@ -87,6 +92,22 @@ pub fn check(dir: &Path) -> Vec<Finding> {
         check_tensors(dir, layout, &config, &mut findings);
     }
     findings
+}
+
+/// Warnings about shapes that are sound and that an engine cannot serve. Empty if the config cannot be read, which [`check`]
+/// reports.
+pub fn engine_limits(dir: &Path) -> Vec<Finding> {
+    let Some((_, config)) = check_config(dir, &mut Vec::new()) else { return Vec::new() };
+    let (head, (multiple, largest)) = (config.head_dim, FLASH_HEADS);
+    let engines = match (head.is_multiple_of(multiple) && head <= largest, CPU_HEADS.contains(&head)) {
+        (true, true) => return Vec::new(),
+        (true, false) => "vLLM does not serve on a CPU",
+        (false, true) => "flash attention does not serve on a GPU",
+        (false, false) => "neither vLLM on a CPU nor flash attention on a GPU serves",
+    };
+    let served = CPU_HEADS.iter().filter(|&&head| head <= largest).map(usize::to_string).collect::<Vec<_>>();
+    let remedy = format!("or train with a drafter.head_dim that engines serve: {}", served.join(", "));
+    vec![warning(CONFIG, "head_dim", format!("= {head}, which {engines}"), format!("use another engine, {remedy}"))]
 }
 
 fn error(file: &str, key: &str, value: impl fmt::Display, remedy: impl Into<String>) -> Finding {
@@ -166,10 +187,16 @@ fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<(Layout, Draf
     Some((layout, config))
 }
 
-/// speculators#456: an engine that proposes `block_size` tokens drafts one too many.
+/// speculators#456: an engine that proposes `block_size` tokens drafts one too many. vllm#56692: with `false` here vLLM drafts
+/// with a causal block.
 fn check_proposals(json: &Value, findings: &mut Vec<Finding>) {
     let proposed = json["speculators_config"]["proposal_methods"][0]["speculative_tokens"].as_u64();
     let size = json["block_size"].as_u64();
+    if json.get("sliding_window_non_causal").is_some_and(|value| *value == false) {
+        let remedy =
+            "write true or delete the key: vLLM makes every layer causal otherwise, full attention too (vllm#56692)";
+        findings.push(warning(CONFIG, "sliding_window_non_causal", "= false", remedy));
+    }
     if proposed.is_none() || size.is_some_and(|size| proposed != size.checked_sub(1)) {
         let value = format!(
             "= {} with block_size = {}",
@@ -294,7 +321,11 @@ fn check_tensors(dir: &Path, layout: Layout, config: &DraftConfig, findings: &mu
             }
         };
         if stated.is_some_and(|stated| stated != dtype) {
-            let value = format!("is stored as {:?}, but config.json has {:?}", dtype, stated);
+            let value = format!(
+                "is stored as {}, but config.json has {}",
+                dtype_name(dtype),
+                stated.map_or("none", dtype_name)
+            );
             findings.push(error(MODEL, name, value, "set the config's dtype to that of the tensors"));
         }
         if !raw.all_finite() {

@@ -1,6 +1,7 @@
 //! Reads the architecture from GGUF metadata and returns it as a Hugging Face `config.json`.
 
 use super::ImportError;
+use super::folder::MARK;
 use super::gguf::Gguf;
 use super::special_tokens::SpecialTokens;
 use crate::hf::{
@@ -144,6 +145,7 @@ impl Architecture {
         };
         merge(&mut config, extra);
         merge(&mut config, special.ids());
+        merge(&mut config, json!({ MARK: env!("CARGO_PKG_VERSION") }));
         config
     }
 }
@@ -165,13 +167,14 @@ fn read_rope_scaling(gguf: &Gguf, model: &Architecture) -> Result<RopeScaling, I
     };
     let kind = gguf.text(&key("scaling.type"))?;
     let scaling = match (kind, factor) {
-        (Some("none"), _) | (None, None | Some(1.0)) => RopeScaling::None,
-        (Some("linear") | None, Some(factor)) => RopeScaling::Linear { factor },
-        (Some("linear"), None) => {
-            return Err(gguf.missing_key(&key("scaling.factor")));
+        (Some("none"), _) | (None, None) | (None | Some("linear"), Some(1.0)) => RopeScaling::None,
+        // Targets with such a scaling cannot be loaded (Automodel#2376).
+        (Some("linear") | None, factor) => {
+            let found = factor.map_or("linear".into(), |factor| format!("linear by {factor}"));
+            return Err(gguf.unsupported("the rope scaling", found, "none and Llama 3.1's"));
         }
         (Some(kind), _) => {
-            return Err(gguf.unsupported("the rope scaling", kind, "none, linear and Llama 3.1's"));
+            return Err(gguf.unsupported("the rope scaling", kind, "none and Llama 3.1's"));
         }
     };
     let Some(shape) = gguf.shape("rope_freqs.weight") else { return Ok(scaling) };

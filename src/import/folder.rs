@@ -2,6 +2,7 @@
 
 use super::ImportError;
 use crate::common::fs::{AtomicDir, parent};
+use crate::hf::read_json;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -15,6 +16,14 @@ const FILES: [&str; 6] = [
     "tokenizer_config.json",
     "chat_template.jinja",
 ];
+
+/// Key of config.json that marks an import. Without it every model folder with these files would be one (speculators#690).
+pub(super) const MARK: &str = "draftmill_import";
+
+/// True for a folder that an import has written.
+fn is_import(folder: &Path) -> bool {
+    read_json(&folder.join("config.json")).is_ok_and(|config| config.get(MARK).is_some())
+}
 
 /// Output folder under its temporary name. A drop before `finish` removes it.
 pub(super) struct NewFolder {
@@ -48,7 +57,7 @@ impl NewFolder {
 
     pub(super) fn new_file(&self, name: &str) -> Result<NewFile, ImportError> {
         debug_assert!(FILES.contains(&name), "{name} is missing in FILES");
-        let path = self.dir.path().join(name);
+        let path = self.dir.partial_path().join(name);
         let file = File::create(&path).map_err(|e| failed(&path, e))?;
         Ok(NewFile { path, to: BufWriter::with_capacity(1 << 20, file) })
     }
@@ -105,7 +114,14 @@ fn check_free(out: &Path, force: bool) -> Result<(), ImportError> {
                 ),
             ))
         }
-        None if force => Ok(()),
+        None if force && is_import(out) => Ok(()),
+        None if force => {
+            let why = format!(
+                "its config.json lacks the mark `{MARK}` of an import, and --force replaces imports only; remove it or give \
+                 another folder"
+            );
+            Err(refused(out, why))
+        }
         _ => Err(refused(out, "it is not empty; give another folder, or pass --force to replace an earlier import")),
     }
 }

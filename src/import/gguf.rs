@@ -1,6 +1,7 @@
 //! Reads a GGUF file: typed metadata, tensor shapes and dequantised values.
 
 use super::ImportError;
+use crate::common::fs::open_input;
 use anamnesis::{
     AnamnesisError, F32Out, GgufMetadataArray as Array, GgufMetadataValue as Value, GgufTensorInfo, GgufType,
     dequantize_gguf_blocks, parse_gguf_front_matter_from_reader,
@@ -8,7 +9,7 @@ use anamnesis::{
 use half::{bf16, f16};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 /// Tensor types that import dequantises.
@@ -31,10 +32,12 @@ impl Gguf {
     /// Opens a file, reads its header and checks that every tensor is inside the file and of a known type.
     pub(super) fn open(path: &Path) -> Result<Self, ImportError> {
         let failed = |source| ImportError::Read { path: path.into(), source };
-        let mut file = File::open(path).map_err(failed)?;
-        if !file.metadata().map_err(failed)?.is_file() {
-            return Err(ImportError::NotGguf { path: path.into(), found: "it is not a regular file".into() });
-        }
+        let mut file = open_input(path).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidInput | io::ErrorKind::IsADirectory => {
+                ImportError::NotGguf { path: path.into(), found: error.to_string() }
+            }
+            _ => failed(error),
+        })?;
         let mut head = Vec::with_capacity(8);
         file.by_ref().take(8).read_to_end(&mut head).map_err(failed)?;
         check_version(path, &head)?;
@@ -195,6 +198,10 @@ impl Gguf {
 
     pub(super) fn unsupported(&self, what: impl Into<String>, found: impl Into<String>, known: &str) -> ImportError {
         unsupported(&self.path, what, found, known)
+    }
+
+    pub(super) fn refused(&self, why: impl ToString) -> ImportError {
+        ImportError::Unusable { path: self.path.clone(), why: why.to_string() }
     }
 
     fn list(&self, key: &str) -> Result<&Array, ImportError> {

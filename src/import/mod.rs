@@ -10,7 +10,7 @@ mod special_tokens;
 mod tensors;
 mod tokenizer;
 
-use crate::hf::{Dtype, dtype_name};
+use crate::hf::{Dtype, config::TargetConfig, dtype_name};
 use config::Architecture;
 use folder::NewFolder;
 use gguf::Gguf;
@@ -66,6 +66,8 @@ pub enum ImportError {
     Unsupported { path: PathBuf, what: String, found: String, known: String },
     #[error("{path} is inconsistent: {why}; convert the model again with llama.cpp's converter", path = path.display())]
     Inconsistent { path: PathBuf, why: String },
+    #[error("{path} has a model that no other command of draftmill can use: {why}", path = path.display())]
+    Unusable { path: PathBuf, why: String },
     #[error("{path} cannot be the output folder: {why}", path = path.display())]
     Out { path: PathBuf, why: String },
     #[error("cannot write {path}: {source}; free disk space or correct the permissions of the folder", path = path.display())]
@@ -87,8 +89,12 @@ pub fn import_gguf(options: &ImportOptions) -> Result<ImportReport, ImportError>
     let plan = tensors::plan(&gguf, &model)?;
     let tokenizer = tokenizer::read(&gguf, &model)?;
 
+    let config = model.config(&tokenizer.special, options.dtype);
+    // No folder is written that every later command refuses (Automodel#2376).
+    TargetConfig::from_named_json("its configuration", &config).map_err(|error| gguf.refused(error))?;
+
     let folder = NewFolder::create(&options.out, options.force)?;
-    folder.json("config.json", &model.config(&tokenizer.special, options.dtype))?;
+    folder.json("config.json", &config)?;
     folder.json("generation_config.json", &tokenizer.special.generation_config())?;
     folder.json("tokenizer_config.json", &tokenizer.config(&model))?;
     folder.bytes("tokenizer.json", tokenizer.json.as_bytes())?;

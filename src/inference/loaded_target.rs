@@ -6,7 +6,7 @@ use crate::{
         chat::{Conversation, Role, Turn},
         encode::ChatTokenizer,
     },
-    hf::{HfError, config::TargetConfig, draft::DraftConfig, read_json, tensors::TensorFiles},
+    hf::{config::TargetConfig, draft::DraftConfig, stop_tokens::stop_tokens, tensors::TensorFiles},
     model::{
         ModelError,
         drafter::{DraftOptions, Drafter, Shared},
@@ -14,7 +14,7 @@ use crate::{
         target::{Depth, Target},
     },
 };
-use serde_json::{Map, Value};
+use serde_json::Map;
 use std::path::Path;
 use tch::{Device, Kind};
 
@@ -68,21 +68,4 @@ impl LoadedTarget {
         let conversation = Conversation { turns: vec![turn], tools: None };
         self.chat.as_ref().ok()?.prompt(&conversation).ok()
     }
-}
-
-/// Stop tokens of config.json and, if present, generation_config.json.
-fn stop_tokens(folder: &Path, target: &TargetConfig) -> Result<Vec<u32>, HfError> {
-    let mut stop = target.eos_token_ids.clone();
-    let path = folder.join("generation_config.json");
-    if path.exists() {
-        let value = read_json(&path)?;
-        let more = match &value["eos_token_id"] {
-            Value::Array(ids) => ids.clone(),
-            one => vec![one.clone()],
-        };
-        stop.extend(more.iter().filter_map(Value::as_u64).filter_map(|id| u32::try_from(id).ok()));
-    }
-    stop.sort_unstable();
-    stop.dedup();
-    Ok(stop)
 }

@@ -1,20 +1,21 @@
 //! Checkpoint folders: written atomically, and read only if every file matches its hash.
 //!
 //! `checkpoints/step-N/` holds the fp32 weights, the two AdamW moments, `state.json` and `manifest.json` with the SHA-256 of
-//! each file. It is an [`AtomicDir`]. A checkpoint exists once a row in state.db names it.
+//! each file. It is an [`AtomicDir`]. A checkpoint exists once a row in state.db names it. `state.json` has the step, the seed
+//! and the run, and these must be those of the folder's name and of state.db.
 
 use super::{
     eval_log,
     retention::{Decision, StoredCheckpoint, retention},
 };
 use crate::common::{
-    fs::{AtomicDir, remove_partial_dirs, sync, write_json},
+    fs::{AtomicDir, open_input, read_input, read_remedy, remove_dir, remove_partial_dirs, sync, write_json},
     hash::hex,
 };
 use crate::{
     common::failpoint,
     config::RetentionPolicy,
-    hf::{draft::DraftConfig, tensors::TensorFiles},
+    hf::{HfError, draft::DraftConfig, tensors::TensorFiles},
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -33,12 +34,18 @@ const DRAFT_CONFIG: &str = "draft_config.json";
 const STATE: &str = "state.json";
 const MANIFEST: &str = "manifest.json";
 const VERSION: u32 = 1;
+/// Limit on the small files of a checkpoint, in bytes.
+const STATE_LIMIT: u64 = 64 << 20;
+/// Ending of a whole checkpoint that state.db does not list.
+pub const ASIDE: &str = "later";
 
 /// Failure to write or read a checkpoint.
 #[derive(Debug, Error)]
 pub enum CheckpointError {
     #[error("{}: {source}; free disk space or correct its permissions", path.display())]
     Io { path: PathBuf, source: io::Error },
+    #[error("{} cannot be read: {source}; {}", path.display(), read_remedy(source))]
+    Unreadable { path: PathBuf, source: io::Error },
     #[error("{} is damaged ({reason}); restore it from a copy, or delete the folder {} and run the same command, which then resumes from the previous checkpoint", file.display(), dir.display())]
     Damaged { dir: PathBuf, file: PathBuf, reason: String },
     #[error("{} was written by a newer version of draftmill (format {found}, this one reads up to {VERSION}); use that version", dir.display())]
@@ -55,13 +62,23 @@ pub struct State {
     /// Optimizer steps in the weights.
     pub step: u64,
     pub seed: u64,
+    /// Id of the run, as in state.db; empty if an older draftmill wrote it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub run: String,
     /// Resolved configuration, as in run.toml.
     pub config: String,
 }
 
+/// Run of a checkpoint, as recorded in state.db.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    pub run: Option<String>,
+    pub seed: Option<u64>,
+}
+
 impl State {
     pub fn new(step: u64, seed: u64, config: String) -> State {
-        State { version: VERSION, draftmill: env!("CARGO_PKG_VERSION").into(), step, seed, config }
+        State { version: VERSION, draftmill: env!("CARGO_PKG_VERSION").into(), step, seed, run: String::new(), config }
     }
 }
 
@@ -114,13 +131,13 @@ pub fn write(
     create_parent(checkpoints).map_err(at(checkpoints))?;
     // A folder of the same step may exist that was renamed but never recorded in state.db.
     let dir = AtomicDir::create(&whole, "checkpoint").map_err(at(&whole))?;
-    let file = |name: &str| dir.path().join(name);
+    let file = |name: &str| dir.partial_path().join(name);
     for (name, tensors) in tensors {
         write_tensors(&file(name), tensors, f32::to_le_bytes, safetensors::Dtype::F32).map_err(at(&file(name)))?;
     }
     write_json(&file(STATE), state).map_err(at(&file(STATE)))?;
     write_json(&file(DRAFT_CONFIG), &draft.to_json()).map_err(at(&file(DRAFT_CONFIG)))?;
-    let manifest = Manifest { files: digests(dir.path()).map_err(at(dir.path()))? };
+    let manifest = Manifest { files: digests(dir.partial_path()).map_err(at(dir.partial_path()))? };
     write_json(&file(MANIFEST), &manifest).map_err(at(&file(MANIFEST)))?;
     dir.publish().map_err(at(&whole))?;
     Ok(name)
@@ -135,18 +152,22 @@ pub struct Verified {
 }
 
 impl Verified {
-    /// Opens a checkpoint folder and compares every file with the manifest.
+    /// Opens a checkpoint folder and compares every file with the manifest, and the step with the folder's name.
     ///
     /// # Errors
-    /// A damaged or missing file, or a newer format.
+    /// A damaged or missing file, a newer format, or a file that cannot be read at this moment.
     pub fn open(dir: &Path) -> Result<Verified, CheckpointError> {
         let damaged =
             |file: &str, reason: String| CheckpointError::Damaged { dir: dir.to_owned(), file: dir.join(file), reason };
-        let read = |file: &str| fs::read(dir.join(file)).map_err(|e| damaged(file, e.to_string()));
+        let failed = |file: &str, source: io::Error| match is_damage(&source) {
+            true => damaged(file, source.to_string()),
+            false => CheckpointError::Unreadable { path: dir.join(file), source },
+        };
+        let read = |file: &str| read_input(&dir.join(file), STATE_LIMIT).map_err(|e| failed(file, e));
         let manifest: Manifest =
             serde_json::from_slice(&read(MANIFEST)?).map_err(|e| damaged(MANIFEST, e.to_string()))?;
         for (file, entry) in &manifest.files {
-            let found = digest(&dir.join(file)).map_err(|e| damaged(file, e.to_string()))?;
+            let found = digest(&dir.join(file)).map_err(|e| failed(file, e))?;
             if found != *entry {
                 return Err(damaged(
                     file,
@@ -168,7 +189,31 @@ impl Verified {
                 return Err(damaged(file, "it is not in the manifest".into()));
             }
         }
-        Ok(Verified { dir: dir.to_owned(), state, draft })
+        match named_step(dir) {
+            Some(step) if step != state.step => {
+                Err(damaged(STATE, format!("it is of step {}, but the folder's name says {step}", state.step)))
+            }
+            _ => Ok(Verified { dir: dir.to_owned(), state, draft }),
+        }
+    }
+
+    /// Compares seed and run with those of state.db. A value that one side lacks is not compared.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Damaged`] if the files are of another run.
+    pub fn check_origin(&self, origin: &Origin) -> Result<(), CheckpointError> {
+        let State { seed, run, .. } = &self.state;
+        let damaged =
+            |reason| Err(CheckpointError::Damaged { dir: self.dir.clone(), file: self.dir.join(STATE), reason });
+        match origin {
+            Origin { seed: Some(expected), .. } if seed != expected => {
+                damaged(format!("it is of a run with run.seed = {seed}, but this run has {expected}"))
+            }
+            Origin { run: Some(expected), .. } if !run.is_empty() && run != expected => {
+                damaged(format!("it is of the run {run}, but this run is {expected}"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Maps the tensors of one file and checks their shapes.
@@ -178,7 +223,10 @@ impl Verified {
     pub fn tensors(&self, file: &str) -> Result<TensorFiles, CheckpointError> {
         let damaged =
             |reason: String| CheckpointError::Damaged { dir: self.dir.clone(), file: self.dir.join(file), reason };
-        let files = TensorFiles::open_file(&self.dir.join(file)).map_err(|e| damaged(e.to_string()))?;
+        let files = TensorFiles::open_file(&self.dir.join(file)).map_err(|error| match error {
+            HfError::Read { path, source } if !is_damage(&source) => CheckpointError::Unreadable { path, source },
+            error => damaged(error.to_string()),
+        })?;
         match files.check(&self.draft.tensor_shapes()).first() {
             Some(error) => Err(damaged(error.to_string())),
             None => Ok(files),
@@ -186,34 +234,65 @@ impl Verified {
     }
 }
 
-/// Removes unfinished checkpoint folders, and those after step `newest`, which state.db does not list. Returns the number of
-/// folders.
+/// Folders that [`clean`] handled.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Cleaned {
+    /// Number of removed folders, none of which was whole.
+    pub removed: usize,
+    /// Whole checkpoints, now named `step-N.later`.
+    pub aside: Vec<PathBuf>,
+}
+
+/// Removes unfinished checkpoint folders. Renames whole ones after step `newest`, which state.db does not list: a state.db
+/// that was restored from a copy does not know them.
 ///
 /// # Errors
 /// An I/O error.
-pub fn clean(checkpoints: &Path, newest: u64) -> io::Result<usize> {
-    let mut removed = 0;
+pub fn clean(checkpoints: &Path, newest: u64) -> io::Result<Cleaned> {
+    let mut cleaned = Cleaned::default();
     if checkpoints.exists() {
-        removed += remove_partial_dirs(checkpoints)?;
+        cleaned.removed += remove_partial_dirs(checkpoints)?;
         for step in steps(checkpoints)?.into_iter().filter(|&step| step > newest) {
-            fs::remove_dir_all(checkpoints.join(name_of(step)))?;
-            removed += 1;
+            let dir = checkpoints.join(name_of(step));
+            if let Err(CheckpointError::Damaged { .. }) = Verified::open(&dir) {
+                fs::remove_dir_all(dir)?;
+                cleaned.removed += 1;
+                continue;
+            }
+            let aside = checkpoints.join(aside_name(step));
+            remove_dir(&aside)?;
+            failpoint::point("rename", "later checkpoint")?;
+            fs::rename(dir, &aside)?;
+            cleaned.aside.push(aside);
         }
     }
-    Ok(removed)
+    Ok(cleaned)
+}
+
+/// Folder name of a whole checkpoint of this step that state.db does not list.
+pub fn aside_name(step: u64) -> String {
+    format!("{}.{ASIDE}", name_of(step))
 }
 
 /// Steps that have a checkpoint folder, ascending.
 ///
 /// # Errors
-/// An I/O error.
+/// An I/O error. A folder of checkpoints that does not exist has none.
 pub fn steps(checkpoints: &Path) -> io::Result<Vec<u64>> {
     let mut steps = Vec::new();
-    for entry in fs::read_dir(checkpoints)? {
-        let entry = entry?;
-        let step = entry.file_name().to_str().and_then(|n| n.strip_prefix("step-")).and_then(|n| n.parse::<u64>().ok());
+    let entries = match fs::read_dir(checkpoints) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(steps),
+        entries => entries?,
+    };
+    for entry in entries {
+        let path = entry?.path();
         // Another spelling of the number, or a file, is not a checkpoint.
-        steps.extend(step.filter(|&step| entry.file_name().to_str() == Some(&name_of(step)) && entry.path().is_dir()));
+        let Some(step) = named_step(&path).filter(|&step| path.ends_with(name_of(step))) else { continue };
+        match fs::metadata(&path) {
+            Ok(data) if data.is_dir() => steps.push(step),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
     }
     steps.sort_unstable();
     Ok(steps)
@@ -263,6 +342,19 @@ pub fn write_tensors<const N: usize>(
     sync(path)
 }
 
+/// Step in a folder's name, also of one that is put aside.
+fn named_step(dir: &Path) -> Option<u64> {
+    let name = dir.file_name()?.to_str()?;
+    let name = name.strip_suffix(ASIDE).and_then(|name| name.strip_suffix('.')).unwrap_or(name);
+    name.strip_prefix("step-")?.parse().ok()
+}
+
+/// True if an error means that the file is missing, short or no file. Any other error may pass, and the file be whole.
+fn is_damage(error: &io::Error) -> bool {
+    use io::ErrorKind::{InvalidData, InvalidInput, IsADirectory, NotADirectory, NotFound, UnexpectedEof};
+    matches!(error.kind(), InvalidData | InvalidInput | IsADirectory | NotADirectory | NotFound | UnexpectedEof)
+}
+
 fn digests(dir: &Path) -> io::Result<BTreeMap<String, Entry>> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(dir)? {
@@ -273,7 +365,7 @@ fn digests(dir: &Path) -> io::Result<BTreeMap<String, Entry>> {
 }
 
 fn digest(path: &Path) -> io::Result<Entry> {
-    let mut file = File::open(path)?;
+    let mut file = open_input(path)?;
     let (mut hash, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
     loop {
         let n = file.read(&mut buffer)?;

@@ -1,8 +1,11 @@
 //! Opening of a run folder: lock, identity check, resume point and settings.
 
 use super::{
-    checkpoint::{self, CheckpointError, Verified},
-    db::{Checkpoint, ConfigChange, Identity, NewRun, RunEnd, RunLock, StartedRun, StateDb},
+    checkpoint::{self, CheckpointError, Cleaned, Origin, Verified},
+    db::{
+        Checkpoint, ConfigChange, FileId, Identity, NewRun, RunEnd, RunLock, StartedRun, StateDb, StateReader,
+        Violation,
+    },
     files,
 };
 use crate::common::{
@@ -25,6 +28,8 @@ use std::{
 #[derive(Clone, Debug)]
 pub struct RunDir {
     root: PathBuf,
+    /// state.db of this start, once it is open.
+    state_file: Option<FileId>,
 }
 
 /// A run folder locked by this process, with the resume point of its run.
@@ -49,12 +54,14 @@ pub struct StartContext {
     pub samples: u64,
     /// Delete an old run; needs `force`.
     pub fresh: bool,
+    /// Step of the checkpoint to resume from; the newest if `None`.
+    pub from_checkpoint: Option<u64>,
     pub force: bool,
 }
 
 impl RunDir {
     pub fn new(root: &Path) -> RunDir {
-        RunDir { root: root.to_owned() }
+        RunDir { root: root.to_owned(), state_file: None }
     }
 
     pub fn root(&self) -> &Path {
@@ -82,8 +89,8 @@ impl RunDir {
     /// # Errors
     /// A [`Failure`]: the folder is in use, has another identity, lacks a usable checkpoint, or cannot be written.
     pub fn open(&self, loaded: &Loaded, context: &StartContext) -> Result<OpenRun, Failure> {
-        let StartContext { identity, samples, fresh, force } = context;
-        if *fresh && self.holds_a_run() {
+        let StartContext { identity, samples, fresh, force, from_checkpoint } = context;
+        if *fresh && self.holds_a_run()? {
             if !force {
                 return Err(Failure::new(
                     Exit::Config,
@@ -100,7 +107,7 @@ impl RunDir {
         let known = !state.identity().map_err(Failure::of(Exit::Run))?.is_empty();
         let differences = match known {
             true => state.compare_identity(identity).map_err(Failure::of(Exit::Run))?,
-            false if self.has_checkpoints() => {
+            false if self.has_checkpoints()? => {
                 return Err(Failure::new(
                     Exit::Run,
                     format!(
@@ -130,7 +137,7 @@ impl RunDir {
             ));
         }
         state.set_identity(identity).map_err(Failure::of(Exit::Run))?;
-        let (from, verified) = self.resume_point(&mut state)?.unzip();
+        let (from, verified) = self.resume_point(&mut state, *from_checkpoint)?.unzip();
         let step = from.as_ref().map_or(0, |checkpoint| checkpoint.step);
         let text = annotated(&loaded.written.wire);
         let config = &loaded.config;
@@ -142,6 +149,19 @@ impl RunDir {
             micro_batches: config.micro_batches_per_step(),
         };
         let started = state.begin_run(&new).map_err(Failure::of(Exit::Run))?;
+        let folder = RunDir { state_file: Some(state.file()), ..self.clone() };
+        if let Err(failure) = self.settle_in(&mut state, loaded, &text, step) {
+            // Best effort: the caller reports the failure.
+            if let Err(error) = state.end_run(started.run, &RunEnd::Failed(failure.message.clone()), None) {
+                tracing::debug!(%error, "end of run not recorded");
+            }
+            return Err(failure);
+        }
+        Ok(OpenRun { folder, state, from, verified, started })
+    }
+
+    /// Removes leftovers and records the settings of a start.
+    fn settle_in(&self, state: &mut StateDb, loaded: &Loaded, text: &str, step: u64) -> Result<(), Failure> {
         self.clean(step)?;
         let changes = self.changed_settings(loaded);
         if !changes.is_empty() {
@@ -149,8 +169,7 @@ impl RunDir {
             tracing::info!(changes = %list.join("; "), "settings changed");
             state.config_changed(step, &changes).map_err(Failure::of(Exit::Run))?;
         }
-        self.write_config(&text).map_err(|e| self.cannot_write(&self.config(), &e))?;
-        Ok(OpenRun { folder: self.clone(), state, from, verified, started })
+        self.write_config(text).map_err(|e| self.cannot_write(&self.config(), &e))
     }
 
     /// Writes the settings in force to run.toml.
@@ -167,8 +186,9 @@ impl RunDir {
             Exit::Interrupted => RunEnd::Stopped,
             _ => RunEnd::Failed(failure.message.clone()),
         };
-        if !self.root.join(files::STATE_DB).exists() {
-            // The folder or its disk was removed; a new database must not be created there.
+        let found = FileId::of(&self.root.join(files::STATE_DB)).ok();
+        if found.is_none() || self.state_file.is_some_and(|ours| found != Some(ours)) {
+            // The folder or its disk was removed, or the file replaced; this end belongs to no file that is there.
             return;
         }
         let recorded = StateDb::open_or_create(&self.root).and_then(|mut state| state.end_run(run, &end, None));
@@ -177,26 +197,90 @@ impl RunDir {
         }
     }
 
-    fn holds_a_run(&self) -> bool {
-        self.root.join(files::STATE_DB).exists() || self.has_checkpoints()
+    /// Steps with a checkpoint folder, ascending.
+    ///
+    /// # Errors
+    /// A folder that cannot be read.
+    pub fn steps(&self) -> Result<Vec<u64>, Failure> {
+        let folder = self.checkpoints();
+        checkpoint::steps(&folder)
+            .map_err(|source| Failure::new(Exit::Run, CheckpointError::Unreadable { path: folder.clone(), source }))
     }
 
-    fn has_checkpoints(&self) -> bool {
-        checkpoint::steps(&self.checkpoints()).is_ok_and(|steps| !steps.is_empty())
+    /// Id of the run in state.db; empty before the first start.
+    ///
+    /// # Errors
+    /// An unreadable state.db.
+    pub fn run_id(&self) -> Result<String, Failure> {
+        let reader = StateReader::open(&self.root).map_err(Failure::of(Exit::Run))?;
+        Ok(reader.origin().map_err(Failure::of(Exit::Run))?.run.unwrap_or_default())
+    }
+
+    /// Compares every checkpoint folder that `state` names with its manifest, its name and its run. Retention and a run that
+    /// lasts may delete a folder, so a missing one is no difference.
+    ///
+    /// # Errors
+    /// An unreadable state.db or checkpoint.
+    pub fn verify_checkpoints(&self, state: &StateReader) -> Result<Vec<Violation>, Failure> {
+        let origin = state.origin().map_err(Failure::of(Exit::Run))?;
+        let mut found = Vec::new();
+        for checkpoint in state.checkpoints().map_err(Failure::of(Exit::Run))? {
+            let dir = self.checkpoints().join(&checkpoint.name);
+            match recorded(&dir, &checkpoint, &origin) {
+                Ok(_) => {}
+                Err(CheckpointError::Damaged { file, reason, .. }) if dir.exists() => {
+                    let file = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                    let text = format!("checkpoint {} is damaged: {file}: {reason}", checkpoint.name);
+                    found.push(Violation { invariant: "file", text });
+                }
+                Err(CheckpointError::Damaged { .. }) => {}
+                Err(error) => return Err(Failure::new(Exit::Run, error)),
+            }
+        }
+        Ok(found)
+    }
+
+    fn holds_a_run(&self) -> Result<bool, Failure> {
+        Ok(self.root.join(files::STATE_DB).exists() || self.has_checkpoints()?)
+    }
+
+    fn has_checkpoints(&self) -> Result<bool, Failure> {
+        Ok(!self.steps()?.is_empty())
     }
 
     /// Newest intact checkpoint. Damaged ones are logged and renamed for inspection.
-    fn resume_point(&self, state: &mut StateDb) -> Result<Option<(Checkpoint, Verified)>, Failure> {
-        let known = state.checkpoints().map_err(Failure::of(Exit::Run))?;
+    fn resume_point(
+        &self,
+        state: &mut StateDb,
+        wanted: Option<u64>,
+    ) -> Result<Option<(Checkpoint, Verified)>, Failure> {
+        let mut known = state.checkpoints().map_err(Failure::of(Exit::Run))?;
+        if let Some(step) = wanted {
+            let steps: Vec<_> = known.iter().map(|checkpoint| checkpoint.name.clone()).collect();
+            known.retain(|checkpoint| checkpoint.step == step);
+            if known.is_empty() {
+                return Err(Failure::new(
+                    Exit::Usage,
+                    format!(
+                        "--from-checkpoint: {} has no checkpoint of step {step}; it has {}",
+                        self.checkpoints().display(),
+                        if steps.is_empty() { "none".into() } else { steps.join(", ") }
+                    ),
+                ));
+            }
+        }
+        let origin = state.origin().map_err(Failure::of(Exit::Run))?;
         let mut unusable = Vec::new();
         for checkpoint in &known {
             let dir = self.checkpoints().join(&checkpoint.name);
-            let why = match Verified::open(&dir) {
+            let why = match recorded(&dir, checkpoint, &origin) {
                 Ok(verified) => {
                     self.set_aside(state, &unusable, &checkpoint.name)?;
                     return Ok(Some((checkpoint.clone(), verified)));
                 }
-                Err(error @ CheckpointError::Newer { .. }) => return Err(Failure::new(Exit::Model, error)),
+                Err(error @ (CheckpointError::Newer { .. } | CheckpointError::Unreadable { .. })) => {
+                    return Err(Failure::new(Exit::Model, error));
+                }
                 Err(CheckpointError::Damaged { file, reason, .. }) if dir.exists() => {
                     let file = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
                     format!("{} is damaged: {file}: {reason}", checkpoint.name)
@@ -250,12 +334,16 @@ impl RunDir {
         Ok(())
     }
 
-    /// Removes unfinished checkpoints, and those after step `newest`.
+    /// Removes unfinished checkpoints, and puts whole ones after step `newest` aside.
     fn clean(&self, newest: u64) -> Result<(), Failure> {
         let folder = self.checkpoints();
-        let removed = checkpoint::clean(&folder, newest).map_err(|e| self.cannot_write(&folder, &e))?;
+        let Cleaned { removed, aside } =
+            checkpoint::clean(&folder, newest).map_err(|e| self.cannot_write(&folder, &e))?;
         if removed > 0 {
-            tracing::info!(removed, "leftover checkpoints removed");
+            tracing::info!(removed, "unfinished checkpoints removed");
+        }
+        for kept in aside {
+            tracing::warn!(kept = %kept.display(), "state.db does not list this checkpoint; draftmill export can read it");
         }
         Ok(())
     }
@@ -299,4 +387,15 @@ impl RunDir {
             ),
         )
     }
+}
+
+/// Opens the folder of a recorded checkpoint and compares its step and run with the record.
+fn recorded(dir: &Path, checkpoint: &Checkpoint, origin: &Origin) -> Result<Verified, CheckpointError> {
+    let verified = Verified::open(dir)?;
+    if verified.state.step != checkpoint.step {
+        let reason = format!("it is of step {}, but state.db says {}", verified.state.step, checkpoint.step);
+        return Err(CheckpointError::Damaged { dir: dir.to_owned(), file: dir.join("state.json"), reason });
+    }
+    verified.check_origin(origin)?;
+    Ok(verified)
 }

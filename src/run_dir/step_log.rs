@@ -83,7 +83,7 @@ impl StepLog {
 fn remember((steps, first, last): &mut (usize, Vec<StepRecord>, VecDeque<StepRecord>), record: StepRecord) {
     *steps += 1;
     if first.len() < WINDOW_LIMIT {
-        first.push(record.clone());
+        first.push(record);
     }
     if last.len() == WINDOW_LIMIT {
         last.pop_front();

@@ -331,7 +331,7 @@ impl ConfigController {
 async fn read(path: PathBuf) -> Result<String, String> {
     let name = path.display().to_string();
     let read = move || {
-        // StartupBanner a pipe would wait for its other end.
+        // Opening a pipe would wait for its other end.
         match std::fs::metadata(&path)?.is_file() {
             true => config::read_text(&path),
             false => Err(io::Error::other("not a regular file")),

@@ -37,8 +37,8 @@ impl EngineSet<SimTarget, JobLogDrafter, JobLogOptimizer> {
             Some(from) => trained_jobs(&folder.join(&from.name)).failed(Exit::Model)?,
             None => Vec::new(),
         };
-        let checkpoints =
-            CheckpointWriter { folder, settings, seed: config.run.seed, draft: simulated::placeholder_draft() };
+        let (run, seed) = (prepared.opened.folder.run_id()?, config.run.seed);
+        let checkpoints = CheckpointWriter { folder, settings, seed, run, draft: simulated::placeholder_draft() };
         let weight = 0.01 * prepared.start_step() as f64;
         let optimizer = SimOptimizer::new(costs, weight);
         let mut drafters = sim::drafters(costs, &costs::drafter_speeds(config));

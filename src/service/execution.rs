@@ -73,7 +73,8 @@ where
     let folder = prepared.opened.folder.clone();
     let in_force = live.in_force.subscribe();
     let progress = Progress::new(position.step, in_force.clone(), info_reader);
-    let (recorder, records, position) = StepRecorder::start(&folder, position, progress, shutdown.clone())?;
+    let epoch = prepared.forecast.jobs_per_epoch as u64;
+    let (recorder, records, position) = StepRecorder::start(&folder, position, epoch, progress, shutdown.clone())?;
     let manager = ServiceManager::from_env().map(|m| m.run(info.subscribe(), position.clone(), shutdown.drain.clone()));
     let manager = manager.map(|task| AbortOnDropHandle::new(tokio::spawn(task)));
 

@@ -50,6 +50,8 @@ use tokio::{
 pub struct Start {
     /// Start from the beginning instead of resuming.
     pub fresh: bool,
+    /// Step of the checkpoint to resume from; the newest if `None`.
+    pub from_checkpoint: Option<u64>,
     /// With `fresh`: delete an existing run.
     pub force: bool,
     /// Source of the configuration, for reloads.
@@ -99,16 +101,20 @@ async fn train_until(
     // On a blocking thread, because it reads gigabytes and a signal must not wait for it.
     let open = tokio::task::spawn_blocking(move || PreparedRun::open(loaded, options));
     let mut prepared = unless_stopped(shutdown, open).await?.failed(Exit::Internal)??;
-    if let Some(summary) = prepared.finished()? {
-        tracing::info!(run = %summary.run_dir.display(), "the run is finished already");
-        return Ok(summary);
-    }
-    let listener = match prepared.loaded.config.admin.listen.0 {
-        Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
-        None => None,
-    };
     let (folder, number) = (prepared.opened.folder.clone(), prepared.opened.started.run);
-    let ended = run(prepared, listener, Live { in_force, start, hangup }, shutdown).await;
+    let live = Live { in_force, start, hangup };
+    let ended = async move {
+        if let Some(summary) = prepared.finished()? {
+            tracing::info!(run = %summary.run_dir.display(), "the run is finished already");
+            return Ok(summary);
+        }
+        let listener = match prepared.loaded.config.admin.listen.0 {
+            Some(address) => Some(admin::bind(address).await.failed(Exit::Config)?),
+            None => None,
+        };
+        run(prepared, listener, live, shutdown).await
+    };
+    let ended = ended.await;
     if let Err(failure) = &ended {
         folder.record_failure(number, failure);
     }

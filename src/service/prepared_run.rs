@@ -2,12 +2,12 @@
 
 use super::{Failed, Start, Summary, identity, models::Models};
 use crate::{
-    check::{Forecast, Machine, Samples, Stored, examine, pipeline_settings::plan_settings},
+    check::{Forecast, Machine, Samples, Stored, examine, examine_store, pipeline_settings::plan_settings},
     common::{
         exit::{Exit, Failure},
         text::counted,
     },
-    config::{Config, Loaded},
+    config::{Config, Loaded, Problem},
     data::{Split, Store, StoreSource},
     run_dir::{OpenRun, RunDir, StartContext, db::RunEnd},
 };
@@ -30,17 +30,19 @@ impl PreparedRun {
     ///
     /// # Errors
     /// An unusable store, configuration, model or run folder.
-    /// Opens the store and the run folder, checks the configuration and finds the resume point.
-    ///
-    /// # Errors
-    /// An unusable store, configuration, model or run folder.
     pub fn open(loaded: Loaded, start: Start) -> Result<PreparedRun, Failure> {
         let config = &loaded.config;
         let store = Arc::new(Store::open(&config.data.store).failed(Exit::Data)?);
         let lengths: Arc<[u32]> = store.lengths(Split::Train).into();
         let samples = Samples { lengths: lengths.to_vec(), validation: store.len(Split::Validation) };
         let machine = Machine { check_port: false, ..Machine::detect(config) };
-        let report = examine(&loaded, &machine, &Stored::Ready(samples)).sound()?;
+        let mut report = examine(&loaded, &machine, &Stored::Ready(samples)).sound()?;
+        let before = report.notes.len();
+        examine_store(&loaded, &store, &mut report);
+        let report = report.sound()?;
+        for Problem { key, message, remedy, .. } in &report.notes[before..] {
+            tracing::warn!(%key, %message, %remedy, "store differs from configuration");
+        }
         let forecast =
             report.plan.ok_or_else(|| Failure::new(Exit::Internal, "there is no forecast of a sound run"))?;
         let models = report.models.map(|(target, draft)| Models { target, draft });
@@ -52,12 +54,17 @@ impl PreparedRun {
             identity.insert("pool.replay_window".into(), window.to_string());
         }
         let folder = RunDir::new(&config.run.dir);
-        let context = StartContext { identity, samples: lengths.len() as u64, fresh: start.fresh, force: start.force };
+        let context = StartContext {
+            identity,
+            samples: lengths.len() as u64,
+            fresh: start.fresh,
+            force: start.force,
+            from_checkpoint: start.from_checkpoint,
+        };
         let opened = folder.open(&loaded, &context)?;
         Ok(PreparedRun { loaded, models, store, source, lengths, machine, forecast, opened })
     }
 
-    /// Step of the resume point; 0 at the beginning.
     /// Step of the resume point; 0 at the beginning.
     pub fn start_step(&self) -> u64 {
         self.opened.from.as_ref().map_or(0, |checkpoint| checkpoint.step)
@@ -76,7 +83,9 @@ impl PreparedRun {
         if !done || !path.exists() {
             return Ok(None);
         }
-        let text = std::fs::read_to_string(&path).failed(Exit::Run)?;
+        let text = crate::common::fs::read_input_text(&path, 64 << 20)
+            .map_err(|e| format!("{} cannot be read: {e}", path.display()))
+            .failed(Exit::Run)?;
         // A damaged summary, or one of fewer epochs, is written again by a new shutdown.
         let is_current = |s: &Summary| {
             s.finished && s.steps == self.start_step() && s.export_dir.as_ref().is_none_or(|dir| dir.exists())
@@ -91,7 +100,6 @@ impl PreparedRun {
         Ok(summary)
     }
 
-    /// Number of targets and of drafters.
     /// Number of targets and of drafters.
     pub fn workers(&self) -> (usize, usize) {
         (self.loaded.config.target.devices.len(), self.loaded.config.drafter.devices.len())

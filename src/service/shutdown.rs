@@ -71,7 +71,7 @@ pub fn close(loaded: &Loaded, folder: &RunDir, run: u64, outcome: RunOutcome<'_>
     if let Some(checkpoint) = checkpoint.filter(|dir| exports && dir.exists()) {
         let export = folder.export();
         tracing::info!(folder = %export.display(), "exporting the drafter and running the export self-test");
-        crate::export::export_run(&checkpoint, &export, config).failed(Exit::Run)?;
+        summary.serve = crate::export::export_run(&checkpoint, &export, config).failed(Exit::Run)?.serve;
         summary.export_dir = Some(export);
     }
     write_json_atomic(&folder.summary(), &summary).map_err(|e| folder.cannot_write(&folder.summary(), &e))?;

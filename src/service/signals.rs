@@ -2,7 +2,7 @@
 
 use super::Logs;
 use crate::{
-    common::exit::Exit,
+    common::{exit::Exit, process},
     config::{Loaded, PoolAtShutdown},
 };
 use draftmill_actors::runtime::fault::Shutdown;
@@ -56,6 +56,7 @@ impl Signals {
 /// A signal handler that cannot be installed.
 pub fn listen(shutdown: Shutdown, in_force: watch::Receiver<Loaded>, logs: Logs) -> io::Result<Signals> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    process::hold_stop_signals(false);
     let mut next = async move || {
         tokio::select! {
             _ = interrupt.recv() => StopSignal::Interrupt,

@@ -2,8 +2,9 @@
 
 use crate::run_dir::step_log::Window;
 use crate::{
-    common::text::{counted, grouped, percent},
+    common::text::{counted, grouped, percent, shell_word},
     config::ByteSize,
+    export::ServeCommands,
     run_dir::eval_log::EvalHistory,
 };
 use draftmill_actors::{pipeline::Report, runtime::meter::Totals};
@@ -47,6 +48,9 @@ pub struct Summary {
     pub target_dir: PathBuf,
     /// Folder of the export; `None` if the run was stopped before its end.
     pub export_dir: Option<PathBuf>,
+    /// Command lines that serve the export.
+    #[serde(default)]
+    pub serve: Option<ServeCommands>,
     /// Results of the evaluations during training; `None` without any.
     #[serde(default)]
     pub evaluation: Option<Evaluation>,
@@ -227,13 +231,11 @@ impl fmt::Display for Summary {
         }
         match &self.export_dir {
             Some(dir) => {
-                writeln!(
-                    f,
-                    "  export      {}   (loads into SGLang and vLLM with the target {})",
-                    dir.display(),
-                    self.target_dir.display()
-                )?;
-                writeln!(f, "\nNext: draftmill export --check {}", dir.display())
+                writeln!(f, "  export      {}", dir.display())?;
+                for (engine, command) in self.serve.iter().flat_map(ServeCommands::by_engine) {
+                    writeln!(f, "\nServe with {engine}:\n  {command}")?;
+                }
+                writeln!(f, "\nNext: draftmill export --check {}", shell_word(&dir.display().to_string()))
             }
             None if self.finished => Ok(()),
             None => writeln!(f, "\nNext: the same command resumes from here"),

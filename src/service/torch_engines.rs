@@ -135,8 +135,8 @@ fn load_blocking(
 
     let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
     let hyper = Hyper { beta1, beta2, eps, weight_decay };
-    let checkpoints =
-        CheckpointWriter { folder: folder.checkpoints(), settings, seed: config.run.seed, draft: draft.clone() };
+    let (run, seed) = (folder.run_id()?, config.run.seed);
+    let checkpoints = CheckpointWriter { folder: folder.checkpoints(), settings, seed, run, draft: draft.clone() };
     let on = drafter_devices.clone();
     let optimizer = match from {
         Some(from) => TorchOptimizer::resume(from, hyper, device, on, checkpoints).failed(Exit::Model)?,

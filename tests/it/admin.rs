@@ -241,8 +241,12 @@ async fn commands_of_other_sites_and_wrong_tokens_are_refused() {
         is(&world.ask("POST /pause", &fields).await, 403);
         assert_eq!(world.refused(reason), before + 1.0, "{fields}");
     }
-    // Reads are public under any name.
-    is(&world.ask("GET /status", "Host: evil.example\r\n").await, 200);
+    // Issue 17, E16: a page of another site could read under a name of its choice (DNS rebinding).
+    for path in ["/status", "/metrics", "/events", "/", "/livez"] {
+        is(&world.ask(&format!("GET {path}"), "Host: evil.example\r\n").await, 403);
+        assert!(!world.ask(&format!("GET {path}"), "Host: evil.example\r\n").await.contains("draftmill_"));
+    }
+    is(&world.get("/status").await, 200);
 
     let mut world = World::new(Limits::default(), Some(SECRET)).await;
     let _taken = world.answer(Ok("paused"));
@@ -255,7 +259,31 @@ async fn commands_of_other_sites_and_wrong_tokens_are_refused() {
     is(&world.ask("POST /pause", &right).await, 200);
     is(&world.ask("POST /pause", &format!("{right}Origin: https://evil.example\r\n")).await, 403);
     is(&world.ask("POST /pause", &format!("{right}Origin: http://draftmill.example:9464\r\n")).await, 200);
-    is(&world.get("/status").await, 200);
+    // With a token, reads are public under any name.
+    is(&world.ask("GET /status", "Host: draftmill.example\r\n").await, 200);
+}
+
+/// Issue 17, E16.
+#[tokio::test]
+async fn e16_a_reader_of_events_that_never_reads_loses_its_place() {
+    let limits = Limits { streams: 1, write: Duration::from_secs(1), ..Limits::default() };
+    let world = World::new(limits, None).await;
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let mut stalled = socket.connect(world.address).await.unwrap();
+    stalled.write_all(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+    stalled.readable().await.unwrap();
+    assert!(!world.accepts_a_reader().await, "the place is taken");
+    let mut changes = 0;
+    let waiting = async {
+        while !world.accepts_a_reader().await {
+            changes += 1;
+            world.info.send_modify(|info| info.dir = format!("{changes}{}", "x".repeat(200_000)));
+            sleep(Duration::from_millis(200)).await;
+        }
+    };
+    timeout(TIMEOUT, waiting).await.expect("the place is free again");
+    drop(stalled);
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! The Python pipeline of `benches/` still runs, and trains each job exactly once: what `make bench` compares with must not rot.
+//! The Python pipeline of `benches/`, which `make bench` compares with, runs and trains each job exactly once.
 
 use std::{path::Path, process::Command};
 
@@ -22,7 +22,7 @@ fn the_python_pipeline_trains_each_job_once() {
         assert_eq!(report["each_job_trained_once"], true, "{options:?}: {report}");
         let (jobs, steps) = (report["jobs"].as_u64().unwrap(), report["steps"].as_u64().unwrap());
         assert!((100..400).contains(&jobs), "{options:?}: {report}");
-        // Every step is full but the last: the protocol's T1.
+        // Every step except the last is full (T1).
         let option = |name, default| {
             let at = options.iter().position(|option| *option == name);
             at.map_or(default, |at| options[at + 1].parse::<u64>().unwrap())
@@ -32,7 +32,7 @@ fn the_python_pipeline_trains_each_job_once() {
     }
 }
 
-/// What `benches/gpu.sh` does with a program and a libtorch of these files; its program says what it was given.
+/// Runs `benches/gpu.sh` with a libtorch of these files and a program that prints its arguments.
 fn gpu(program: Option<&str>, version: &str, variables: &[(&str, &str)]) -> (bool, String) {
     let folder = tempfile::tempdir().unwrap();
     let place = |name: &str| folder.path().join(name);
@@ -50,7 +50,7 @@ fn gpu(program: Option<&str>, version: &str, variables: &[(&str, &str)]) -> (boo
 }
 
 #[test]
-fn the_script_for_gpus_starts_a_program_that_is_there_with_libtorch_and_says_what_is_missing() {
+fn gpu_script_runs_the_program_or_reports_what_is_missing() {
     let (done, text) = gpu(Some("program"), "2.11.0+cu130", &[("SIZE", "qwen3-8b"), ("OUT", "here")]);
     assert!(done && text.starts_with("--gpu --device cuda:0 --date 20"), "{text}");
     assert!(text.contains(" --out here --size qwen3-8b\nlibraries DIR/lib\n"), "{text}");

@@ -1,4 +1,4 @@
-//! The command line as a user meets it: the binary's texts, exit codes, and what goes to stdout and stderr.
+//! Command line: texts of the binary, exit codes, and the split between stdout and stderr.
 
 use draftmill::{
     check::{Machine, Samples, Stored, examine},
@@ -23,7 +23,7 @@ fn draftmill(arguments: &[&str]) -> (i32, String, String) {
     (status.code().unwrap(), text(stdout), text(stderr))
 }
 
-/// A folder with a whole target: the tiny Qwen3 of the golden data and a tokenizer that leaves row 319 without a token.
+/// Folder with a complete target: the tiny Qwen3 of the golden data and a tokenizer without a token for row 319.
 fn target(folder: &Path) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/target_qwen3");
     for name in ["config.json", "model.safetensors"] {
@@ -153,7 +153,7 @@ fn check_finds_a_damaged_target_and_says_which_tensor() {
 }
 
 #[test]
-fn check_refuses_a_pool_that_would_stop_for_good_and_a_disk_that_is_full() {
+fn check_refuses_a_pool_that_would_block_and_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
     target(folder.path());
     let stored = Stored::Ready(Samples { lengths: vec![3000; 40], validation: 0 });
@@ -167,7 +167,7 @@ fn check_refuses_a_pool_that_would_stop_for_good_and_a_disk_that_is_full() {
 }
 
 #[test]
-fn check_refuses_a_gpu_that_cannot_hold_what_it_is_given_and_tells_who_holds_it() {
+fn check_refuses_a_gpu_without_enough_memory() {
     let folder = tempfile::tempdir().unwrap();
     target(folder.path());
     let stored = Stored::Ready(Samples { lengths: vec![10, 20, 30, 40], validation: 0 });
@@ -197,7 +197,7 @@ fn check_names_a_store_that_does_not_fit_the_configuration() {
 }
 
 #[test]
-fn doctor_tells_what_the_machine_is_and_ends_with_its_own_code_where_it_does_not_work() {
+fn doctor_describes_the_machine_and_has_its_own_exit_code() {
     let (code, table, said) = draftmill(&["doctor"]);
     assert_eq!(code, 0, "{table}{said}");
     for part in ["libtorch", "threads", "memory", "open files", "run folder"] {
@@ -216,7 +216,7 @@ fn doctor_tells_what_the_machine_is_and_ends_with_its_own_code_where_it_does_not
     assert!(said.contains("checks failed, see above"), "{said}");
 }
 
-/// A machine without a GPU, and a build without libtorch, are no fault and are reported.
+/// A machine without a GPU and a build without libtorch are reported and are no failure.
 #[test]
 fn doctor_says_which_devices_there_are() {
     let (_, table, _) = draftmill(&["doctor"]);
@@ -229,7 +229,7 @@ fn doctor_says_which_devices_there_are() {
     }
 }
 
-/// One bad value must not hide what else is wrong.
+/// One bad value must not hide other errors.
 #[test]
 fn check_looks_on_behind_bad_values() {
     let sets = ["optimizer.learning_rate=-1", "target.dir=nope", "data.inputs=nope.jsonl", "run.epochs=two"];

@@ -1,4 +1,4 @@
-//! The configurations that are shipped, and the texts that are made from the types.
+//! Shipped configurations, and the texts that are generated from the types.
 
 use draftmill::config::{self, FIELDS, Wire};
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ fn every_shipped_configuration_resolves() {
 }
 
 #[test]
-fn the_eight_gpus_are_five_targets_and_three_drafters_on_devices_of_their_own() {
+fn eight_gpus_are_five_targets_and_three_drafters() {
     let config = config::load(Some(&configs().join("qwen3-8b-8gpu.toml")), &[]).unwrap().config;
     assert_eq!((config.target.devices.len(), config.drafter.devices.len()), (5, 3));
     let mut devices: Vec<_> = config.target.devices.iter().chain(&config.drafter.devices).collect();

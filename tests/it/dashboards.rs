@@ -1,4 +1,4 @@
-//! The files of `dashboards/`: made of their source, right by Grafana's schema, and of metrics that exist.
+//! Files of `dashboards/`: generated from their source, valid by Grafana's schema, and limited to existing metrics.
 
 mod alerts;
 mod build;
@@ -26,12 +26,12 @@ fn dashboard() -> Value {
     serde_json::from_str(&read("draftmill.json")).unwrap()
 }
 
-/// Panels that show something.
+/// Panels with content.
 fn panels(dashboard: &Value) -> impl Iterator<Item = &Value> {
     dashboard["panels"].as_array().unwrap().iter().filter(|panel| panel["type"] != "row")
 }
 
-/// Every query of a dashboard, with the panel or annotation that asks it.
+/// Every query of a dashboard with its panel or annotation.
 fn queries(dashboard: &Value) -> Vec<(String, String)> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let of_panels = panels(dashboard).flat_map(|panel| {
@@ -43,13 +43,13 @@ fn queries(dashboard: &Value) -> Vec<(String, String)> {
     of_panels.chain(of_annotations).collect()
 }
 
-/// Every name under which a series of the table is stored.
+/// Stored names of every series in the table.
 fn stored() -> BTreeSet<String> {
     let of = |kind: Kind| if kind == Kind::Histogram { &["_bucket", "_sum", "_count"][..] } else { &[""] };
     TABLE.iter().flat_map(|spec| of(spec.kind).iter().map(|suffix| format!("{}{suffix}", spec.name))).collect()
 }
 
-/// UPDATE_EXPECT=1 writes dashboards/draftmill.json anew.
+/// UPDATE_EXPECT=1 rewrites dashboards/draftmill.json.
 #[test]
 fn the_dashboard_is_what_its_source_says() {
     let source: build::Source = toml::from_str(&read("draftmill.toml")).unwrap_or_else(|e| panic!("{e}"));
@@ -68,7 +68,7 @@ fn the_dashboard_is_right_by_the_schema_of_grafana() {
     let schema: Value = serde_json::from_str(&read("check/dashboard.schema.json")).unwrap();
     let dashboard = dashboard();
     assert_eq!(schema::problems(&schema, &dashboard), Vec::<String>::new());
-    // The check refuses what is wrong.
+    // The check refuses an invalid dashboard.
     for (pointer, wrong) in [
         ("/graphTooltip", serde_json::json!(7)),
         ("/panels/1/gridPos/h", "4".into()),
@@ -105,7 +105,7 @@ fn every_panel_has_a_place_a_unit_thresholds_and_a_description() {
 }
 
 #[test]
-fn every_metric_of_the_dashboard_exists_and_every_metric_that_exists_is_on_it() {
+fn the_dashboard_shows_every_metric_and_no_unknown_one() {
     let stored = stored();
     let mut seen = BTreeSet::new();
     for (panel, expr) in queries(&dashboard()) {
@@ -115,7 +115,7 @@ fn every_metric_of_the_dashboard_exists_and_every_metric_that_exists_is_on_it() 
             assert!(stored.contains(&name), "{panel}: {name} is no metric of the table");
             seen.insert(name);
         }
-        // Of a run and an instance that the reader chose.
+        // Each series is limited to the selected run and instance.
         assert_eq!(
             expr.matches("run=\"$run\", instance=~\"$instance\"").count(),
             promql::metrics(&expr).len(),
@@ -129,6 +129,6 @@ fn every_metric_of_the_dashboard_exists_and_every_metric_that_exists_is_on_it() 
     }
 }
 
-/// Metrics that say nothing to the eye.
+/// Metrics that are not useful on a dashboard.
 const NOT_SHOWN: &[&str] =
     &["process_virtual_memory_bytes", "process_max_fds", "draftmill_runtime_workers", "draftmill_pool_draining"];

@@ -1,4 +1,4 @@
-//! `prepare` from files to store: samples, splits, roles, policies, and what is left after an error.
+//! `prepare` from files to store: samples, splits, roles, policies, and the state after an error.
 
 mod files;
 mod rejects;
@@ -195,7 +195,7 @@ fn every_known_name_of_a_role_is_counted() {
     assert!(report.unknown_roles.is_empty());
 }
 
-/// A data set named the assistant after its model: all its turns were dropped without a word.
+/// A data set named the assistant after its model, and all its turns were dropped without a message.
 #[test]
 fn speculators_907_a_role_that_is_a_models_name_is_never_dropped_in_silence() {
     let mut world = World::new();
@@ -211,9 +211,9 @@ fn speculators_907_a_role_that_is_a_models_name_is_never_dropped_in_silence() {
     assert!(report.to_string().contains("llama-70b 1"));
 }
 
-/// Tools given as a list crashed the parser, which knew only strings.
+/// Tools as a list crashed the parser, which accepted only strings.
 #[test]
-fn specforge_738_tools_may_be_a_list_or_a_string_and_a_broken_string_costs_its_row() {
+fn specforge_738_tools_may_be_a_list_or_a_string() {
     let mut world = World::new();
     world.options.data.max_reject_fraction = 0.5;
     let tools = json!([{"type": "function", "function": {"name": "look_up", "parameters": {}}}]);
@@ -238,8 +238,8 @@ fn specforge_738_tools_may_be_a_list_or_a_string_and_a_broken_string_costs_its_r
     assert!(samples.iter().all(|sample| *sample == samples[3]) && samples.len() == 4);
 }
 
-/// 600 000 files were opened before the first step, without a word: here the first word comes before the first file, and
-/// a file is opened when its turn has come.
+/// 600 000 files were opened before the first step, without a message. Here the first message precedes the first file,
+/// and each file is opened only when it is read.
 #[test]
 fn specforge_732_nothing_is_read_before_its_turn() {
     let world = World::new();

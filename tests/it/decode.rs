@@ -1,4 +1,4 @@
-//! Speculative decoding: whatever the drafter proposes, what comes out is what the target alone would have said.
+//! Speculative decoding: whatever the drafter proposes, the output is that of the target alone.
 
 mod batch;
 mod sampling;
@@ -19,7 +19,7 @@ fn one<D: Proposer>(world: &World, drafter: &D, prompt: &[u32], settings: &Setti
     speculative(&world.target, drafter, &[prompt.to_vec()], settings).unwrap().pop().unwrap()
 }
 
-/// The most likely continuation by the forward without a cache, from the first token anew for each token.
+/// Greedy continuation by the forward without a cache, which recomputes the whole prefix for each token.
 fn without_cache(world: &World, prompt: &[u32], tokens: usize) -> Vec<u32> {
     let mut ids: Vec<i32> = prompt.iter().map(|&id| id as i32).collect();
     for _ in 0..tokens {
@@ -47,7 +47,7 @@ fn the_cached_target_says_what_the_whole_forward_says() {
         let mut cache = world.target.cache();
         for (from, to) in [(0, 5), (5, 6), (6, 14), (14, 15), (15, 30)] {
             let place = |x: &Tensor| x.narrow(0, from as i64, (to - from) as i64);
-            // What nobody keeps leaves no trace, however long it was.
+            // A rejected continuation leaves no trace, whatever its length.
             world.target.extend(&mut cache, &[1, 2, 3, 1, 2, 3], &taps).unwrap();
             let seen = world.target.extend(&mut cache, &ids[from..to], &taps).unwrap();
             close("taps", &seen.taps, &place(&want));
@@ -103,9 +103,9 @@ fn a_random_drafter_brings_about_one_token_with_a_step() {
     assert!((1.0..1.3).contains(&mean), "{mean}");
 }
 
-/// SpecForge#455, #473: a drafter that was good in training and not when served, because the two saw different things.
-/// Here every block that is served, after every kind of partial acceptance, is compared with the form without a cache
-/// and with the form that trains; a key too many or too few in either cache would show.
+/// SpecForge#455, #473: a drafter was good in training and bad when served, because the inputs differed. Here every
+/// served block, after every kind of partial acceptance, is compared with the form without a cache and with the training
+/// form. This detects one key too many or too few in either cache.
 #[test]
 fn specforge_455_473_what_is_served_after_partial_acceptance_is_what_was_trained() {
     for seed in 0..4 {
@@ -145,7 +145,7 @@ fn a_stop_token_inside_a_block_ends_the_response_there() {
     let prompt = [5, 6, 7];
     let truth = without_cache(&world, &prompt, 17);
     for place in [0, 1, 3, 7, 8] {
-        // The first time that this token comes up.
+        // The first occurrence of this token.
         let end = truth.iter().position(|&id| id == truth[place]).unwrap();
         let stop = Settings { stop: vec![truth[place]], ..settings(17) };
         let drafter = Scripted::new(&world, &prompt, &truth, 8, |_| 99);
@@ -205,8 +205,8 @@ fn several_prompts_side_by_side_get_the_answers_of_each_alone() {
 }
 
 /// speculators#456: a block of B slots holds B - 1 drafts; the first slot is given.
-/// One seed gives each prompt chances of its own: the same prompt asked three times side by side is answered in three ways, and
-/// again in the same three with the same seed.
+/// One seed gives each prompt a separate random stream: the same prompt three times in a batch has three different
+/// answers, and the same three with the same seed.
 #[test]
 fn prompts_of_one_seed_have_different_streams() {
     let world = World::random(5, 40);
@@ -236,7 +236,7 @@ fn speculators_456_a_block_proposes_one_token_fewer_than_it_has_slots() {
     assert_eq!(logits.size(), [7, 320]);
 }
 
-/// z-lab#76: tokens that equal the mask token were stripped from the output, although the target had said them.
+/// z-lab#76: tokens that equal the mask token were stripped from the output, although the target had generated them.
 #[test]
 fn zlab_76_a_mask_token_that_the_target_says_is_part_of_the_response() {
     let world = World::random(31, 30);

@@ -1,4 +1,4 @@
-//! The systemd unit and the container recipe in `configs/`: what they promise beside the program's defaults.
+//! The systemd unit and the container recipe in `configs/`, checked against the program's defaults.
 
 use draftmill::config::{Admin, Shutdown};
 use std::{
@@ -21,22 +21,22 @@ fn value<'a>(unit: &'a str, key: &str) -> &'a str {
 fn the_unit_waits_longer_than_the_service_takes_to_end() {
     let unit = config("draftmill.service");
     let stop: u64 = value(&unit, "TimeoutStopSec").trim_end_matches('s').parse().unwrap();
-    // After grace it takes another two seconds to let go at once.
+    // After the grace period the immediate stop takes two more seconds.
     assert!(stop > Shutdown::default().grace.0.as_secs() + 2, "TimeoutStopSec={stop}s");
     for (key, expected) in [("Type", "notify"), ("KillSignal", "SIGTERM"), ("ExecReload", "/bin/kill -HUP $MAINPID")] {
         assert_eq!(value(&unit, key), expected);
     }
-    // Orderly ends are 0; these codes no restart mends.
+    // Orderly ends return 0; a restart does not help against these codes.
     assert_eq!(value(&unit, "RestartPreventExitStatus"), "2 3 4 5");
 }
 
-/// Where systemd is at hand, it judges the unit itself.
+/// Validates the unit with systemd if it is installed.
 #[test]
 fn systemd_finds_nothing_wrong_with_the_unit() {
     let folder = tempfile::tempdir().unwrap();
     let verify = |text: &str| {
         let path = folder.path().join("draftmill.service");
-        // It looks for the program, which is installed nowhere here.
+        // systemd checks the program's path, and the program is not installed here.
         fs::write(&path, text.replace("/usr/local/bin/draftmill", env!("CARGO_BIN_EXE_draftmill"))).unwrap();
         let verified = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output().ok()?;
         let said = String::from_utf8_lossy(&verified.stderr).into_owned();
@@ -54,7 +54,7 @@ fn systemd_finds_nothing_wrong_with_the_unit() {
 }
 
 #[test]
-fn the_container_trains_as_nobody_in_particular_and_is_built_from_what_the_repository_has() {
+fn the_container_has_an_unprivileged_user_and_existing_files() {
     let recipe = config("Containerfile");
     let line = |start: &str| recipe.lines().rfind(|line| line.starts_with(start)).unwrap_or_default();
     assert_eq!(recipe.lines().filter(|line| line.starts_with("FROM ")).count(), 2, "no compiler in what runs");

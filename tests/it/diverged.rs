@@ -1,4 +1,4 @@
-//! Numbers that are not finite: what a run does with them, what it keeps, and how it ends.
+//! Non-finite numbers: the reaction of a run, its checkpoints, and its end.
 
 use crate::train::{Run, text};
 use std::{fs, path::Path};
@@ -18,7 +18,7 @@ fn with(run: &mut Run, sets: &[&str]) -> (Option<i32>, String) {
     (ended.status.code(), text(&ended))
 }
 
-/// A checkpoint of such weights would push the last good one out, and no later run could go on from it.
+/// A checkpoint of such weights would replace the last good one, and no later run could resume from it.
 #[test]
 fn weights_that_are_not_finite_are_never_a_checkpoint() {
     let mut run = Run::new(&["checkpoint.keep_last=1", "checkpoint.every_steps=1", "optimizer.warmup_fraction=0"]);
@@ -33,8 +33,8 @@ fn weights_that_are_not_finite_are_never_a_checkpoint() {
     assert_eq!(checkpoints(&run), ["step-4"]);
 }
 
-/// When a run fails other threads may still compute, and cannot be called back: oneDNN, which has the products of bf16, freed what they
-/// used as the process ended, which then crashed in about every second run.
+/// After a failure other threads may still compute, and cannot be cancelled. oneDNN, which computes bf16 products, freed
+/// their memory at the end of the process, which crashed in about every second run.
 #[test]
 fn a_run_that_fails_while_others_compute_ends_with_its_code() {
     for turn in 0..6 {

@@ -1,4 +1,4 @@
-//! The life of the process, through the binary: what a start says, what a service manager hears, and how signals end it.
+//! Life of the process, through the binary: startup banner, notifications to the service manager, and signals.
 
 use crate::train::{Guarded, Run, interrupt, signal, text};
 use draftmill_actors::messages::types::Outcome;
@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-/// A run that is about to train or trains already, and everything that it says until it ends.
+/// Run that is about to train or trains already, with all its output until the end.
 struct Running {
     child: Guarded,
     lines: std::io::Lines<BufReader<std::process::ChildStderr>>,
@@ -27,7 +27,7 @@ impl Running {
         Running { child: Guarded(child), lines, said: Vec::new() }
     }
 
-    /// Waits for a line of the log that has this.
+    /// Waits for a log line that contains this.
     fn says(&mut self, part: &str) -> String {
         for line in self.lines.by_ref() {
             self.said.push(line.unwrap());
@@ -39,7 +39,7 @@ impl Running {
         panic!("{part} is not in {:#?}", &self.said[rest..]);
     }
 
-    /// Waits for the end; the rest of what it said is in the second value, one line each.
+    /// Waits for the end. The second value is the rest of the output, by line.
     fn ends(mut self) -> (ExitStatus, Vec<String>) {
         self.said.extend(self.lines.by_ref().map(Result::unwrap));
         (self.child.wait().unwrap(), std::mem::take(&mut self.said))
@@ -77,7 +77,12 @@ fn sigterm_ends_with_0_and_the_pool_is_reopened_or_trained_as_set() {
         let (status, said) = running.ends();
         assert_eq!(status.code(), Some(0), "{said:#?}");
         let all = said.join("\n");
-        assert!(all.contains("shutting down with a checkpoint") && all.contains("SIGTERM") && all.contains("resumes the run"), "{all}");
+        assert!(
+            all.contains("shutting down with a checkpoint")
+                && all.contains("SIGTERM")
+                && all.contains("resumes the run"),
+            "{all}"
+        );
         let event = said.iter().find(|line| line.contains("shutting down")).unwrap();
         let event: Value = serde_json::from_str(event).unwrap();
         assert_eq!((event["signal"].as_str(), event["pool"].as_str()), (Some("SIGTERM"), Some(pool)), "{event}");
@@ -89,7 +94,7 @@ fn sigterm_ends_with_0_and_the_pool_is_reopened_or_trained_as_set() {
         assert!(verified.status.success(), "{}", text(&verified));
         after.push(steps);
     }
-    // Sixteen batches and those in hand are eight steps and more; the reopened run makes one or two.
+    // Sixteen batches and those in work are at least eight steps; the reopened run makes one or two.
     assert!(after[1] >= after[0] + 5, "{after:?}");
 }
 
@@ -101,13 +106,13 @@ fn sigint_and_a_second_signal_end_with_130_and_sigterm_before_training_with_0() 
     interrupt(&running.child);
     assert_eq!(running.ends().0.code(), Some(130));
 
-    // A forward of a minute: nobody waits for that after a second signal.
+    // A forward of a minute: a second signal does not wait for it.
     let mut hanging = Running::start(&run, &["--set", "simulate.target_per_token=1s"], &[]);
     hanging.says("epoch planned");
     std::thread::sleep(Duration::from_millis(500));
     terminate(&hanging.child);
     hanging.says("shutting down with a checkpoint");
-    // Within a second a signal counts as the same one.
+    // Signals within a second count as one.
     std::thread::sleep(Duration::from_millis(1500));
     terminate(&hanging.child);
     hanging.says("second signal; stopping at once");
@@ -140,11 +145,11 @@ fn the_first_fault_wins_over_a_sigterm() {
 }
 
 #[test]
-fn whoever_holds_the_end_is_named_and_half_of_the_grace_ends_the_training_of_the_pool() {
+fn a_drain_ends_at_half_of_the_grace_and_names_slow_actors() {
     let sets = ["shutdown.pool=train", "shutdown.grace=14s", "simulate.micro_batch=6s", "drafter.devices=[\"cpu\"]"];
     let run = Run::new(&[FULL, &sets].concat());
     let mut running = Running::start(&run, &[], &[]);
-    // By now the pool has what it waits for.
+    // By now the pool has enough batches.
     running.says("epoch planned");
     std::thread::sleep(Duration::from_millis(500));
     terminate(&running.child);
@@ -176,7 +181,7 @@ fn a_service_manager_hears_that_it_is_ready_alive_and_stopping() {
         heard
     };
     let run = Run::new(FULL);
-    // The watchdog of another process does not mean this one.
+    // A watchdog for another process is ignored.
     for (pid, fed) in [(None, true), (Some("1"), false)] {
         let mut environment = vec![("NOTIFY_SOCKET", path.to_str().unwrap()), ("WATCHDOG_USEC", "200000")];
         environment.extend(pid.map(|pid| ("WATCHDOG_PID", pid)));
@@ -231,7 +236,7 @@ fn a_start_says_what_it_will_do_and_where_to_look() {
     assert!(value("reload").contains("smoke.toml; SIGHUP reloads it at once"), "{}", value("reload"));
     assert!(value("stop").contains("a checkpoint within 90s, after training the pool's batches"), "{}", value("stop"));
 
-    // For programs it is one event.
+    // In JSON it is one event.
     run.sets.push("log.format=json".into());
     let mut again = Running::start(&run, &[], &[]);
     let event: Value = serde_json::from_str(&again.says("\"training\"")).unwrap();
@@ -246,7 +251,7 @@ fn a_start_says_what_it_will_do_and_where_to_look() {
     assert_eq!(broken, None, "every line is one event");
 }
 
-/// A warning for each of many failed jobs: a few of them, and one that counts the rest.
+/// Many equal warnings become a few lines, and one that counts the rest.
 #[test]
 fn a_storm_of_warnings_is_counted_and_nothing_is_lost() {
     let sets = ["simulate.job_failures=0.5", "simulate.micro_batch=1ms", "dispatch.max_attempts=30", "run.epochs=4"];
@@ -254,12 +259,14 @@ fn a_storm_of_warnings_is_counted_and_nothing_is_lost() {
     let (status, said) = Running::start(&run, &[], &[]).ends();
     assert_eq!(status.code(), Some(0), "{said:#?}");
     let events: Vec<Value> = said.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let shown = |event: &&Value| event["module"] == "draftmill_actors::target::actor" && event["message"] == "extraction failed";
+    let shown = |event: &&Value| {
+        event["module"] == "draftmill_actors::target::actor" && event["message"] == "extraction failed"
+    };
     let failed = events.iter().filter(shown).count() as u64;
     let counted = |event: &&Value| event["last"].as_str().is_some_and(|last| last.starts_with("extraction failed"));
     let held: u64 = events.iter().filter(counted).filter_map(|event| event["lines"].as_u64()).sum();
     assert!(failed >= 10 && held > failed, "{failed} shown, {held} counted");
     let jobs = run.step_of_each_job().len() as u64;
-    // Each job fails once for each time that it goes well.
+    // Each job fails once for each success.
     assert!(failed + held > jobs / 2 && failed + held < 2 * jobs, "{failed} + {held} of {jobs}");
 }

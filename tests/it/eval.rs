@@ -1,4 +1,4 @@
-//! `draftmill eval` as a user meets it: a tiny target, the golden drafter, prompts of every kind, and what is refused.
+//! `draftmill eval`: a tiny target, the golden drafter, prompts of every kind, and refusals.
 
 #[cfg(feature = "torch")]
 use serde_json::Value;
@@ -9,7 +9,7 @@ use std::{
     process::{Command, Output},
 };
 
-/// A target and a drafter that fit, with a tokenizer of words and a template that only joins them.
+/// Target and matching drafter, with a tokenizer of words and a template that only joins them.
 pub struct Scene(pub tempfile::TempDir);
 
 impl Scene {
@@ -91,8 +91,8 @@ fn a_row_that_is_no_prompt_is_named_by_its_line() {
 
 #[cfg(feature = "torch")]
 mod torch {
-    use crate::block::dump_block;
     use super::*;
+    use crate::block::dump_block;
 
     #[test]
     fn json_and_plot_hold_every_figure() {
@@ -167,7 +167,7 @@ mod torch {
         assert!(scene.refused(&["--limit", "1"], 4).contains("512 positions"));
     }
 
-    /// vllm#46435: a drafter whose vocabulary was padded to another size was served with acceptance 0, and nobody said so.
+    /// vllm#46435: a drafter whose vocabulary was padded to another size was served with acceptance 0, without a message.
     #[test]
     fn vllm_46435_a_drafter_of_another_vocabulary_is_refused() {
         let scene = Scene::new();
@@ -176,7 +176,7 @@ mod torch {
         assert!(errors.contains("`vocab_size` is 384") && errors.contains("320"), "{errors}");
     }
 
-    /// speculators#613, Automodel#2461: settings that change the numbers in silence, and a mask token that nobody named.
+    /// speculators#613, Automodel#2461: settings that change the numbers silently, and a mask token that was not configured.
     #[test]
     fn speculators_613_automodel_2461_config_traps_are_refused_by_name() {
         for (key, value, part) in [
@@ -196,7 +196,7 @@ mod torch {
         }
     }
 
-    /// What benches/conformance holds against other implementations.
+    /// Writes the block that benches/conformance compares with other implementations.
     #[test]
     fn a_block_is_written_with_everything_that_it_follows_from() {
         let scene = Scene::new();

@@ -1,4 +1,4 @@
-//! Measures beside the steps, through the binary: what is measured, what becomes of it, and that training does not mind.
+//! Evaluations during training, through the binary: their content, their use, and no effect on training.
 
 use crate::train::{Run, text};
 use serde_json::Value;
@@ -17,7 +17,7 @@ fn measures(run: &Run) -> Vec<Value> {
 }
 
 #[test]
-fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays() {
+fn a_run_is_evaluated_to_its_end_and_keeps_the_best_checkpoint() {
     let run = Run::new(MEASURED);
     let trained = run.train(&["--json"]);
     assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
@@ -35,7 +35,7 @@ fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays
             assert!((1.0..=4.0).contains(&acceptance.as_f64().unwrap()), "{measured}");
         }
     }
-    // What training learns shows on what it never saw: the rows are of one kind.
+    // Training improves held-out samples too, as the rows are of one kind.
     let loss = |measured: &Value| measured["held_out"]["loss"].as_f64().unwrap();
     assert!(loss(measures.last().unwrap()) < 0.9 * loss(&measures[0]), "{measures:#?}");
 
@@ -50,7 +50,7 @@ fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays
     assert_eq!(evaluation["acceptance_first"].as_f64(), Some(scores[0].1));
     assert_eq!(evaluation["acceptance_last"].as_f64(), Some(scores.last().unwrap().1));
 
-    // One checkpoint is kept for being the last, and one for being the best of those that had one.
+    // The last checkpoint is kept, and the best of the evaluated ones.
     let dir = run.dir();
     let kept = draftmill::run_dir::checkpoint::steps(&dir.join("checkpoints")).unwrap();
     let scored: Vec<_> = scores.iter().filter(|(step, _)| step % 5 == 0 && *step > 0 || *step == last).collect();
@@ -64,7 +64,7 @@ fn a_run_is_measured_from_its_beginning_to_its_end_and_the_best_checkpoint_stays
     assert_eq!(report["step"].as_u64(), Some(best), "{report}");
 }
 
-/// What is measured must not change what is trained.
+/// Evaluations must not change training.
 #[test]
 fn the_steps_are_the_same_with_and_without_measures() {
     let replay = ["pool.draw_policy=replay", "drafter.devices=[\"cpu\"]", "data.validation_fraction=0.3"];
@@ -85,10 +85,10 @@ fn without_anything_held_out_nothing_is_measured_and_none_is_the_best() {
     let dir = dir.to_str().unwrap();
     let refused = run.plain(&["export", "--run", dir, "--out", "unused", "--checkpoint", "best"]);
     assert_eq!(refused.status.code(), Some(5));
-    assert!(text(&refused).contains("none is the best") && text(&refused).contains("[eval]"), "{}", text(&refused));
+    assert!(text(&refused).contains("there is no best one") && text(&refused).contains("[eval]"), "{}", text(&refused));
 }
 
-/// A measure that cannot be made costs that measure, and no step.
+/// A failed evaluation costs no step.
 #[test]
 fn prompts_that_cannot_be_used_cost_the_measure_and_not_the_run() {
     let prompts = tempfile::NamedTempFile::new().unwrap();
@@ -102,8 +102,8 @@ fn prompts_that_cannot_be_used_cost_the_measure_and_not_the_run() {
     assert!(measures(&run).is_empty());
 }
 
-/// speculators#477: on data that the target did not write its own words are the teacher, in training and in the measures. Bytes
-/// that a batch brings and nobody counted would end a debug build.
+/// speculators#477: on data that the target did not generate, its own labels are used in training and evaluation. Batch
+/// bytes that are not counted would end a debug build.
 #[test]
 fn speculators_477_a_run_learns_what_the_target_says_or_all_of_it() {
     for top_k in ["1", "all"] {
@@ -119,9 +119,9 @@ fn speculators_477_a_run_learns_what_the_target_says_or_all_of_it() {
     }
 }
 
-/// Fitted weights begin nearer to the target than random ones, learn from several labels at each place, and are fitted once.
+/// Least-squares initialisation starts nearer to the target than random weights, supports top-k labels, and runs once.
 #[test]
-fn fitted_weights_begin_nearer_to_the_target_and_a_start_that_goes_on_fits_nothing() {
+fn least_squares_weights_start_nearer_and_are_computed_once() {
     let taught = ["drafter.layers=2", "drafter.labels=target", "drafter.label_top_k=4", "run.epochs=8"];
     let random = Run::new(&[MEASURED, &taught, &["run.max_steps=1"]].concat());
     let fitted = Run::new(&[MEASURED, &taught, &["drafter.init_method=least-squares"]].concat());

@@ -1,4 +1,4 @@
-//! The export and its strict check: a sound folder has no finding, and each single break has exactly its own.
+//! Export and its strict check: a valid folder has no finding, and each single defect has exactly one.
 
 mod layouts;
 #[cfg(feature = "torch")]
@@ -31,7 +31,7 @@ fn draft() -> DraftConfig {
     DraftConfig::from_json(&json).unwrap()
 }
 
-/// A checkpoint whose every weight tells its place.
+/// Checkpoint in which every weight encodes its position.
 fn checkpoint(root: &Path) -> PathBuf {
     let draft = draft();
     let tensors = |offset: f32| -> Vec<NamedTensor> {
@@ -74,7 +74,7 @@ impl Export {
         check(&self.dir)
     }
 
-    /// Rewrites the tensors, with the metadata that `format` names.
+    /// Rewrites the tensors with `format` in the metadata.
     fn rewrite(&self, format: &str, change: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) -> Vec<Finding> {
         let path = self.dir.join("model.safetensors");
         let files = TensorFiles::open_file(&path).unwrap();
@@ -143,14 +143,14 @@ fn automodel_2461_vllm_53063_each_broken_key_is_found_by_name() {
         ("target_layer_ids", "[3, 1]", |c| c["dflash_config"]["target_layer_ids"] = json!([3, 1])),
         ("target_layer_ids", "[1, 5]", |c| c["dflash_config"]["target_layer_ids"] = json!([1, 5])),
         ("mask_token_id", "32", |c| c["dflash_config"]["mask_token_id"] = json!(32)),
-        // Automodel#2461: the mask token fell back to the one that ends responses.
+        // Automodel#2461: the mask token defaulted to the end token.
         ("mask_token_id", "ends a response", |c| c["eos_token_id"] = json!([2, 31])),
         ("mask_token_id", "lacks the key", |c| {
             drop(c["dflash_config"].as_object_mut().unwrap().remove("mask_token_id"))
         }),
-        // vllm#53063: rotary halves in the target's order, not in the drafter's, gave an acceptance of 1 without a word.
+        // vllm#53063: rotary halves in the target's order, not the drafter's, gave an acceptance of 1 without a message.
         ("rope_interleaved", "true", |c| c["rope_parameters"]["rope_interleaved"] = json!(true)),
-        // vllm#42704: the same taps by another count.
+        // vllm#42704: the same taps, counted from another base.
         ("aux_hidden_state_layer_ids", "one higher", |c| c["aux_hidden_state_layer_ids"] = json!([1, 3])),
     ];
     for (key, part, change) in cases {
@@ -204,7 +204,7 @@ fn a_folder_of_garbage_gives_findings_and_no_panic() {
 }
 
 #[test]
-fn an_export_replaces_nothing_unless_told_and_leaves_nothing_half_written() {
+fn an_export_replaces_only_with_force_and_is_atomic() {
     let export = export(Dtype::Bf16);
     let from = export.root.path().join("step-7");
     let forced = ExportOptions { force: true, ..ExportOptions::new(Dtype::F32) };
@@ -213,7 +213,7 @@ fn an_export_replaces_nothing_unless_told_and_leaves_nothing_half_written() {
     assert_eq!(check(&export.dir), []);
     export_checkpoint(&from, &export.dir, &forced).unwrap();
     assert_eq!(DraftConfig::load(&export.dir).unwrap().dtype, Dtype::F32);
-    // What no export wrote is never deleted, whatever is asked: not a stranger's file, the run itself, or a parent.
+    // Only files of an export are deleted, whatever is requested: no other file, not the run itself, no parent.
     fs::write(export.dir.join("precious.txt"), "hi").unwrap();
     for dir in [&export.dir, &from, &export.root.path().to_owned(), &export.dir.join("..")] {
         let refused = export_checkpoint(&from, dir, &forced);

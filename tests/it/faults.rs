@@ -1,4 +1,4 @@
-//! Faults of the file system: flipped bits, a state that was cut short or taken away, a read-only, a vanished and a full disk.
+//! Faults of the file system: flipped bits, a truncated or missing state, a read-only, a missing and a full disk.
 
 use crate::{
     torture::{assert_every_job_once, assert_sound, assert_verified},
@@ -43,7 +43,7 @@ fn one_flipped_bit_anywhere_in_a_checkpoint_is_found() {
     assert!(files == 6 && bits > 8000, "{files} files, {bits} bits");
 }
 
-/// The sentence names the file, not the folder that it lies in.
+/// The sentence names the file, not its folder.
 #[test]
 fn a_log_that_cannot_be_written_is_named() {
     let run = Run::new(SLOW);
@@ -90,7 +90,7 @@ fn a_state_that_was_cut_short_is_refused_and_left_as_it_is() {
     assert_finished(&run);
 }
 
-/// Trains until `steps` are in the log; its words are kept.
+/// Trains until `steps` are in the log, and keeps the output.
 fn begun(run: &Run, steps: usize) -> Child {
     let mut train = run.draftmill("train", &[]);
     let child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -105,7 +105,7 @@ fn begun(run: &Run, steps: usize) -> Child {
 fn a_folder_of_checkpoints_that_vanishes_is_made_again() {
     let run = Run::new(SLOW);
     let child = begun(&run, 6);
-    // A checkpoint may be on its way there.
+    // A checkpoint may be in progress.
     while fs::remove_dir_all(run.dir().join("checkpoints")).is_err() {}
     let ended = child.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(0), "{}", text(&ended));
@@ -137,7 +137,7 @@ fn a_state_or_a_run_folder_that_vanishes_ends_the_run_with_a_sentence() {
     assert_finished(&run);
 }
 
-/// Runs a script that may mount, in mounts of its own. `None` where this machine does not allow that.
+/// Runs a script in a separate mount namespace. `None` if this machine does not allow that.
 fn with_mounts(script: &str, run: &Run) -> Option<Output> {
     let allowed = |flags: &str| {
         let tried = Command::new("unshare").args([flags, "sh", "-c", "mount -t tmpfs tmpfs /mnt"]).output();
@@ -161,9 +161,9 @@ fn assert_whole(dir: &Path) {
     Verified::open(&dir.join(format!("step-{newest}"))).unwrap();
 }
 
-/// transformers#40691 and others: a disk that fills up, or turns read-only, while the run goes on.
+/// transformers#40691 and others: a disk that fills up, or turns read-only, during a run.
 #[test]
-fn transformers_40691_a_full_or_read_only_disk_costs_no_checkpoint_that_was_there() {
+fn transformers_40691_a_full_disk_costs_no_old_checkpoint() {
     let full = "mkdir $FOLDER && mount -t tmpfs -o size=60k tmpfs $FOLDER || exit 90
         \"$@\"; echo code $?; cp -r $FOLDER $FOLDER.then
         mount -o remount,size=10m $FOLDER && \"$@\"; echo code $?; cp -r $FOLDER $FOLDER.end";
@@ -179,10 +179,10 @@ fn transformers_40691_a_full_or_read_only_disk_costs_no_checkpoint_that_was_ther
         let told = text(&output);
         let codes: Vec<&str> = told.lines().filter(|line| line.starts_with("code ")).collect();
         assert_eq!(codes, ["code 6", "code 0"], "{told}");
-        for part in [reason, "the ones before it stay", "could not be written", "resuming from checkpoint step-"] {
+        for part in [reason, "checkpoint failed", "could not be written", "resuming from checkpoint step-"] {
             assert!(told.contains(part), "{part}: {told}");
         }
-        // The mount went with its shell.
+        // The mount ended with its shell.
         let checkpoints = run.dir().join("checkpoints");
         assert_whole(&checkpoints.with_extension("then"));
         fs::remove_dir(&checkpoints).unwrap();

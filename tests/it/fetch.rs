@@ -1,11 +1,11 @@
-//! `scripts/fetch.py`, with the real pip and small wheels from a folder: no network is touched.
+//! `scripts/fetch.py`, with the real pip and small wheels from a folder, without the network.
 
 use sha2::{Digest, Sha256};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// A copy of the script with lock files of its own, a folder of wheels that stands for the index, and a cache.
+/// Copy of the script with separate lock files, a folder of wheels as the index, and a cache.
 struct World {
     folder: tempfile::TempDir,
 }
@@ -24,7 +24,7 @@ with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
     z.writestr(f"{info}/RECORD", "")
 "#;
 
-/// A pip that notes each call and then is the real one, or hangs in the middle of a download.
+/// A pip that records each call and then runs the real one, or hangs in the middle of a download.
 const NOTING_PIP: &str = r#"
 import os, pathlib, runpy, sys, time
 here = pathlib.Path(__file__).resolve().parent
@@ -49,7 +49,7 @@ impl World {
     fn within(name: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let world = Self { folder };
-        // The name may hold a space; everything lies below it.
+        // The name may contain a space; everything is below it.
         std::fs::write(world.folder.path().join("name"), name).unwrap();
         for part in ["scripts", "wheels", "pip"] {
             std::fs::create_dir_all(world.path(part)).unwrap();
@@ -98,7 +98,7 @@ impl World {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new("python3");
         command.arg(self.path("scripts/fetch.py")).args(args).current_dir(self.folder.path());
-        // pip parts a list of places at spaces.
+        // pip splits a list of locations at spaces.
         let links = format!("file://{}", self.path("wheels").to_str().unwrap().replace(' ', "%20"));
         command.env("DRAFTMILL_CACHE", self.path("cache")).env("PYTHONPATH", self.path(""));
         command.env("PIP_NO_INDEX", "1").env("PIP_FIND_LINKS", links).env("PIP_NO_CACHE_DIR", "1");
@@ -114,7 +114,7 @@ impl World {
         std::fs::read_to_string(self.path("pip/calls")).map_or(0, |calls| calls.lines().count())
     }
 
-    /// What the cache shows, temporary folders included, links and lock left out.
+    /// Names in the cache, with temporary folders, without links and the lock.
     fn cached(&self) -> Vec<String> {
         let Ok(entries) = std::fs::read_dir(self.path("cache")) else { return Vec::new() };
         let mut names: Vec<_> = entries
@@ -127,7 +127,7 @@ impl World {
     }
 }
 
-/// The printed path, or the one sentence that the script ends with. A traceback is never a sentence.
+/// Returns the printed path, or the script's error sentence. A traceback is never a sentence.
 fn outcome(output: Output) -> Result<PathBuf, String> {
     let (stdout, stderr) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
     if output.status.success() {
@@ -214,7 +214,7 @@ fn killed_in_the_middle_leaves_nothing_whole_and_the_next_run_clears_up() {
     let world = World::new();
     for signal in [libc::SIGKILL, libc::SIGTERM, libc::SIGINT] {
         let mut command = world.command(&["libtorch"]);
-        // A group of its own, so that the hanging pip can be ended too.
+        // A separate process group, so that the hanging pip can be ended too.
         let mut child = command
             .env("FETCH_TEST_HANG", "1")
             .process_group(0)
@@ -232,7 +232,7 @@ fn killed_in_the_middle_leaves_nothing_whole_and_the_next_run_clears_up() {
         let sent = unsafe { libc::kill(id, signal) };
         assert_eq!(sent, 0);
         assert!(!child.wait().unwrap().success());
-        // SAFETY: as above; the group may be gone already, which is no fault.
+        // SAFETY: as above; the group may have ended already, which is no error.
         unsafe { libc::kill(-id, libc::SIGKILL) };
         assert!(!world.path("cache/libtorch-2.11.0").exists() && !world.path("cache/libtorch-2.11.0-cpu").exists());
         let left = world.cached().len();

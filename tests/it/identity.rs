@@ -1,12 +1,12 @@
-//! What a run may go on with: each part of its identity changed one at a time, through the binary; and what may change.
+//! Identity of a run: each part changed one at a time, through the binary, and the settings that may change.
 
 use crate::{
     data::world::{TEMPLATE, World, chat, jsonl},
     train::{Run, text},
 };
 
-/// Refused with the name of the one part that changed, its old and its new value, and nothing else: but the data, whose
-/// fingerprint is also of how they were made.
+/// Checks that a resume is refused with the changed part, its old and its new value, and nothing else. An exception is the
+/// data, whose fingerprint includes their preparation.
 fn assert_refused(run: &Run, sets: &[&str], name: &str) {
     let more: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
     let refused = run.train(&more);
@@ -32,7 +32,7 @@ fn automodel_3396_another_tokenizer_or_template_is_refused_by_name() {
     let mut child = run.train_until(3);
     child.kill().unwrap();
     child.wait().unwrap();
-    // Each gives the same tokens; only what they were made with differs.
+    // Each has the same tokens; only their preparation differs.
     let tokenizer = std::fs::read_to_string(model.join("tokenizer.json")).unwrap();
     let changed = [
         ("tokenizer", "model/tokenizer.json", tokenizer.clone() + " ", tokenizer),
@@ -58,7 +58,7 @@ mod torch {
     use std::{fs, path::Path};
 
     #[test]
-    fn another_target_taps_or_drafter_are_refused_by_name_and_other_numbers_of_workers_are_not() {
+    fn other_models_are_refused_and_other_worker_counts_are_not() {
         let target = tempfile::tempdir().unwrap();
         for name in ["config.json", "model.safetensors"] {
             let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/target_qwen3").join(name);
@@ -86,7 +86,7 @@ mod torch {
         fs::write(&weights, flipped).unwrap();
         assert_refused(&run, &[], "target weights");
         fs::write(&weights, bytes).unwrap();
-        // One target for two, three drafters for two, and a setting that may change.
+        // One target instead of two, three drafters instead of two, and a setting that may change.
         let sets =
             ["target.devices=[\"cpu\"]", "drafter.devices=[\"cpu\", \"cpu\", \"cpu\"]", "optimizer.learning_rate=0.02"];
         let more: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
@@ -101,7 +101,7 @@ mod torch {
         assert_eq!(run.steps(), (1..=run.steps().len() as u64).collect::<Vec<_>>());
     }
 
-    /// Draw replay, one target and one drafter on CPU: weights and moments do not tell how often the run was killed.
+    /// Draw policy `replay`, one target and one drafter on CPU: weights and moments are independent of the number of kills.
     #[test]
     fn a_replayed_run_ends_with_the_same_bits_however_often_it_was_killed() {
         let sets = [

@@ -15,7 +15,7 @@ const SRC: &[(&str, &str, &[&str])] = &[
     (
         "hf",
         "Hugging Face folders: configurations, mapped weights, drafter layouts and their strict check; no libtorch",
-        &[],
+        &["common"],
     ),
     ("config", "configuration: declared keys with comments, resolved type, rules", &["common", "hf"]),
     ("model", "target, drafter, loss and AdamW in tch (feature `torch`)", &["config", "hf"]),
@@ -39,7 +39,11 @@ const SRC: &[(&str, &str, &[&str])] = &[
         "the target's own answers to prompts",
         &["common", "config", "data", "eval", "hf", "inference", "model"],
     ),
-    ("check", "validation and forecast of a run, without running it", &["common", "config", "eval", "hf"]),
+    (
+        "check",
+        "validation and forecast of a run, without running it",
+        &["common", "config", "data", "eval", "hf", "run_dir"],
+    ),
     (
         "engines",
         "engines behind the actors' traits: libtorch on blocking threads, and simulated ones with real checkpoints",
@@ -95,7 +99,7 @@ const ACTORS: &[(&str, &[&str])] = &[
     ("trainer", &["messages", "planner", "runtime"]),
     ("drafter", &["messages", "pool", "runtime", "trainer"]),
     ("pipeline", &["dispatcher", "drafter", "messages", "planner", "pool", "runtime", "target", "trainer"]),
-    ("simulated", &["messages", "runtime"]),
+    ("simulated", &["messages", "pipeline", "planner", "runtime"]),
 ];
 
 type Edges = BTreeMap<String, BTreeSet<String>>;

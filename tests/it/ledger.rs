@@ -6,18 +6,18 @@ use rusqlite::{Connection, OpenFlags};
 use serde_json::{Value, json};
 use std::{fs, process::Output};
 
-/// A simulated run that was killed once and then went on to its end.
+/// Simulated run that was killed once and then resumed to its end.
 fn killed_once() -> Run {
     let run = Run::new(&[SLOW, &["run.epochs=8"]].concat());
     let mut child = run.train_until(7);
     let dir = run.dir();
-    // It waits while it is looked at, so that it cannot end before it is killed.
+    // It waits while it is inspected, so that it cannot end before the kill.
     signal(&child, libc::SIGSTOP);
     let live = answer(&run.plain(&["runs", dir.to_str().unwrap(), "--json"]));
     assert_eq!(live[0]["state"], "running");
     assert_eq!(run.plain(&["ledger", dir.to_str().unwrap(), "--verify"]).status.code(), Some(0), "while it runs");
     signal(&child, libc::SIGCONT);
-    // Between two checkpoints, so that there is something to open again.
+    // Between two checkpoints, so that some jobs are reopened.
     while run.steps().len() % 4 != 3 {
         std::thread::sleep(std::time::Duration::from_millis(1));
         assert!(child.try_wait().unwrap().is_none(), "the run ended before it was killed");
@@ -63,9 +63,12 @@ fn runs_and_ledger_tell_what_became_of_a_run() {
         .unwrap();
     let job = format!("{}/{}", undone.0, undone.1);
     let told = text(&run.plain(&["ledger", dir, "--job", &job]));
-    for part in
-        [&format!("job {job}: bucket"), "; reopened 2", "by start 2, which resumed from step ", "contained in checkpoint"]
-    {
+    for part in [
+        &format!("job {job}: bucket"),
+        "; reopened 2",
+        "by start 2, which resumed from step ",
+        "contained in checkpoint",
+    ] {
         assert!(told.contains(part), "{part}: {told}");
     }
     let history = answer(&run.plain(&["ledger", dir, "--job", &job, "--json"]));
@@ -117,7 +120,7 @@ fn sql(run: &Run) -> Connection {
     Connection::open_with_flags(run.dir().join("state.db"), OpenFlags::SQLITE_OPEN_READ_ONLY).unwrap()
 }
 
-/// The queries of docs/run-state.md as they stand there, and every table and column that the schema has.
+/// Queries of docs/run-state.md, and every table and column of the schema.
 #[test]
 fn the_documented_queries_work_and_every_column_is_documented() {
     let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/run-state.md")).unwrap();

@@ -3,8 +3,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking, and so do its helpers")]
 
 mod admin;
-mod answer;
+mod attacks;
 mod bench;
+#[cfg(feature = "torch")]
+#[path = "../../benches/conformance/block.rs"]
+mod block;
 mod cli;
 mod config;
 mod dashboards;
@@ -15,9 +18,6 @@ mod deploy;
 #[cfg(feature = "torch")]
 mod diverged;
 mod ending;
-#[cfg(feature = "torch")]
-#[path = "../../benches/conformance/block.rs"]
-mod block;
 mod eval;
 #[cfg(feature = "torch")]
 mod evaluation;
@@ -26,6 +26,7 @@ mod export;
 mod failpoints;
 mod faults;
 mod fetch;
+mod generate;
 #[cfg(feature = "torch")]
 mod golden;
 mod identity;
@@ -33,6 +34,9 @@ mod import;
 mod imports;
 mod jinja;
 mod ledger;
+#[cfg(feature = "torch")]
+mod openmp;
+mod origin;
 mod public_templates;
 mod recovery;
 mod reload;

@@ -1,4 +1,4 @@
-//! What a run makes of damage: files that are gone, cut short or of another time, and signals at awkward moments.
+//! Recovery from damage: missing, truncated or outdated files, and signals at awkward moments.
 
 use crate::train::{Run, SLOW, interrupt, text};
 use rusqlite::Connection;
@@ -23,7 +23,7 @@ fn assert_whole(run: &Run) {
     assert_eq!(run.summary()["finished"], true);
 }
 
-/// As if the process had been killed between its last step and its export.
+/// State after a kill between the last step and the export.
 #[cfg(feature = "torch")]
 fn undo_the_end(run: &Run) {
     fs::remove_file(run.dir().join("summary.json")).unwrap();
@@ -41,7 +41,7 @@ fn a_kill_before_the_export_is_made_good() {
     assert_eq!(draftmill::hf::validate::check(&run.dir().join("export")), []);
     assert_whole(&run);
 
-    // The summary of an earlier, shorter end does not hide that the export of this one is missing.
+    // The summary of an earlier, shorter run does not hide the missing export of this one.
     let old = fs::read(run.dir().join("summary.json")).unwrap();
     let longer = run.train(&["--set", "run.epochs=2"]);
     assert!(longer.status.success(), "{}", text(&longer));
@@ -52,7 +52,7 @@ fn a_kill_before_the_export_is_made_good() {
     assert_whole(&run);
 }
 
-/// A flipped bit in each file of a checkpoint, a file that is gone, a file cut short.
+/// A flipped bit in each file of a checkpoint, a missing file, and a truncated file.
 #[test]
 fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
     let run = Run::new(SLOW);
@@ -66,7 +66,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_gone_on_from() {
         "state.json",
         "draft_config.json",
         "manifest.json",
-        // Not flipped: gone, and cut short.
+        // Missing and truncated files.
         "exp_avg.safetensors",
         "state.json",
     ];
@@ -124,7 +124,7 @@ fn where_every_checkpoint_is_damaged_nothing_is_begun() {
     assert_whole(&run);
 }
 
-/// Starts the run and interrupts it after a step of its own; gives what it told.
+/// Starts the run and interrupts it after one more step; returns its output.
 fn interrupted(run: &Run) -> String {
     let mut train = run.draftmill("train", &[]);
     let mut child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -152,7 +152,7 @@ pub fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// What was promised at the last checkpoint is in state.db itself; only what a kill undoes anyway was in the log alone.
+/// state.db itself holds everything up to the last checkpoint; only outcomes that a kill undoes were in the log alone.
 #[test]
 fn a_deleted_log_of_a_killed_run_costs_nothing() {
     let run = Run::new(SLOW);
@@ -168,7 +168,7 @@ fn a_deleted_log_of_a_killed_run_costs_nothing() {
     assert!(verified.status.success(), "{}", text(&verified));
 }
 
-/// SpecForge#678: a start after the end hung. Here it says so, ends with 0, and changes no weight and no outcome.
+/// SpecForge#678: a start after the end hung. Here it reports the end, returns 0, and changes no weight and no outcome.
 #[test]
 fn specforge_678_a_start_after_the_end_does_nothing() {
     let run = Run::new(SLOW);
@@ -179,7 +179,7 @@ fn specforge_678_a_start_after_the_end_does_nothing() {
     assert_eq!((run.ledger(), run.steps(), run.summary()), (ledger, steps, summary));
 }
 
-/// Automodel#2478, #3396: shapes match, so nothing but a comparison notices other data.
+/// Automodel#2478, #3396: shapes match, so only a comparison detects other data.
 #[test]
 fn automodel_3396_other_data_or_another_way_to_prepare_it_is_refused_by_name() {
     let run = Run::new(SLOW);
@@ -246,12 +246,12 @@ fn a_checkpoint_that_never_came_to_exist_is_removed() {
     let checkpoints = run.dir().join("checkpoints");
     let last = run.steps().len();
     fs::create_dir(checkpoints.join("step-99999")).unwrap();
-    fs::create_dir(checkpoints.join("step-7.tmp")).unwrap();
+    fs::create_dir(checkpoints.join(".step-7.draftmill-partial")).unwrap();
     fs::write(checkpoints.join("notes.tmp"), "a person's").unwrap();
     undo_the_end(&run);
     assert!(run.train(&[]).status.success());
     assert_eq!(draftmill::run_dir::checkpoint::steps(&checkpoints).unwrap().last(), Some(&(last as u64)));
-    assert!(!checkpoints.join("step-7.tmp").exists() && checkpoints.join("notes.tmp").exists());
+    assert!(!checkpoints.join(".step-7.draftmill-partial").exists() && checkpoints.join("notes.tmp").exists());
 }
 
 #[test]
@@ -278,11 +278,11 @@ fn a_damaged_state_is_told_and_can_be_thrown_away() {
 fn other_numbers_of_workers_do_not_end_a_run_early() {
     let run = Run::new(SLOW);
     kill_at(&run, 22);
-    // Cut to the checkpoint, so that the next line tells that the run goes on.
+    // Cut to the checkpoint, so that the next line shows that the run continues.
     let log = fs::read_to_string(run.dir().join("steps.jsonl")).unwrap();
     fs::write(run.dir().join("steps.jsonl"), log.lines().take(20).map(|l| format!("{l}\n")).collect::<String>())
         .unwrap();
-    // Four drafters instead of two: half as many steps, and more than that are in the weights already.
+    // Four drafters instead of two halve the number of steps, and the weights already contain more than that.
     let more = ["--set", "drafter.devices=[\"cpu\", \"cpu\", \"cpu\", \"cpu\"]"];
     let mut child = run.draftmill("train", &more).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     while run.steps().len() < 21 {
@@ -300,7 +300,7 @@ fn a_signal_while_it_starts_ends_with_130() {
     let run = Run::new(SLOW);
     for _ in 0..4 {
         let mut child = run.draftmill("train", &[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        // The lock is the first thing that a start leaves behind; the signals are heard before.
+        // The lock is the first file of a start; signals are handled before.
         while !run.dir().join("lock").exists() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
@@ -327,4 +327,22 @@ fn a_pipe_or_device_as_input_is_refused_and_not_waited_for() {
             assert!(text(&refused).contains("it is not a regular file"), "{}", text(&refused));
         }
     }
+}
+
+/// The training diverged, and the newest checkpoints hold the result: a run continues from an earlier one on request.
+#[test]
+fn a_run_resumes_from_an_earlier_checkpoint_on_request() {
+    let run = Run::new(SLOW);
+    kill_at(&run, 14);
+    let steps = draftmill::run_dir::checkpoint::steps(&run.dir().join("checkpoints")).unwrap();
+    let earlier = steps[0];
+    assert!(steps.len() > 1, "{steps:?}");
+    let refused = run.train(&["--from-checkpoint", "step-3141"]);
+    assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
+    assert!(text(&refused).contains(&format!("it has step-{}", steps.last().unwrap())), "{}", text(&refused));
+    let resumed = run.train(&["--from-checkpoint", &format!("step-{earlier}")]);
+    assert_eq!(resumed.status.code(), Some(0), "{}", text(&resumed));
+    assert!(text(&resumed).contains(&format!("resuming from checkpoint step-{earlier}")), "{}", text(&resumed));
+    assert_whole(&run);
+    crate::torture::assert_sound(&run.dir());
 }

@@ -1,4 +1,4 @@
-//! Changed settings of a running service, through the binary: taken, refused, told in the log, the metrics and state.db.
+//! Reloads of a running service, through the binary: applied, refused, and recorded in the log, the metrics and state.db.
 
 use crate::{
     scrape::{get, without_run},
@@ -16,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-/// Looks at what should become so, far more than anything here takes: only a test that fails needs them all.
+/// Maximum number of polls, far more than a passing test needs.
 const LOOKS: usize = 2000;
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -58,7 +58,7 @@ progress_every = "1h"
 poll = "50ms"
 "#;
 
-/// A service that trains until it is told to stop, with a configuration file of its own.
+/// Service that trains until a signal, with a separate configuration file.
 struct Service {
     folder: tempfile::TempDir,
     child: Guarded,
@@ -105,7 +105,7 @@ impl Service {
         self.folder.path().join("run")
     }
 
-    /// The next log line that fits.
+    /// Returns the next matching log line.
     fn wait_for(&mut self, fits: impl Fn(&Value) -> bool, what: &str) -> Value {
         let mut seen = Vec::new();
         for _ in 0..LOOKS {
@@ -123,7 +123,8 @@ impl Service {
 
     fn says(&mut self, text: &str) -> String {
         let has = |line: &Value| line["message"].as_str().is_some_and(|message| message.contains(text));
-        self.wait_for(has, text)["message"].as_str().unwrap().to_owned()
+        let line = self.wait_for(has, text);
+        ["message", "changes", "reason"].map(|key| line[key].as_str().unwrap_or_default()).join(" ")
     }
 
     fn metric(&self, name: &str) -> f64 {
@@ -143,7 +144,7 @@ impl Service {
         assert!(fitting.is_some(), "{name} stays {}", self.metric(name));
     }
 
-    /// It goes on: some more steps are trained.
+    /// Checks that the service continues with some more steps.
     fn trains(&self) {
         let step = self.metric("draftmill_step ");
         self.until_metric("draftmill_step ", |now| now >= step + 3.0);
@@ -183,7 +184,7 @@ fn a_saved_file_is_in_force_and_log_metrics_and_state_say_so() {
     let mut service = Service::start(CONFIG);
     let (hash, since) =
         (service.metric("draftmill_config_hash"), service.metric("draftmill_config_applied_timestamp_seconds"));
-    // As editors do it: beside the old one, then in its place.
+    // As editors do it: written next to the old file, then renamed.
     let fresh = service.folder.path().join("fresh.toml");
     fs::write(&fresh, CONFIG.replace("min_ready = 2", "min_ready = 1\ndraw_policy = \"uniform\"")).unwrap();
     fs::rename(&fresh, service.file()).unwrap();
@@ -201,7 +202,7 @@ fn a_saved_file_is_in_force_and_log_metrics_and_state_say_so() {
     let pairs: Vec<_> = changes.iter().map(|(key, old, new)| (key.as_str(), old.as_str(), new.as_str())).collect();
     assert_eq!(pairs, [("pool.min_ready", "2", "1"), ("pool.draw_policy", "\"proportional\"", "\"uniform\"")]);
 
-    // In place, with a learning rate that the command line fixes, and steps of another size.
+    // In place, with a learning rate that the command line overrides, and steps of another size.
     let more = "learning_rate = 0.5
 accumulation = 3
 schedule = \"constant\"
@@ -216,13 +217,13 @@ warmup_fraction";
     let last = steps.last().unwrap();
     assert_eq!((last["micro_batches"].as_u64(), last["learning_rate"].as_f64()), (Some(6), Some(1e-3)));
 
-    // The same once more, at once.
+    // The same again, at once.
     signal(&service.child, libc::SIGHUP);
     service.says("configuration unchanged");
     service.until_metric(UNCHANGED, |n| n == 1.0);
     interrupt(&service.child);
     assert_eq!(service.wait().code(), Some(130));
-    // What was in force at the end is what the run says of itself.
+    // The run reports the final settings.
     let kept = fs::read_to_string(service.run().join("run.toml")).unwrap();
     assert!(kept.contains("\naccumulation = 3") && kept.contains("\nmin_ready = 2"), "{kept}");
     assert_eq!(StateReader::open(&service.run()).unwrap().verify().unwrap(), []);
@@ -231,7 +232,7 @@ warmup_fraction";
 }
 
 #[test]
-fn a_file_that_cannot_be_taken_is_refused_with_its_sentences_and_training_goes_on() {
+fn an_invalid_file_is_refused_and_training_continues() {
     let mut service = Service::start(CONFIG);
     let hash = service.metric("draftmill_config_hash");
     for (broken, sentences) in [
@@ -243,7 +244,7 @@ fn a_file_that_cannot_be_taken_is_refused_with_its_sentences_and_training_goes_o
             &["plan.job_tokens = 512: it is 256 in the running service and needs a restart", "plan.buckets = 3"],
         ),
         (CONFIG.replace("16 MiB", "300 KiB"), &["pool.max_bytes = \"300 KiB\"", "could stop permanently"]),
-        (CONFIG.replace("layers = 2", "layers = 2\npaused = [0, 1]"), &["drafter.paused", "no drafter would be left"]),
+        (CONFIG.replace("layers = 2", "layers = 2\npaused = [0, 1]"), &["drafter.paused", "pauses every drafter"]),
     ] {
         let before = service.metric(REFUSED);
         fs::write(service.file(), broken).unwrap();
@@ -257,7 +258,7 @@ fn a_file_that_cannot_be_taken_is_refused_with_its_sentences_and_training_goes_o
     assert_eq!((service.metric(APPLIED), service.metric("draftmill_config_hash")), (0.0, hash));
     assert_eq!((service.metric("draftmill_pool_min_ready"), service.changes().len()), (2.0, 0));
     assert_eq!(service.events("reload-refused").len(), 6);
-    // The file goes away, comes back mended, and counts from then on.
+    // The file is removed, returns corrected, and applies from then on.
     fs::remove_file(service.file()).unwrap();
     assert!(service.says("configuration refused").contains("cannot be read"));
     fs::write(service.file(), CONFIG.replace("max_batches = 4", "max_batches = 6")).unwrap();
@@ -277,7 +278,7 @@ fn the_log_level_changes_and_workers_are_paused_and_added_back() {
     service.until_metric("draftmill_drafter_paused{index=\"1\"}", |paused| paused == 1.0);
     assert_eq!(service.metric("draftmill_target_paused{index=\"0\"}"), 1.0);
     assert_eq!(service.metric("draftmill_target_paused{index=\"1\"}"), 0.0);
-    // What it had in hand is trained, and then nothing.
+    // Its prefetched batches are trained, and then no more.
     service.trains();
     service.trains();
     let (drafted, extracted) = (service.metric(one), service.metric("draftmill_target_tokens_total{index=\"0\"}"));
@@ -288,7 +289,7 @@ fn the_log_level_changes_and_workers_are_paused_and_added_back() {
     fs::write(service.file(), CONFIG).unwrap();
     service.until_metric(one, |n| n > drafted);
     service.until_metric("draftmill_target_tokens_total{index=\"0\"}", |n| n > extracted);
-    // The change that made the log quiet is not in it, nor the way back but for the level.
+    // The log has no entry for the change that reduced its level, and for the change back only the level.
     let said = service.says("settings changed");
     assert!(said.contains("log.level: \"warn\" -> \"info\""), "{said}");
 }

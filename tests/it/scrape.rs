@@ -1,4 +1,4 @@
-//! What a running service answers to Prometheus: every series of the table from the first scrape, no other one ever.
+//! Scrapes of a running service: every series of the table from the first scrape on, and never another one.
 
 use crate::train::{Guarded, Run, SLOW, interrupt};
 use draftmill_actors::runtime::{
@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-/// A run that goes on until it is dropped, and the port on which it answers.
+/// Run that continues until it is dropped, and its admin port.
 pub struct Running {
     pub run: Rc<Run>,
     child: Guarded,
@@ -22,12 +22,12 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts training in a folder of its own; returns once it listens.
+    /// Starts training in a new folder; returns when the port listens.
     pub fn start(sets: &[&str]) -> Running {
         Running::on(Rc::new(Run::new(&[&["admin.listen=127.0.0.1:0", "log.format=human"], sets].concat())))
     }
 
-    /// Goes on with a run.
+    /// Resumes a run.
     pub fn on(run: Rc<Run>) -> Running {
         let mut child = run.draftmill("train", &[]).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
@@ -41,12 +41,12 @@ impl Running {
             }
             said += &(line + "\n");
         };
-        // Nobody reads on; the pipe must not fill up.
+        // Drains the pipe, so that it does not fill up.
         std::thread::spawn(move || lines.for_each(drop));
         Running { run, child: Guarded(child), address }
     }
 
-    /// All series by name and labels, as they are now.
+    /// Returns the current series by name and labels.
     pub fn scrape(&self) -> BTreeMap<String, f64> {
         let text = get(&self.address, "/metrics");
         let of_this_run = format!("{{run=\"{}\"", self.run.dir().display());
@@ -56,7 +56,7 @@ impl Running {
         parse(&without_run(&text))
     }
 
-    /// Waits until `holds`, and gives that scrape.
+    /// Waits until `holds`, and returns that scrape.
     pub fn scrape_until(&self, holds: impl Fn(&BTreeMap<String, f64>) -> bool) -> BTreeMap<String, f64> {
         loop {
             let scrape = self.scrape();
@@ -67,14 +67,14 @@ impl Running {
         }
     }
 
-    /// Asks for an orderly end and waits for it.
+    /// Requests an orderly end and waits for it.
     pub fn stop(mut self) -> Option<i32> {
         interrupt(&self.child);
         self.child.wait().unwrap().code()
     }
 }
 
-/// The body of one answer.
+/// Returns the body of one response.
 pub fn get(address: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").unwrap();
@@ -98,7 +98,7 @@ fn unchunked(mut body: &str) -> String {
     whole
 }
 
-/// A scrape without the label `run`, which every series has.
+/// Parses a scrape, without the label `run` that every series has.
 pub fn without_run(text: &str) -> String {
     let bare = |line: &str| {
         let (head, rest) = line.split_once("run=\"")?;
@@ -108,7 +108,7 @@ pub fn without_run(text: &str) -> String {
     text.lines().map(|line| bare(line).unwrap_or_else(|| line.to_owned()) + "\n").collect()
 }
 
-/// `name{label="value",...}` with sorted labels, and the value.
+/// Parses a line to `name{label="value",...}` with sorted labels, and the value.
 fn parse(text: &str) -> BTreeMap<String, f64> {
     let mut all = BTreeMap::new();
     for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
@@ -122,7 +122,7 @@ fn parse(text: &str) -> BTreeMap<String, f64> {
     all
 }
 
-/// Every series that a run may ever have, as `parse` writes it.
+/// Returns every series that a run can have, in the format of `parse`.
 fn promised(known: &Known) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for spec in TABLE {
@@ -148,8 +148,8 @@ fn promised(known: &Known) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_series_of_the_table_is_there_from_the_first_scrape_and_no_other_one_comes() {
-    // Everything that can be counted happens: failures, returns, skips, restarts.
+fn the_first_scrape_has_every_series_and_no_other_appears() {
+    // Every counted event happens: failures, returns, skips, restarts.
     let faulty = ["simulate.job_failures=0.2", "dispatch.max_skip_fraction=1.0", "dispatch.max_attempts=2"];
     let long = ["run.epochs=500", "dispatch.restart_pause=10ms"];
     let run = Running::start(&[SLOW, &faulty, &long].concat());
@@ -164,7 +164,7 @@ fn every_series_of_the_table_is_there_from_the_first_scrape_and_no_other_one_com
     let promised = promised(&known);
     // Independent of the code that lists them.
     for series in [
-        "draftmill_actor_wait_seconds_sum{actor=\"target\",cause=\"room\",index=\"1\"}",
+        "draftmill_actor_wait_seconds_sum{actor=\"target\",cause=\"pool_full\",index=\"1\"}",
         "draftmill_actor_wait_seconds_bucket{actor=\"planner\",cause=\"queue\",index=\"0\",le=\"0.02\"}",
         "draftmill_actor_busy_seconds_count{actor=\"trainer\",index=\"0\"}",
         "draftmill_actor_state{actor=\"drafter\",index=\"1\",state=\"busy\"}",

@@ -1,4 +1,4 @@
-//! `draftmill simulate`: its figures, on the real actors and a clock that jumps, and its command line.
+//! `draftmill simulate`: its results, on the real actors and a virtual clock, and its command line.
 
 use draftmill::{
     common::exit::Exit,
@@ -15,7 +15,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The node of eight GPUs with an epoch of about `jobs` jobs.
+/// Node of eight GPUs with an epoch of about `jobs` jobs.
 fn node(jobs: u32, sets: &[&str]) -> Scenario {
     let sets: Vec<_> = sets.iter().map(ToString::to_string).collect();
     Scenario::new(config::load(Some(&root().join(NODE)), &sets).unwrap()).jobs(jobs)
@@ -25,7 +25,7 @@ fn report(scenario: &Scenario) -> Report {
     run(scenario).unwrap_or_else(|failure| panic!("{failure}"))
 }
 
-/// Everything that is a function of the scenario.
+/// The part of a report that is a function of the scenario.
 fn figures(scenario: &Scenario) -> String {
     serde_json::to_string(&Report { wall_seconds: 0.0, ..report(scenario) }).unwrap()
 }
@@ -50,7 +50,9 @@ fn the_json_has_every_figure_that_it_promises() {
     for path in ["/efficiency", "/efficiency_with_ends", "/padding_share", "/targets/4/busy", "/drafters/2/busy"] {
         assert!((0.0..1.01).contains(&number(path)) && number(path) > 0.0, "{path}: {out}");
     }
-    for path in ["/targets/0/waits/job", "/targets/0/waits/pool_full", "/drafters/0/waits/batch", "/drafters/0/waits/step"] {
+    for path in
+        ["/targets/0/waits/job", "/targets/0/waits/pool_full", "/drafters/0/waits/batch", "/drafters/0/waits/step"]
+    {
         assert!((0.0..1.0).contains(&number(path)), "{path}: {out}");
     }
     assert_eq!((json["targets"].as_array().unwrap().len(), json["drafters"].as_array().unwrap().len()), (5, 3));
@@ -104,13 +106,13 @@ fn a_report_is_a_function_of_the_seed_alone() {
 
 #[test]
 fn the_steady_run_ends_before_targets_run_dry() {
-    // The last job of a very slow target keeps everybody waiting at the end, and at the end only.
+    // All actors wait for the last job of a very slow target, and only at the end.
     let report = report(&node(400, &["simulate.target_speeds=[0.02]", "dispatch.straggler_factor=0.0"]));
     assert!((0.97..=1.02).contains(&report.efficiency), "{report}");
     assert!(report.efficiency_with_ends < report.efficiency - 0.05, "{report}");
 }
 
-/// Drafters hear of a phase in an order that tokio chooses by chance: it must not matter.
+/// Drafters get a phase in a random order that tokio chooses: it must have no effect.
 #[test]
 fn many_drafters_give_the_same_report_every_time() {
     let scenario = node(400, &["pool.max_bytes=300 GiB", "pool.max_batches=128"]).targets(12).drafters(20);
@@ -141,7 +143,7 @@ fn pull_gives_a_slow_target_less_and_a_rotation_waits_for_it() {
     let slow = node(1200, &[]).target_speed(1, 0.5);
     let pull = report(&slow);
     assert!(pull.efficiency >= 0.97, "{pull}");
-    // The bound knows of the speed: 4.5 targets in the place of 5.
+    // The bound includes the speed: 4.5 targets instead of 5.
     let whole = report(&node(1200, &[]));
     assert!((pull.bound_tokens_per_second / whole.bound_tokens_per_second - 0.9).abs() < 1e-9);
     assert!((pull.targets[1].units as f64 / pull.targets[0].units as f64 - 0.5).abs() < 0.03, "{pull}");
@@ -177,7 +179,7 @@ fn jitter_and_failures_do_what_they_say() {
     let jitter = report(&node(600, &["simulate.jitter=0.3"]));
     assert_ne!(plain.virtual_seconds, jitter.virtual_seconds);
     assert_eq!(plain.bound_tokens_per_second, jitter.bound_tokens_per_second);
-    // Each failed extraction is made again: a tenth of the targets' time is lost.
+    // Each failed extraction is repeated: a tenth of the targets' time is lost.
     let failing = report(&node(600, &["simulate.jitter=0.0", "simulate.job_failures=0.1"]));
     let lost = 1.0 - failing.efficiency / plain.efficiency;
     assert!((0.05..0.15).contains(&lost), "{failing}");
@@ -200,7 +202,7 @@ fn costs_are_what_the_section_says() {
     let targets: fn(&Report) -> &[Actor] = |report| &report.targets;
     let drafters: fn(&Report) -> &[Actor] = |report| &report.drafters;
     let jobs = plain.jobs.trained as f64;
-    // 2 GB or so a job at 5 GB/s in the place of 50.
+    // About 2 GB a job at 5 GB/s instead of 50.
     let moved = seconds(&busy(&["simulate.bandwidth=5 GB"]), targets) - seconds(&plain, targets);
     assert!((0.3..0.46).contains(&(moved / jobs)), "{moved}");
     let attention = seconds(&plain, targets) - seconds(&busy(&["simulate.target_attention=0s"]), targets);
@@ -212,13 +214,13 @@ fn costs_are_what_the_section_says() {
     assert!((trainer(&reduce) - trainer(&plain) - 0.5).abs() < 1e-3, "{}", trainer(&reduce));
     let step = busy(&["simulate.step=525ms"]);
     assert!((trainer(&step) - trainer(&plain) - 0.5).abs() < 1e-3, "{}", trainer(&step));
-    // Each failed micro-batch is made again.
+    // Each failed micro-batch is repeated.
     let failing = busy(&["simulate.micro_batch_failures=0.1"]);
     let again = seconds(&failing, drafters) / seconds(&plain, drafters) - 1.0;
     assert!((0.05..0.17).contains(&again) && failing.jobs.trained == plain.jobs.trained, "{again}");
 }
 
-/// Work below the clock's tick adds up all the same.
+/// Work below the clock's tick adds up.
 #[test]
 fn milliseconds_of_the_clock_are_not_lost() {
     let sets = [
@@ -276,8 +278,7 @@ fn without_a_configuration_it_says_something_sensible() {
     let (code, text, errors) = draftmill(&["--jobs", "200"]);
     assert_eq!((code, errors.as_str()), (0, ""));
     assert!(text.starts_with("1 target and 1 drafter: "), "{text}");
-    for part in
-        ["bound", "efficiency", "pool", "mix", "who waits for whom", "target 0", "drafter 0", "limit this node"]
+    for part in ["bound", "efficiency", "pool", "mix", "who waits for whom", "target 0", "drafter 0", "limit this node"]
     {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
@@ -300,7 +301,7 @@ fn a_policy_and_its_depth_on_the_command_line_are_those_of_the_run() {
         let expected = figures(&node(300, &["simulate.target_speeds=[0.5]"]).policy(policy));
         assert_eq!(json, serde_json::from_str::<Value>(&expected).unwrap());
     }
-    // A shallow queue holds back earlier than a deep one.
+    // A shallow queue blocks earlier than a deep one.
     assert_ne!(rotation(1)["virtual_seconds"], rotation(20)["virtual_seconds"]);
 }
 

@@ -11,8 +11,28 @@ const OPENINGS: [&str; 9] = ["what", "who", "whoever", "whom", "whether", "how",
 
 /// Words and phrases with a plainer replacement in docs/STYLE.md.
 const BANNED: [&str; 23] = [
-    "nobody", "whoever", "so many", "so much", "anew", "beside", "goes on", "go on", "going on", "gone on", "lies", "is told",
-    "are told", "tells", "held to", "by way of", "in vain", "for good", "its like", "the like", "one's own", "a thing",
+    "nobody",
+    "whoever",
+    "so many",
+    "so much",
+    "anew",
+    "beside",
+    "goes on",
+    "go on",
+    "going on",
+    "gone on",
+    "lies",
+    "is told",
+    "are told",
+    "tells",
+    "held to",
+    "by way of",
+    "in vain",
+    "for good",
+    "its like",
+    "the like",
+    "one's own",
+    "a thing",
     "of its own",
 ];
 
@@ -25,7 +45,8 @@ fn banned_openings_and_words_only_become_fewer() {
     let (mut openings, mut banned) = (BTreeMap::new(), BTreeMap::new());
     for path in files() {
         let text = fs::read_to_string(root().join(&path)).unwrap();
-        let prose = if path.extension().is_some_and(|ending| ending == "md") { document(&text) } else { comments(&text) };
+        let prose =
+            if path.extension().is_some_and(|ending| ending == "md") { document(&text) } else { comments(&text) };
         let name = path.display().to_string();
         let opens = prose.iter().filter(|paragraph| opens_banned(paragraph)).count();
         let words: usize = prose.iter().map(|paragraph| banned_words(paragraph)).sum();
@@ -77,7 +98,11 @@ fn comments(text: &str) -> Vec<String> {
 /// Paragraphs of a document, without code blocks.
 fn document(text: &str) -> Vec<String> {
     let outside = text.split("```").step_by(2);
-    outside.flat_map(|part| part.split("\n\n")).map(|part| part.replace('\n', " ")).filter(|part| !part.trim().is_empty()).collect()
+    outside
+        .flat_map(|part| part.split("\n\n"))
+        .map(|part| part.replace('\n', " "))
+        .filter(|part| !part.trim().is_empty())
+        .collect()
 }
 
 fn opens_banned(paragraph: &str) -> bool {
@@ -88,7 +113,8 @@ fn opens_banned(paragraph: &str) -> bool {
 fn banned_words(paragraph: &str) -> usize {
     // Code in backticks is a name and not a word.
     let prose: String = paragraph.split('`').step_by(2).collect::<Vec<_>>().join(" ").to_lowercase();
-    let words: Vec<_> = prose.split(|c: char| !c.is_alphanumeric() && c != '\'').filter(|word| !word.is_empty()).collect();
+    let words: Vec<_> =
+        prose.split(|c: char| !c.is_alphanumeric() && c != '\'').filter(|word| !word.is_empty()).collect();
     let text = format!(" {} ", words.join(" "));
     BANNED.iter().map(|banned| text.matches(&format!(" {banned} ")).count()).sum()
 }
@@ -96,7 +122,9 @@ fn banned_words(paragraph: &str) -> usize {
 fn files() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut open: Vec<PathBuf> =
-        ["src", "actors", "torch-ext", "benches", "tests", "docs", "README.md", "ARCHITECTURE.md"].map(PathBuf::from).into();
+        ["src", "actors", "torch-ext", "benches", "tests", "docs", "README.md", "ARCHITECTURE.md"]
+            .map(PathBuf::from)
+            .into();
     while let Some(path) = open.pop() {
         if root().join(&path).is_dir() {
             open.extend(fs::read_dir(root().join(&path)).unwrap().map(|entry| path.join(entry.unwrap().file_name())));

@@ -1,4 +1,4 @@
-//! Chat templates of real models against renderings by Jinja2, and what of them is supervised.
+//! Chat templates of real models, compared with renderings by Jinja2, and their supervised ranges.
 
 use draftmill::data::{
     Change,
@@ -15,7 +15,7 @@ fn fixture(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The template of a model, and its golden cases.
+/// Returns the template of a model and its golden cases.
 fn golden(model: &str) -> (ChatTemplate, Vec<Value>) {
     let golden: Value = serde_json::from_str(&fixture(&format!("{model}.json"))).unwrap();
     let text = |value: &Value| value.as_str().unwrap().to_owned();
@@ -143,7 +143,7 @@ fn speculators_801_a_conversation_that_a_real_template_rejects_is_an_error() {
     assert!(matches!(error, ChatError::Refused(_)), "Qwen3's template reads the first message: {error}");
 }
 
-/// Pieces that templates, tokenizers and Jinja2 could take for their own.
+/// Texts that templates, tokenizers and Jinja2 could misinterpret.
 fn piece() -> impl Strategy<Value = String> {
     let nasty = [
         "<|im_end|>",

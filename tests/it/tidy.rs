@@ -42,7 +42,7 @@ fn every_file_says_its_job_and_is_short() {
     }
 }
 
-/// A module that a merge drops from the list is compiled no more, and no compiler says so.
+/// A module that a merge drops from the list is no longer compiled, and no compiler reports it.
 #[test]
 fn every_file_of_tests_is_a_module_of_theirs() {
     for folder in ["tests/it", "actors/tests/it"] {
@@ -134,13 +134,13 @@ fn metrics_are_named_in_one_place() {
     }
 }
 
-/// `cargo test --workspace --no-default-features` builds this package too, where neither libtorch nor time for it is.
+/// `cargo test --workspace --no-default-features` builds this package too, on machines without libtorch.
 #[test]
-fn without_its_feature_the_shim_needs_nothing() {
+fn without_its_feature_torch_ext_needs_nothing() {
     let manifest: toml::Table = read("torch-ext/Cargo.toml").parse().unwrap();
     for kind in ["dependencies", "build-dependencies"] {
         for (name, dependency) in manifest[kind].as_table().unwrap() {
-            assert_eq!(dependency.get("optional"), Some(&true.into()), "{kind} of the shim: {name}");
+            assert_eq!(dependency.get("optional"), Some(&true.into()), "{kind} of torch-ext: {name}");
         }
     }
 }
@@ -152,7 +152,7 @@ fn the_scrape_configuration_names_the_default_port() {
     assert!(read("dashboards/prometheus.yml").contains(&address), "{address}");
 }
 
-/// What is set is written to logs, run.toml, checkpoints and state.db: a secret has to lie in a file that a setting names.
+/// Settings are written to logs, run.toml, checkpoints and state.db, so a secret must be in a file that a setting names.
 #[test]
 fn no_setting_is_a_secret() {
     for field in draftmill::config::FIELDS {

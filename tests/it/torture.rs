@@ -1,7 +1,7 @@
-//! SIGKILL at random moments, again and again: in the weights that survive, every job of every epoch is exactly once.
+//! SIGKILL at random moments: the final weights contain every job of every epoch exactly once.
 //!
-//! A kill comes some milliseconds after the start, or after some steps of it, as the seed says. `DRAFTMILL_TORTURE_SEED`
-//! repeats a schedule; the moments within it are the machine's.
+//! A kill happens some milliseconds or some steps after the start; the seed decides. `DRAFTMILL_TORTURE_SEED` repeats a
+//! schedule; the exact moments depend on the machine.
 
 use crate::train::{Run, text};
 use draftmill::{engines::simulated::trained_jobs, run_dir::db::StateReader};
@@ -40,11 +40,11 @@ fn logged(run: &Run) -> usize {
     std::fs::read_to_string(run.dir().join("steps.jsonl")).map_or(0, |log| log.lines().count())
 }
 
-/// Starts training and kills it at a moment that `rng` draws. False when the run ended before.
+/// Starts training and kills it at a random moment of `rng`. Returns false if the run ended before.
 fn start_and_kill(run: &Run, rng: &mut ChaCha8Rng, most_steps: u64) -> bool {
     let (steps, pause) = (rng.random_range(0..=most_steps), Duration::from_micros(rng.random_range(0..25_000)));
     let mut child: Child = run.draftmill("train", &[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    // A start first cuts the log to its checkpoint, so growth counts from the shortest that was seen.
+    // A start first cuts the log to its checkpoint, so growth counts from the shortest observed length.
     let mut shortest = logged(run);
     let ended = loop {
         let now = logged(run);
@@ -67,7 +67,7 @@ fn start_and_kill(run: &Run, rng: &mut ChaCha8Rng, most_steps: u64) -> bool {
     true
 }
 
-/// What is on disk right after a kill: a sound ledger, whose outcomes are what the newest checkpoint says that it holds.
+/// Checks the disk after a kill: a valid ledger, whose outcomes agree with the content of the newest checkpoint.
 pub fn assert_sound(run: &Path) {
     // A kill may come before the file has its tables.
     let Ok(state) = StateReader::open(run) else { return };
@@ -78,14 +78,14 @@ pub fn assert_sound(run: &Path) {
     }
 }
 
-/// The jobs as a set, where none is twice.
+/// Returns the jobs as a set; fails if one is repeated.
 fn set(jobs: &[JobId]) -> BTreeSet<JobId> {
     let set: BTreeSet<JobId> = jobs.iter().copied().collect();
     assert_eq!(set.len(), jobs.len(), "a job is in the weights twice");
     set
 }
 
-/// Every job that the ledger says was trained by `step`.
+/// Returns every job that was trained by `step`, from the ledger.
 fn ledger_until(state: &StateReader, step: u64) -> BTreeSet<JobId> {
     let epochs = state.planned_epochs().unwrap();
     let jobs = epochs.into_iter().flat_map(|epoch| state.plan(epoch).unwrap().unwrap().jobs).map(|job| job.id);
@@ -93,7 +93,7 @@ fn ledger_until(state: &StateReader, step: u64) -> BTreeSet<JobId> {
         .collect()
 }
 
-/// The end of a simulated run: every job of its epochs is in the weights exactly once.
+/// Checks the end of a simulated run: the weights contain every job of its epochs exactly once.
 pub fn assert_every_job_once(run: &Path, epochs: u32) {
     let state = StateReader::open(run).unwrap();
     let newest = state.latest_checkpoint().unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! The binary from rows to export: a short real training on a tiny model, and runs that are stopped and gone on with.
+//! The binary from rows to export: a short real training on a tiny model, and runs that are stopped and resumed.
 
 use draftmill::run_dir::db::StateReader;
 use draftmill_actors::messages::types::{JobId, Outcome};
@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-/// A run folder of its own, with the smoke configuration on top of the repository's files.
+/// Temporary run folder, with the smoke configuration on top of the repository's files.
 pub struct Run {
     folder: tempfile::TempDir,
     file: PathBuf,
@@ -21,7 +21,7 @@ impl Run {
     pub fn new(sets: &[&str]) -> Run {
         let folder = tempfile::tempdir().unwrap();
         let dir = format!("run.dir={}", folder.path().join("run").display());
-        // A copy, so that it can be changed while a run reads it.
+        // A copy, so that a test can change it while a run reads it.
         let file = folder.path().join("smoke.toml");
         std::fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/smoke.toml"), &file).unwrap();
         let run = Run { sets: sets.iter().map(|s| (*s).to_owned()).chain([dir]).collect(), file, folder };
@@ -35,7 +35,7 @@ impl Run {
         self.folder.path().join("run")
     }
 
-    /// What a slip of the hand makes of its configuration file.
+    /// Corrupts the configuration file with a typing error.
     pub fn break_file(&self) {
         std::fs::write(&self.file, "[pool]\nmin_redy = 2\n").unwrap();
     }
@@ -53,7 +53,7 @@ impl Run {
         self.draftmill("train", more).output().unwrap()
     }
 
-    /// A command that takes no configuration.
+    /// Runs a command that takes no configuration.
     pub fn plain(&self, arguments: &[&str]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_draftmill")).args(arguments).output().unwrap()
     }
@@ -81,7 +81,7 @@ impl Run {
         (counts.iter().map(|c| c.trained).sum(), counts.iter().map(|c| c.open()).sum())
     }
 
-    /// The step of every job, over all epochs.
+    /// Returns the step of every job, over all epochs.
     pub fn step_of_each_job(&self) -> Vec<(JobId, Option<Outcome>)> {
         let state = StateReader::open(&self.dir()).unwrap();
         let epochs = state.planned_epochs().unwrap();
@@ -99,7 +99,7 @@ pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// A child that does not outlive its test.
+/// Child process that is killed on drop.
 pub struct Guarded(pub Child);
 
 impl Deref for Guarded {
@@ -118,7 +118,7 @@ impl DerefMut for Guarded {
 
 impl Drop for Guarded {
     fn drop(&mut self) {
-        // One that has ended already needs no killing.
+        // The child may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -130,7 +130,7 @@ pub fn interrupt(child: &Child) {
 
 pub fn signal(child: &Child, signal: i32) {
     let pid = i32::try_from(child.id()).unwrap();
-    // SAFETY: the process is our child and has not been waited for, so the number is still its own.
+    // SAFETY: the process is our child and is not yet waited for, so its id is still valid.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
@@ -174,10 +174,19 @@ fn a_short_real_training_learns_and_exports() {
     assert_eq!((&after["steps"], &after["loss_last"]), (&summary["steps"], &summary["loss_last"]));
     let summary = after;
 
-    // A second start finds nothing left to do and changes nothing.
+    // A second start has nothing to do and changes nothing.
     let again = run.train(&[]);
     assert_eq!(again.status.code(), Some(0), "{}", text(&again));
     assert_eq!((run.summary(), run.ledger()), (summary.clone(), (trained_jobs, 0)));
+
+    // Issue 17, F2: its closing lines have the whole commands to serve the export.
+    let config: Value = serde_json::from_slice(&std::fs::read(export.join("config.json")).unwrap()).unwrap();
+    let tokens = format!(r#""num_speculative_tokens": {}}}'"#, config["block_size"].as_u64().unwrap() - 1);
+    for part in
+        ["vllm serve tests/golden/", r#"'{"method": "dflash", "model": "#, &tokens, "--speculative-algorithm DFLASH"]
+    {
+        assert!(text(&again).contains(part), "{part}: {}", text(&again));
+    }
 }
 
 #[cfg(feature = "torch")]
@@ -189,7 +198,7 @@ fn a_real_run_that_is_interrupted_goes_on_to_the_same_end() {
     let mut child = run.train_until(8);
     interrupt(&child);
     let code = child.wait().unwrap().code();
-    // A quick machine may have finished before the signal arrived.
+    // A fast machine may finish before the signal arrives.
     assert!(code == Some(130) || code == Some(0), "{code:?}");
     let end = run.train(&[]);
     assert_eq!(end.status.code(), Some(0), "{}", text(&end));
@@ -228,7 +237,7 @@ fn a_killed_run_goes_on_from_its_last_checkpoint() {
     assert_eq!(run.ledger(), (2 * steps.len() as u64, 0));
 }
 
-/// Draw replay: which job is part of which step does not depend on timing, on the number of targets, or on a kill.
+/// Draw policy `replay`: the jobs of each step do not depend on timing, on the number of targets, or on a kill.
 #[test]
 fn a_replayed_run_that_was_killed_trains_the_same_steps_as_one_that_was_not() {
     let sets = [SLOW, &["pool.draw_policy=replay"]].concat();
@@ -282,7 +291,7 @@ fn a_second_process_on_the_same_run_is_refused() {
     child.wait().unwrap();
 }
 
-/// Such a drafter can be measured and served; who imports it is not sent to a training that refuses it.
+/// Such a drafter can be evaluated and served; the import does not suggest a training that would refuse it.
 #[cfg(feature = "torch")]
 #[test]
 fn a_drafter_that_slides_is_imported_and_not_trained_on() {
@@ -311,7 +320,7 @@ fn a_drafter_that_slides_is_imported_and_not_trained_on() {
     assert!(text(&refused).contains("has sliding attention layers"), "{}", text(&refused));
 }
 
-/// A run goes on from the weights of another one's export, in either layout, and only if they fit.
+/// A run starts from the weights of another run's export, in either layout, and only if they match.
 #[cfg(feature = "torch")]
 #[test]
 fn a_run_starts_from_the_weights_of_another_ones_export() {
@@ -328,7 +337,7 @@ fn a_run_starts_from_the_weights_of_another_ones_export() {
     let last = first.summary()["loss_last"].as_f64().unwrap();
     for init in [export, speculators] {
         let init = format!("drafter.init_from={}", init.display());
-        // A learning rate of next to nothing, so that the losses are those of the weights it began with.
+        // A tiny learning rate, so that the losses are those of the initial weights.
         let second = Run::new(&[&init, "run.epochs=1", "optimizer.learning_rate=1e-9"]);
         assert!(second.train(&[]).status.success());
         let summary = second.summary();

@@ -1,4 +1,4 @@
-"""A client of chromedriver in the standard library: as much of WebDriver as the tests of the status page need."""
+"""Client of chromedriver in the standard library: the part of WebDriver that the tests of the status page need."""
 
 import base64
 import json
@@ -23,16 +23,16 @@ FLAGS = [
     "--disable-dev-shm-usage",
 ]
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-# A program that does not answer for so long has stopped.
+# Timeout in seconds after which a program counts as stopped.
 PATIENCE = 60
 
 
 class Problem(Exception):
-    """What chromedriver says of a command that failed."""
+    """Error of chromedriver for a failed command."""
 
 
 class Browser:
-    """A headless Chromium with a profile of its own."""
+    """Headless Chromium with a separate profile."""
 
     def __init__(self):
         self.profile = tempfile.mkdtemp(prefix="draftmill-ui-")
@@ -71,7 +71,7 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
 
     def script(self, text, *arguments):
-        """Runs the body of a function in the page and gives what it returns."""
+        """Runs the body of a function in the page and returns its result."""
         return self._ask("POST", "/execute/sync", {"script": text, "args": list(arguments)})
 
     def find(self, selector):
@@ -84,12 +84,12 @@ class Browser:
         self._ask("POST", f"/element/{self.find(selector)}/value", {"text": text})
 
     def press(self, key):
-        """Presses and lets go of a key, for example "\\ue004" (tab)."""
+        """Presses and releases a key, for example "\\ue004" (tab)."""
         actions = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
         self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
     def emulate(self, width, height, dark):
-        """A screen of this size, in light or dark."""
+        """Sets the size of the screen, and light or dark."""
         phone = width < 600
         metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
         self.devtools("Emulation.setDeviceMetricsOverride", metrics)
@@ -100,7 +100,7 @@ class Browser:
         return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def picture(self, path, whole=False):
-        """A picture of the screen, or of the whole page."""
+        """Takes a picture of the screen, or of the whole page."""
         shot = self.devtools("Page.captureScreenshot", {"captureBeyondViewport": whole} | self._clip(whole))
         with open(path, "wb") as file:
             file.write(base64.b64decode(shot["data"]))
@@ -112,7 +112,7 @@ class Browser:
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def log(self):
-        """What the page and its network wrote to the console since the last time."""
+        """Returns new console messages of the page and its network."""
         return self._ask("POST", "/se/log", {"type": "browser"})
 
     def close(self):
@@ -129,7 +129,7 @@ class Browser:
 
 
 def wait(what, condition, seconds=PATIENCE):
-    """Waits until the condition gives something that is true, and gives that."""
+    """Waits until the condition returns a true value, and returns it."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()

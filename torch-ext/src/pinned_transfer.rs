@@ -1,4 +1,4 @@
-//! Asynchronous transfers between host and GPU, through two pinned buffers in turn, on a stream of their own.
+//! Asynchronous transfers between host and GPU, through two pinned buffers in turn, on a separate stream.
 //!
 //! A copy from unpinned memory goes through buffers of the driver: slower, and the host waits for all earlier work in
 //! the stream. Pinning the tensors themselves would pin gigabytes, in sizes that rarely repeat.

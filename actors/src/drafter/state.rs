@@ -161,7 +161,7 @@ impl<B> State<B> {
         let loss = report.loss_numerator;
         if !loss.is_finite() {
             return Err(format!(
-                "the loss of job {job} is {loss}; lower optimizer.learning_rate or train in f32; if the resumed run ends the same way, delete its newest folder in checkpoints"
+                "the loss of job {job} is {loss}; lower optimizer.learning_rate or train in f32; if the resumed run ends the same way, continue from an earlier checkpoint: draftmill train --from-checkpoint step-N"
             ));
         }
         self.failed.clear();
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drafter_prefetches_asks_for_a_ticket_and_draws_the_next_batch_before_it_trains() {
+    fn a_drafter_prefetches_the_next_batch_before_it_trains() {
         let mut state = State::new(0, SETTINGS);
         assert_eq!(state.requests(), [Request::Batch]);
         assert_eq!(state.requests(), [], "one draw at a time");
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn with_a_draw_order_a_batch_waits_for_its_step_and_the_first_position_goes_first() {
+    fn with_a_draw_order_a_batch_waits_for_its_step() {
         let mut state = State::new(0, Settings { prefetch: 2, ..SETTINGS });
         state.on_collect(4);
         for (order, batch) in [(5, 'b'), (3, 'a')] {

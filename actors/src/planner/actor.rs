@@ -10,22 +10,22 @@
 //!
 //! Invariants: P1, P2, D1.
 
-use super::messages::{Inbox, Msg, Settings};
 use super::{
     ledger::{Ledger, Note},
+    messages::{Inbox, Msg, Settings},
+    outlet::Outlet,
     plan::{PlanError, plan_epoch},
-    state::{Counts, Next, State},
+    state::{Counts, State},
 };
 use crate::{
     dispatcher::Feed,
     invariant,
     messages::{
-        job::{Job, Receipt, Settled},
-        types::{JobId, JobSpec, Outcome},
+        job::Settled,
+        types::{JobId, Outcome},
     },
     pool::PlanNotices,
     runtime::{
-        causes::Cause,
         fault::{Fault, Gone, Shutdown},
         meter::Meter,
         metrics as m,
@@ -37,20 +37,14 @@ use metrics::{Counter, counter, gauge};
 use std::future::pending;
 use tokio::{
     sync::{
-        mpsc::{self, OwnedPermit},
-        oneshot, watch,
+        mpsc::{self},
+        watch,
     },
     task::{JoinError, JoinHandle, spawn_blocking},
 };
 
 /// Limit on the outcomes that wait for the disk, exceeded by one step at most. It limits the size of a transaction.
 const RECORD_AT_ONCE: usize = 4096;
-
-/// Item that waits for a free position in the dispatcher's queue.
-enum Outgoing {
-    Job(JobSpec),
-    Barrier,
-}
 
 /// Ledger that returns from a blocking thread, with the outcomes that it recorded.
 type Recorded<L> = (L, Result<Vec<(JobId, Outcome)>, String>);
@@ -99,47 +93,21 @@ pub async fn run<L: Ledger>(
         skipped: counter!(m::JOBS, "outcome" => "skipped"),
     };
     let mut meter = Meter::new("planner", 0);
-    let mut feed = Some(feed);
-    let mut next: Option<Outgoing> = None;
-    let mut slot: Option<OwnedPermit<Settled>> = None;
-    let mut barrier: Option<oneshot::Receiver<()>> = None;
+    let mut outlet = Outlet::new(feed, inbox.receipts.take());
     let (mut requests, mut settled) = (Vec::new(), Vec::new());
     let (mut requesting, mut returning) = (true, true);
 
     // Ends when every receipt is settled, the trainer (which may request a checkpoint) is gone, and everything is on
-    // disk.
+    // disk. Waiting for the dispatcher never blocks recording: the dispatcher's queue may wait for the trainer.
     while requesting || returning || planner.recording.is_some() {
-        if next.is_none() && barrier.is_none() && feed.is_some() {
-            match planner.state.take_next() {
-                Next::Plan(epoch) => {
-                    planner.begin(epoch).await?;
-                    continue;
-                }
-                Next::Job(job) => next = Some(Outgoing::Job(job)),
-                Next::Barrier => next = Some(Outgoing::Barrier),
-                // Dropping the feed reports the end of the plan to the dispatcher. Dropping the last sender of receipts
-                // ends `returns` once every receipt is settled.
-                Next::Ended => (feed, inbox.receipts) = (None, None),
-            }
+        if let Some(epoch) = outlet.advance(&mut planner.state, &planner.plan_notices) {
+            planner.begin(epoch).await?;
+            continue;
         }
-        // A leaving job needs the slot of its receipt. Waiting for the dispatcher never blocks recording: the
-        // dispatcher's queue may wait for the trainer.
-        let early =
-            matches!(next, Some(Outgoing::Job(_))) && !planner.plan_notices.may_leave(planner.state.counts().planned);
-        if let (None, false, Some(receipts), Some(Outgoing::Job(_))) = (&slot, early, &inbox.receipts, &next) {
-            slot = receipts.clone().try_reserve_owned().ok();
-        }
-        let may_leave = slot.is_some() || matches!(next, Some(Outgoing::Barrier));
         let listening = planner.outcomes.len() < RECORD_AT_ONCE;
-        let cause = match (early, barrier.is_some(), feed.is_some()) {
-            (true, ..) => Cause::Draw,
-            (_, true, _) => Cause::Barrier,
-            (_, _, true) => Cause::Queue,
-            (_, _, false) => Cause::Outcome,
-        };
         tokio::select! {
             biased;
-            never = meter.rest(cause) => match never {},
+            never = meter.rest(outlet.cause()) => match never {},
             () = shutdown.abort.cancelled() => {
                 // The next opener of the ledger must not find it in use.
                 if let Some(recording) = planner.recording.take() {
@@ -147,10 +115,7 @@ pub async fn run<L: Ledger>(
                 }
                 return Err(Fault::aborted("planner"));
             }
-            () = shutdown.drain.cancelled(), if feed.is_some() => {
-                planner.state.stop();
-                (feed, inbox.receipts, next, slot, barrier) = (None, None, None, None, None);
-            }
+            () = shutdown.drain.cancelled(), if outlet.is_open() => outlet.close(&mut planner.state),
             recorded = recorded(&mut planner.recording), if planner.recording.is_some() => {
                 planner.recording = None;
                 planner.on_recorded(recorded.map_err(fault)?).await?;
@@ -172,28 +137,13 @@ pub async fn run<L: Ledger>(
                 returning = n > 0;
                 planner.on_settled(&mut settled);
             }
-            () = planner.plan_notices.window_moved(), if early => {}
-            permit = reserve(feed.clone()), if may_leave => {
-                let permit = permit.ok_or_else(|| gone("dispatcher"))?;
-                match (next.take(), slot.take()) {
-                    (Some(Outgoing::Job(spec)), Some(slot)) => {
-                        planner.state.on_handed_out(&spec);
-                        lifecycle!("handed_out", job = %spec.id);
-                        let receipt = Receipt::new(spec.id, slot);
-                        permit.send(Feed::Job(Job { spec, attempts: 0, receipt }));
-                    }
-                    (Some(Outgoing::Barrier), _) => {
-                        let (reply, drained) = oneshot::channel();
-                        permit.send(Feed::Barrier(reply));
-                        barrier = Some(drained);
-                    }
-                    // Excluded by `may_leave`.
-                    (other, _) => next = other,
-                }
+            () = planner.plan_notices.window_moved(), if outlet.early => {}
+            permit = outlet.reserve(), if outlet.may_leave() => {
+                outlet.send(permit.map_err(gone)?, &mut planner.state);
             }
-            drained = reply(&mut barrier), if barrier.is_some() => {
-                drained.map_err(|_| gone("dispatcher"))?;
-                barrier = None;
+            drained = reply(&mut outlet.barrier), if outlet.barrier.is_some() => {
+                drained.map_err(|_| gone(Gone("dispatcher")))?;
+                outlet.barrier = None;
             }
         }
         planner.record().await?;
@@ -335,14 +285,10 @@ async fn recorded<L>(recording: &mut Option<JoinHandle<Recorded<L>>>) -> Result<
     }
 }
 
-async fn reserve(feed: Option<mpsc::Sender<Feed>>) -> Option<OwnedPermit<Feed>> {
-    feed?.reserve_owned().await.ok()
-}
-
 fn fault(message: impl std::fmt::Display) -> Fault {
     Fault::new("planner", message)
 }
 
-fn gone(who: &'static str) -> Fault {
-    Fault::gone("planner", Gone(who))
+fn gone(gone: Gone) -> Fault {
+    Fault::gone("planner", gone)
 }

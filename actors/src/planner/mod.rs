@@ -4,6 +4,7 @@ mod actor;
 pub mod buckets;
 pub mod ledger;
 mod messages;
+mod outlet;
 pub mod plan;
 pub mod state;
 

@@ -183,7 +183,7 @@ mod tests {
     use tokio::{sync::mpsc, time::sleep};
 
     #[tokio::test(start_paused = true)]
-    async fn what_lies_between_two_rests_is_busy_and_each_sleep_counts_under_its_cause() {
+    async fn time_between_sleeps_is_busy_and_each_sleep_has_its_cause() {
         let second = Duration::from_secs(1);
         let (tx, mut rx) = mpsc::channel(4);
         tokio::spawn(async move {

@@ -26,7 +26,7 @@ pub fn stream_seed(seed: u64, name: &str, words: &[u64]) -> [u8; 32] {
     bytes
 }
 
-/// Shuffles uniformly (Fisher-Yates). `rand` may change the values of its own shuffle between releases.
+/// Shuffles uniformly (Fisher-Yates). The shuffle of `rand` may change its values between releases.
 pub fn shuffle<T>(items: &mut [T], rng: &mut impl Rng) {
     for last in (1..items.len()).rev() {
         items.swap(last, below(last as u64 + 1, rng) as usize);

@@ -1,8 +1,8 @@
 //! Round-robin assignment of jobs to targets, to compare pulling with.
 //!
-//! Each of n targets has every n-th job and a queue of `depth` jobs of its own. The next job therefore waits for its own target
-//! while others idle. The dispatcher has no such policy: a target that is ahead of its turn is paused through the pipeline's
-//! control handle.
+//! Each of n targets has every n-th job and a separate queue of `depth` jobs. The next job therefore waits for its target
+//! while others idle. The dispatcher has no such policy: a target that is ahead of its turn is paused through the
+//! pipeline's control handle.
 
 use crate::{
     messages::{

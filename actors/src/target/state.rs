@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_on_probation_after_a_restart_and_its_first_cause_stays_until_a_job_goes_well() {
+    fn a_restarted_target_is_on_probation_until_a_job_succeeds() {
         let pause = Duration::from_secs(1);
         let mut state = State::new(Settings { max_failures_in_a_row: 3, max_restarts: 1, restart_pause: pause });
         assert!(state.on_failure("the first", true));

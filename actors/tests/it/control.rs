@@ -177,7 +177,7 @@ fn waiting_draws_see_a_lowered_minimum_at_once() {
 }
 
 #[test]
-fn waiting_reservations_see_a_raised_limit_at_once_and_a_lowered_one_drops_nothing() {
+fn waiting_reservations_follow_a_changed_limit_at_once() {
     // Drafters that never get going: targets fill the pool and then wait.
     let pool = pool::Settings { min_ready: 1, max_batches: 2, ..World::default().pool };
     let slow = Breakage { slowness: Some(1000.0), ..Breakage::default() };

@@ -151,7 +151,7 @@ fn a_job_that_comes_back_is_counted_by_its_cause() {
 }
 
 #[test]
-fn a_target_that_waits_for_room_at_a_stop_gives_its_job_back_and_that_is_no_failure() {
+fn a_target_that_waits_for_bytes_at_a_stop_returns_its_job() {
     let slow = Breakage { slowness: Some(1e4), ..Breakage::default() };
     let world =
         World { drafters: vec![slow.clone(), slow], stop_at: Some(Duration::from_secs(3600)), ..World::default() };
@@ -233,7 +233,7 @@ fn forwards_and_failures_of_a_target_are_all_that_it_did() {
 }
 
 #[test]
-fn the_fault_that_ends_a_run_is_counted_once_and_so_is_a_loss_that_is_no_number() {
+fn a_final_fault_and_a_nan_loss_are_counted_once() {
     let (counted, ended) = Counted::during(|| with_drafter(broken(4, Wrong::Nan)).run());
     assert!(ended.fault().message.contains("is NaN"), "{}", ended.fault());
     assert_eq!(counted.last(m::NON_FINITE_LOSSES, ""), 1.0);

@@ -340,7 +340,7 @@ fn a_failed_job_prefers_another_target() {
 }
 
 #[test]
-fn a_job_that_cannot_be_padded_is_given_up_after_max_attempts_and_counted() {
+fn a_job_that_cannot_be_padded_is_skipped_and_counted() {
     let (counted, ()) = Counted::during(|| {
         let mut outside = Outside::new(settings());
         for e in [Event::Job, Event::Padded(0, false)] {

@@ -113,7 +113,7 @@ impl Outside {
                         self.held.insert(batch);
                         self.state.on_batch(self.ordered.then_some(batch), batch);
                     }
-                    // What is checked out may come back: the pool does not reply before.
+                    // Checked-out batches may be returned: the pool does not reply before.
                     None if self.training.is_some() || !self.held.is_empty() => self.drawing = true,
                     None => {
                         self.exhausted = true;

@@ -59,7 +59,7 @@ fn a_barrier_does_not_wait_for_a_forward_that_hangs() {
 }
 
 #[test]
-fn a_target_that_hangs_in_its_first_forward_keeps_nobody_from_finishing() {
+fn a_target_that_hangs_in_its_first_forward_delays_no_end() {
     for at in 1..=4 {
         let world = hanging(at, World::default());
         assert_all_trained(&world, &world.clone().run(), 1);
@@ -67,7 +67,7 @@ fn a_target_that_hangs_in_its_first_forward_keeps_nobody_from_finishing() {
 }
 
 #[test]
-fn a_forward_that_hangs_in_a_bucket_of_its_own_keeps_nobody_from_finishing() {
+fn a_hanging_forward_in_a_rare_bucket_delays_no_end() {
     // The only two jobs of the longest bucket: it never gets an estimate.
     let mut lengths = vec![100; 400];
     lengths[7] = 900;

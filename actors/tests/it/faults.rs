@@ -204,7 +204,7 @@ fn nobody_hangs_when_an_actor_dies_at_any_wait() {
 }
 
 #[test]
-fn a_job_larger_than_the_pool_is_skipped_with_the_arithmetic_and_nobody_waits() {
+fn a_job_larger_than_the_pool_is_skipped_with_the_numbers() {
     let mut world = World { max_skip_fraction: 1.0, max_failures_in_a_row: 1000, ..World::default() };
     world.pool.max_bytes = 20_000;
     world.pool.min_ready = 1;

@@ -94,7 +94,7 @@ fn specforge_656_nothing_stays_behind_in_the_pool() {
 }
 
 #[test]
-fn slow_drafters_hold_targets_back_by_room_and_slow_targets_hold_drafters_back_by_batches() {
+fn the_slower_stage_holds_the_other_back() {
     let slow = Breakage { slowness: Some(20.0), ..Breakage::default() };
     let drafters_slow = World { drafters: vec![slow.clone(); 2], ..World::default() }.run();
     let report = drafters_slow.report();
@@ -231,7 +231,7 @@ proptest! {
 /// transformers#40691, ms-swift#10050: a resume in a later epoch must not replay the order of the first one.
 /// SimpleTuner#2986: the numbers of targets and drafters may change between runs; the set of ids stays exact.
 #[test]
-fn transformers_40691_simpletuner_2986_a_resume_in_a_later_epoch_with_other_workers_is_exact() {
+fn a_resume_in_a_later_epoch_with_other_workers_is_exact() {
     let world = World { epochs: 3, ..World::default() };
     let whole = world.clone().run();
     let first = World { stop_at: Some(whole.took * 3 / 4), ..world.clone() }.run();
@@ -282,7 +282,7 @@ fn lhotse_785_planning_for_a_look_changes_nothing() {
 /// TorchSpec#126, Automodel#2468: batches without a valid anchor count as micro-batches of weight zero; no actor waits
 /// for another's decision, and every step stays full. The world's drafters find no anchor in every seventeenth job.
 #[test]
-fn torchspec_126_automodel_2468_a_batch_without_an_anchor_is_a_micro_batch_of_weight_zero() {
+fn a_batch_without_an_anchor_has_weight_zero() {
     let world = World { epochs: 2, ..World::default() };
     let ended = world.clone().run();
     assert_all_trained(&world, &ended, 2);
@@ -318,7 +318,7 @@ fn a_failed_micro_batch_gives_its_ticket_and_its_batch_back_and_is_trained() {
 }
 
 #[test]
-fn a_batch_that_no_drafter_can_train_is_skipped_with_its_reason_after_max_attempts() {
+fn an_untrainable_batch_is_skipped_with_its_reason() {
     let poison = Breakage { poison: Some(7), ..Breakage::default() };
     for (draw_policy, drafters) in
         [(DrawPolicy::Proportional, 1), (DrawPolicy::Replay, 1), (DrawPolicy::Uniform, 3), (DrawPolicy::Replay, 3)]

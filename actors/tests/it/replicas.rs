@@ -28,7 +28,7 @@ fn every_replica_is_compared_every_so_many_steps_where_there_are_several() {
 /// A copy that writes zeros without an error (pytorch#84803) is found at the step that was trained with it, and the
 /// next copy repairs it.
 #[test]
-fn a_replica_that_is_not_what_was_given_is_counted_and_gets_the_weights_anew() {
+fn a_corrupt_replica_is_counted_and_gets_the_weights_again() {
     let garbled = Breakage { garbles: Some(4), ..Breakage::default() };
     let world = World {
         drafters: vec![Breakage::default(), garbled],

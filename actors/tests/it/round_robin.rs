@@ -59,7 +59,7 @@ fn a_rotation_runs_at_the_speed_of_its_slowest_target() {
 }
 
 #[test]
-fn a_rotation_trains_every_job_although_some_are_retried_and_stragglers_are_offered() {
+fn a_rotation_with_retries_and_stragglers_trains_every_job() {
     let costs = CostModel { seconds_per_token: 1e-3, jitter: 0.3, job_failures: 0.05, ..CostModel::default() };
     let (_, pulled) = run(None, costs);
     for depth in [1, 4, 20] {

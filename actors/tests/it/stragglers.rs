@@ -98,7 +98,7 @@ fn a_stragglers_job_prefers_a_target_that_has_not_failed_at_it() {
 }
 
 #[test]
-fn a_forward_that_hangs_before_anything_is_known_is_a_straggler_as_soon_as_its_like_are_known() {
+fn a_hanging_first_forward_becomes_a_straggler_with_an_estimate() {
     let mut outside = Outside::new(settings());
     for e in [Event::Job, Event::Padded(0, true), Event::Pull(0), Event::Start(0)] {
         outside.step(e);

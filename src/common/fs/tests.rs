@@ -11,7 +11,7 @@ fn names(folder: &Path) -> Vec<String> {
 
 fn dir_with(path: &Path, content: &str) -> AtomicDir {
     let dir = AtomicDir::create(path, "test folder").unwrap();
-    fs::write(dir.path().join("file"), content).unwrap();
+    fs::write(dir.partial_path().join("file"), content).unwrap();
     dir
 }
 
@@ -103,4 +103,36 @@ fn a_link_is_followed_and_a_file_is_no_folder() {
     let file = root.path().join("plain");
     fs::write(&file, "").unwrap();
     assert_eq!(AtomicDir::create(&file, "test folder").unwrap_err().kind(), io::ErrorKind::NotADirectory);
+}
+
+/// Issue 17, E14.
+#[test]
+fn e14_inputs_are_regular_and_bounded() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let pipe = CString::new(path("pipe").as_os_str().as_bytes()).unwrap();
+    // SAFETY: the path is a C string that outlives the call.
+    assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+    for special in [path("pipe"), "/dev/zero".into(), "/dev/null".into()] {
+        assert_eq!(read_input(&special, 10).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{}", special.display());
+    }
+    assert_eq!(read_input(folder.path(), 10).unwrap_err().kind(), io::ErrorKind::IsADirectory);
+    fs::write(path("file"), "0123456789").unwrap();
+    assert_eq!(read_input(&path("file"), 10).unwrap(), b"0123456789");
+    assert_eq!(read_input(&path("file"), 9).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+    assert_eq!(read_input(&path("none"), 9).unwrap_err().kind(), io::ErrorKind::NotFound);
+    fs::write(path("file"), b"\xff").unwrap();
+    assert_eq!(read_input_text(&path("file"), 9).unwrap_err().kind(), io::ErrorKind::InvalidData);
+}
+
+/// Issue 17, E16.
+#[test]
+fn e16_errors_have_a_remedy() {
+    let remedy = |code| read_remedy(&io::Error::from_raw_os_error(code));
+    assert!(remedy(libc::EMFILE).contains("ulimit -n") && remedy(libc::EACCES).contains("readable"));
+    assert!(remedy(libc::EIO).contains("disk") && remedy(libc::EFBIG).contains("ulimit -f"));
+    let folder = tempfile::tempdir().unwrap();
+    creatable(&folder.path().join("a/b/c")).unwrap();
+    fs::write(folder.path().join("file"), "").unwrap();
+    assert_eq!(creatable(&folder.path().join("file/b")).unwrap_err().0, folder.path().join("file"));
 }

@@ -1,4 +1,4 @@
-//! System prompt, tools and functions that a row holds beside its turns.
+//! System prompt, tools and functions that a row holds next to its turns.
 
 use super::{RowNotes, kind, turn};
 use crate::data::{
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 /// Keys of a system prompt.
 const SYSTEM: [&str; 3] = ["system", "system_prompt", "system_message"];
 
-/// Puts a system prompt beside the turns before them. A conversation that begins with a system turn keeps that one.
+/// Puts a system prompt next to the turns before them. A conversation that begins with a system turn keeps that one.
 ///
 /// # Errors
 /// A prompt that is no text.

@@ -109,7 +109,7 @@ impl Blocks {
 
 impl AttentionWindow {
     /// Builds the window of a group (`docs/dflash.md#attention-mask`). Slot `j` of a block with anchor `a` sees the
-    /// context before `a` and the slots of its own block. On sliding layers it sees context from `a + j - (window - 1)`
+    /// context before `a` and the slots of the same block. On sliding layers it sees context from `a + j - (window - 1)`
     /// on, and slots up to `j`. Visibility depends on positions only, as blocks overlap (SpecForge#470).
     fn new(
         anchors: &[i64],

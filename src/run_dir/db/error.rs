@@ -1,6 +1,7 @@
 //! Errors of a run folder's state. Each text names the file and the remedy.
 
 use super::{IdentityDifference, SCHEMA_VERSION};
+use crate::common::fs::read_remedy;
 use draftmill_actors::messages::types::{JobId, Outcome};
 use rusqlite::ErrorCode;
 use std::{io, path::PathBuf};
@@ -19,7 +20,7 @@ pub struct StateError {
 /// Cause of a [`StateError`].
 #[derive(Debug, Error)]
 pub enum Problem {
-    #[error("{0}; check the path and its permissions")]
+    #[error("{0}; {remedy}", remedy = read_remedy(.0))]
     Io(io::Error),
     #[error(
         "another draftmill process{holder} uses this run folder; wait until it ends, or give this run another folder",
@@ -47,6 +48,11 @@ pub enum Problem {
          --fresh --force"
     )]
     Vanished,
+    #[error(
+        "another file has taken its place during the run, so further writes would be lost; move the run's own file back, or \
+         resume with the same command from the checkpoints that the new file lists"
+    )]
+    Replaced,
     #[error("this folder has no run; give the run.dir of a run")]
     NoRun,
     #[error("it has no recorded start of a run; this is a defect of draftmill")]
@@ -55,13 +61,19 @@ pub enum Problem {
     Full,
     #[error("the file or its folder is read-only; make both writable for this user")]
     ReadOnly,
-    #[error("the file cannot be opened or created; check that the folder exists and is writable for this user")]
+    #[error(
+        "the file cannot be opened or created; check that the folder exists and is writable for this user, and the \
+         limit of open files (ulimit -n)"
+    )]
     CannotOpen,
     #[error("another program holds the database locked; close it (perhaps an sqlite3 shell) and try again")]
     Busy,
     #[error("the file system does not support SQLite's write-ahead log; put the run folder on a local disk")]
     NoWal,
-    #[error(transparent)]
+    #[error(
+        "{0}; check the disk, its quota, and the limits of file sizes (ulimit -f) and open files (ulimit -n), and run the \
+         command again"
+    )]
     Sqlite(rusqlite::Error),
     #[error("job {job} is at index {index} of the plan of epoch {epoch}; this is a defect of the planner")]
     Misplaced { job: JobId, index: usize, epoch: u32 },

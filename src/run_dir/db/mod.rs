@@ -24,12 +24,13 @@ pub use self::verify::Violation;
 pub use draftmill_actors::planner::ledger::Change as ConfigChange;
 
 use super::files::STATE_DB;
-use crate::common::failpoint;
+use crate::common::{failpoint, fs::exists};
 use rusqlite::{Connection, OpenFlags, OptionalExtension, Transaction, TransactionBehavior, params};
 use std::{
     fs::{self, File},
     io,
     ops::Deref,
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -51,6 +52,8 @@ const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct StateDb {
     reader: StateReader,
+    /// File that the connection has open.
+    file: FileId,
     /// Current `synchronous` setting of the connection; `None` before the first write.
     level: Option<Synced>,
     // Declared after the connection, so that the lock is released after the database is closed.
@@ -111,9 +114,16 @@ impl StateDb {
         let lock = RunLock::acquire(run)?;
         let path = run.join(STATE_DB);
         match open(run, &path) {
-            Ok(connection) => Ok(StateDb { reader: StateReader { connection, path }, level: None, _lock: lock }),
+            Ok((connection, file)) => {
+                Ok(StateDb { reader: StateReader { connection, path }, file, level: None, _lock: lock })
+            }
             Err(problem) => Err(StateError { action: "open", path, problem }),
         }
+    }
+
+    /// File that is open.
+    pub fn file(&self) -> FileId {
+        self.file
     }
 
     /// Records an event with the current time.
@@ -138,7 +148,7 @@ impl StateDb {
         synced: Synced,
         work: impl FnOnce(&Transaction<'_>) -> Result<T, Problem>,
     ) -> Result<T, StateError> {
-        let Self { reader: StateReader { connection, path }, level, .. } = self;
+        let Self { reader: StateReader { connection, path }, level, file, .. } = self;
         let run = || {
             if *level != Some(synced) {
                 *level = None;
@@ -147,19 +157,43 @@ impl StateDb {
             }
             let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
             let value = work(&tx)?;
+            // SQLite continues to write to a file that was moved, deleted or replaced.
+            file.check(path)?;
             failpoint::point("commit", action)?;
             tx.commit()?;
             failpoint::point("committed", action)?;
             if let Synced::AtOnce = synced {
                 move_log(connection)?;
-                // SQLite continues to write to an unlinked file.
-                if !path.exists() {
-                    return Err(Problem::Vanished);
-                }
+                file.check(path)?;
             }
             Ok(value)
         };
         run().map_err(|problem| StateError { action, path: path.clone(), problem })
+    }
+}
+
+/// Device and inode of a file.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FileId(u64, u64);
+
+impl FileId {
+    /// File at a path.
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn of(path: &Path) -> io::Result<FileId> {
+        let data = fs::metadata(path)?;
+        Ok(FileId(data.dev(), data.ino()))
+    }
+
+    /// Compares the open file with the file at the path.
+    fn check(self, path: &Path) -> Result<(), Problem> {
+        match FileId::of(path) {
+            Ok(found) if found == self => Ok(()),
+            Ok(_) => Err(Problem::Replaced),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Problem::Vanished),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
@@ -192,9 +226,10 @@ fn move_log(connection: &Connection) -> Result<(), Problem> {
 }
 
 fn open_to_read(path: &Path) -> Result<Connection, Problem> {
-    if !path.exists() {
+    if !exists(path)? {
         return Err(Problem::NoRun);
     }
+    readable(path)?;
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX | OpenFlags::SQLITE_OPEN_URI;
     let normal = Connection::open_with_flags(path, flags)?;
     normal.busy_timeout(BUSY_TIMEOUT)?;
@@ -217,12 +252,34 @@ fn open_to_read(path: &Path) -> Result<Connection, Problem> {
     Ok(connection)
 }
 
+/// Cause of an unreadable file, which SQLite does not tell. The file is not opened: closing it would release SQLite's locks.
+fn readable(path: &Path) -> io::Result<()> {
+    regular(path)?;
+    let name = std::ffi::CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)?;
+    // SAFETY: the name is NUL-terminated and outlives the call.
+    match unsafe { libc::access(name.as_ptr(), libc::R_OK) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Refuses a pipe or device, which SQLite would wait for.
+fn regular(path: &Path) -> io::Result<()> {
+    match fs::metadata(path) {
+        Ok(found) if found.is_file() => Ok(()),
+        Ok(_) => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
 fn has_log(path: &Path) -> bool {
     fs::metadata(path.with_extension("db-wal")).is_ok_and(|log| log.len() > 0)
 }
 
-fn open(run: &Path, path: &Path) -> Result<Connection, Problem> {
+fn open(run: &Path, path: &Path) -> Result<(Connection, FileId), Problem> {
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    regular(path)?;
     let mut connection = Connection::open_with_flags(path, flags)?;
     connection.busy_timeout(BUSY_TIMEOUT)?;
     // Nothing is written before the file is known to be Draftmill's, or empty.
@@ -247,7 +304,7 @@ fn open(run: &Path, path: &Path) -> Result<Connection, Problem> {
         migrate(&mut connection, version)?;
         sync_folder(run)?;
     }
-    Ok(connection)
+    Ok((connection, FileId::of(path)?))
 }
 
 /// Schema version of a database; `None` if it is empty, as after a kill before the tables were committed.

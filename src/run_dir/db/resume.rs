@@ -1,12 +1,16 @@
 //! Queries for resuming: the run's identity, its checkpoints and the job counts of its epochs.
 
 use super::{MIGRATED_FROM, Problem, StateDb, StateError, StateReader, Synced, unsigned::Unsigned};
+use crate::run_dir::checkpoint::Origin;
 use rusqlite::{Connection, OptionalExtension};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
 };
+
+/// Key of `meta` with the id of the run.
+const RUN_ID: &str = "run_id";
 
 /// Values that must not change for a run to resume, by name: data, tokenizer, template, seed, buckets, target, taps.
 pub type Identity = BTreeMap<String, String>;
@@ -66,6 +70,8 @@ impl StateDb {
             for (name, value) in new {
                 insert.execute([name, value])?;
             }
+            // Checkpoints carry it, so that those of another run with the same settings are recognised.
+            tx.execute("INSERT OR IGNORE INTO meta (key, value) VALUES (?1, lower(hex(randomblob(8))))", [RUN_ID])?;
             Ok(())
         })
     }
@@ -78,6 +84,19 @@ impl StateReader {
     /// A [`StateError`].
     pub fn identity(&self) -> Result<Identity, StateError> {
         self.read("read the identity from", identity)
+    }
+
+    /// Run that the checkpoints must belong to.
+    ///
+    /// # Errors
+    /// A [`StateError`].
+    pub fn origin(&self) -> Result<Origin, StateError> {
+        self.read("read the run from", |connection| {
+            let mut statement = connection.prepare_cached("SELECT value FROM meta WHERE key = ?1")?;
+            let mut value = |key| statement.query_row([key], |row| row.get::<_, String>(0)).optional();
+            let (run, seed) = (value(RUN_ID)?, value("identity.run.seed")?);
+            Ok(Origin { run, seed: seed.and_then(|seed| seed.parse().ok()) })
+        })
     }
 
     /// Differences between `new` and the identity of the run, by name.

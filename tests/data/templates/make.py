@@ -1,6 +1,6 @@
-"""Writes the golden renderings: real Jinja2, set up as transformers sets it up, and spans laid out by hand.
+"""Writes the golden renderings: real Jinja2, set up as in transformers, and spans written by hand.
 
-Development only; the tests read what it wrote. See README.md for how to run it.
+Development only; the tests read its output. README.md has the commands.
 """
 
 import json
@@ -37,7 +37,7 @@ def render(text, bos, eos, messages, tools):
     )
 
 
-# --- The layouts once more, written by hand: pieces of text, and whether each is supervised ---
+# --- The layouts again, written by hand: parts of the text, and true for supervised ones ---
 
 
 def smollm2(messages, tools):

@@ -109,7 +109,7 @@ class Template:
         return render_jinja_template(chats, tools=tools, chat_template=self.text, **more)[1][0]
 
     def around(self, messages, tools, at, until):
-        """What the template puts before and after the content of a turn, in the first `until` messages."""
+        """Text that the template puts before and after the content of a turn, in the first `until` messages."""
         turn = {key: value for key, value in messages[at].items() if key not in SAID or is_blank(value)}
         found = []
         for sentinel in SENTINELS:
@@ -126,7 +126,7 @@ class Template:
         return found[0]
 
     def header(self, text, messages, tools, at):
-        """Where the header of a turn ends that begins with thinking: there the model is prompted for it."""
+        """End of the header of a turn that begins with thinking, where the model is prompted for it."""
         try:
             prompt = self.render(messages[:at], tools, prompt=True)
         except Refused as e:
@@ -136,7 +136,7 @@ class Template:
         return len(prompt)
 
     def span(self, text, messages, tools, at, hidden):
-        """What the assistant says in the turn `at`, with the token that ends it; `hidden` fields need not be in it."""
+        """Text of the assistant in the turn `at`, with the token that ends it; `hidden` fields need not be in it."""
         turn = messages[at]
         before, after = self.around(messages, tools, at, len(messages))
         if not text.endswith(after):
@@ -218,7 +218,7 @@ def has_marks(entry):
 
 
 def features(text, rows):
-    """What a template uses of Jinja2, and how it answers the cases."""
+    """Features of Jinja2 that a template uses, and its results for the cases."""
     import jinja2
     from jinja2 import nodes
 

@@ -1,9 +1,9 @@
-//! The alerts: of metrics that exist, each with a test of when it fires and when not, and with a place in the runbook.
+//! Alerts: limited to existing metrics, each with tests for "fires" and "silent", and with a section in the runbook.
 
 use super::{promql, read, stored};
 use std::collections::BTreeMap;
 
-/// One rule of `alerts.yml`, as far as these tests look.
+/// Rule of `alerts.yml`, reduced to the fields under test.
 #[derive(Debug, Default)]
 struct Rule {
     /// "alert" or "record".
@@ -12,7 +12,7 @@ struct Rule {
     keys: BTreeMap<String, String>,
 }
 
-/// Reads the one style in which the file is written: a key and its value on a line, or the value folded below.
+/// Reads the file's style: a key and its value on one line, or the value folded below.
 fn rules() -> Vec<Rule> {
     let mut rules: Vec<Rule> = Vec::new();
     let mut folded: Option<String> = None;
@@ -68,7 +68,7 @@ fn every_alert_says_what_why_and_what_to_do_and_is_tested_both_ways() {
         assert_eq!(alert.keys["runbook"], format!("docs/troubleshooting.md#{}", name.to_lowercase()));
         assert!(runbook.contains(&format!("\n### {name}\n")), "{name} is not in docs/troubleshooting.md");
         assert!(alert.keys["labels"].contains("severity: "), "{name}");
-        // Of the shapes in which the file is written: one for "silent", one for "fires".
+        // The two styles of the file: one for "silent", one for "fires".
         let silent = tests.matches(&format!("- {{ alertname: {name}, eval_time: ")).count();
         let fires = tests.matches(&format!("- alertname: {name}\n")).count();
         assert!(silent >= 3 && fires >= 1, "{name}: {silent} times silent, {fires} times not");

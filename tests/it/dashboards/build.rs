@@ -1,10 +1,10 @@
-//! The Grafana dashboard, made of its source `dashboards/draftmill.toml`.
+//! Builds the Grafana dashboard from its source `dashboards/draftmill.toml`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// What stands for the chosen run and instance in a query.
+/// Selector of the chosen run and instance in a query.
 const CHOSEN: &str = r#"run="$run", instance=~"$instance""#;
 
 #[derive(Deserialize)]
@@ -35,25 +35,25 @@ struct Panel {
     decimals: Option<u64>,
     min: Option<f64>,
     max: Option<f64>,
-    /// The axis reaches at least up to here.
+    /// Minimum for the upper end of the axis.
     reach: Option<f64>,
-    /// What to write instead of a value.
+    /// Text instead of a value.
     #[serde(default)]
     text: BTreeMap<String, String>,
-    /// What to write where there is no value.
+    /// Text if there is no value.
     none: Option<String>,
-    /// Of a stat: "name" instead of the value.
+    /// Stat panels: "name" shows the name instead of the value.
     show: Option<String>,
-    /// Of a stat: a small graph of what it was behind the value.
+    /// Stat panels: a small graph of the past behind the value.
     #[serde(default)]
     spark: bool,
-    /// Of a stat: the whole panel has the colour of the threshold.
+    /// Stat panels: the whole panel has the colour of the threshold.
     #[serde(default)]
     background: bool,
-    /// Colours by legend, where the same thing has the same colour on several panels.
+    /// Colours by legend, equal for the same object on several panels.
     #[serde(default)]
     colors: BTreeMap<String, String>,
-    /// Draw the thresholds as lines.
+    /// Draws the thresholds as lines.
     #[serde(default)]
     mark_thresholds: bool,
 }
@@ -74,7 +74,7 @@ struct Query {
     expr: String,
     #[serde(default)]
     legend: String,
-    /// A limit: dashed, and never stacked on the others.
+    /// Limit: dashed, and never stacked on other series.
     #[serde(default)]
     dashed: bool,
 }
@@ -86,12 +86,12 @@ pub struct Annotation {
     expr: String,
     text: String,
     color: String,
-    /// The value is when it happened, in milliseconds; else it happened whenever there is a value.
+    /// The value is the time of the event in milliseconds; otherwise an event is any time with a value.
     #[serde(default)]
     value_is_time: bool,
 }
 
-/// The whole dashboard as Grafana imports it.
+/// Returns the whole dashboard as Grafana imports it.
 pub fn dashboard(source: &Source) -> Value {
     let mut panels = Vec::new();
     let mut y = 0;
@@ -102,7 +102,7 @@ pub fn dashboard(source: &Source) -> Value {
             "id": id, "type": "row", "title": row.title, "collapsed": false, "panels": [], "gridPos": place
         }));
         y += 1;
-        // The next free place of the line, its height, and the width and height of what its last column holds.
+        // The next free position of the line, its height, and the width and height of the last column's content.
         let (mut x, mut line, mut column) = (0, 0, (0, 0));
         for panel in &row.panel {
             let below = column.0 == panel.width && column.1 + panel.height <= line;
@@ -227,7 +227,7 @@ impl Panel {
         let all = defaults.as_object_mut().unwrap();
         let mut add = |key: &str, value: Option<Value>| value.map(|value| all.insert(key.to_owned(), value));
         add("decimals", self.decimals.map(Value::from));
-        // Bars begin at 0, whatever the shortest one is.
+        // Bars always begin at 0.
         add("min", self.min.or((self.kind == Kind::Bars).then_some(0.0)).map(Value::from));
         add("max", self.max.map(Value::from));
         add("noValue", self.none.clone().map(Value::from));
@@ -239,7 +239,7 @@ impl Panel {
         let (stacking, fill) = match self.kind {
             Kind::Area => ("normal", 40),
             Kind::Percent => ("percent", 60),
-            // Several fills upon each other are of no colour.
+            // Several fills on top of each other have no clear colour.
             _ => ("none", if self.queries.len() == 1 && !self.queries[0].legend.contains("{{") { 12 } else { 0 }),
         };
         let mut custom = json!({

@@ -1,6 +1,6 @@
-//! A real Prometheus that scrapes a live run: every query of the dashboard has an answer, every rule is evaluated.
+//! A real Prometheus scrapes a live run: every query of the dashboard has a result, and every rule is evaluated.
 //!
-//! `make test-dashboards` installs Prometheus where it can, and runs this.
+//! `make test-dashboards` installs Prometheus if possible, and runs this test.
 
 use super::{dashboard, path, queries, read};
 use crate::{
@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// Looks at what should become so, far more than anything here takes: only a test that fails needs them all.
+/// Maximum number of polls, far more than a passing test needs.
 const LOOKS: usize = 300;
 const LOOK: Duration = Duration::from_millis(200);
 
@@ -38,13 +38,13 @@ fn clean(arguments: &[&str], stdin: &str) {
 
 #[test]
 #[ignore = "needs Prometheus: make test-dashboards"]
-fn the_rules_and_the_configuration_are_clean_and_every_alert_does_what_its_test_says() {
+fn rules_and_configuration_pass_promtool() {
     clean(&["check", "config", "prometheus.yml"], "");
     clean(&["check", "rules", "--lint=all", "--lint-fatal", "alerts.yml"], "");
     clean(&["test", "rules", "alerts_test.yml"], "");
 }
 
-/// Ends with the test.
+/// Process that is killed on drop.
 struct Server {
     child: Child,
     address: String,
@@ -59,7 +59,7 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Prometheus with our configuration, but of this run and every second.
+    /// Starts Prometheus with our configuration, which scrapes this run every second.
     fn start(run: &str) -> Server {
         let folder = tempfile::tempdir().unwrap();
         let config = read("prometheus.yml");
@@ -69,7 +69,7 @@ impl Server {
             .replace("- alerts.yml", &format!("- {}", path("alerts.yml").display()));
         let file = folder.path().join("prometheus.yml");
         std::fs::write(&file, config).unwrap();
-        // Free a moment ago; Prometheus does not tell which one it took.
+        // A port that was free a moment ago; Prometheus does not report a port of its choice.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
         let mut server = Command::new("prometheus");
         server.arg(format!("--config.file={}", file.display())).arg(format!("--web.listen-address={address}"));
@@ -93,7 +93,7 @@ impl Server {
         answer["data"].clone()
     }
 
-    /// The values of an instant query that are numbers.
+    /// Returns the numeric values of an instant query.
     fn values(&self, expr: &str) -> Vec<f64> {
         let data = self.ask("query", &[("query", expr)]);
         let samples = data["result"].as_array().unwrap().iter();
@@ -109,7 +109,7 @@ fn encoded(text: &str) -> String {
     text.bytes().map(byte).collect()
 }
 
-/// Looks again until nothing is left, and gives what is.
+/// Polls until nothing is left, and returns the rest.
 fn left(mut look: impl FnMut() -> Vec<String>) -> Vec<String> {
     for _ in 0..LOOKS {
         if look().is_empty() {
@@ -130,7 +130,7 @@ fn every_query_of_the_dashboard_has_an_answer_while_a_run_goes_on() {
     let text = get(&running.address, "/metrics");
     let output = promtool(&["check", "metrics"], &text);
     assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
-    // The tool does find what is wrong.
+    // The tool detects errors.
     assert!(!promtool(&["check", "metrics"], "# TYPE a_total gauge\na_total 1\n").status.success());
 
     let server = Server::start(&running.address);
@@ -140,7 +140,7 @@ fn every_query_of_the_dashboard_has_an_answer_while_a_run_goes_on() {
         assert!(!query.contains('$'), "{query}");
         query
     };
-    // What the variables offer.
+    // Options of the variables.
     assert_eq!(
         left(|| Vec::from_iter(server.values("draftmill_step > 2").is_empty().then(|| "steps".to_owned()))),
         [""; 0]
@@ -149,14 +149,14 @@ fn every_query_of_the_dashboard_has_an_answer_while_a_run_goes_on() {
     assert_eq!((seen("run"), seen("instance")), (serde_json::json!([name]), serde_json::json!([running.address])));
     let empty = || {
         let all = queries(&dashboard());
-        // A run on the CPU has no GPU to tell of.
+        // A run on the CPU has no GPU metrics.
         all.into_iter()
             .filter(|(_, query)| !query.contains(DEVICE_MEMORY))
             .filter(|(_, query)| server.values(&chosen(query)).is_empty())
             .map(|(panel, query)| format!("{panel}: {query}"))
             .collect()
     };
-    // One reload is refused, so that there is one to be marked.
+    // One reload is refused, so that there is an annotation.
     run.break_file();
     assert_eq!(left(empty), [""; 0]);
 

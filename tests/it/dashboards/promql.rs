@@ -1,11 +1,11 @@
-//! The metrics that a PromQL expression reads: enough of its grammar to find every name.
+//! Finds the metrics that a PromQL expression reads, with a small part of the grammar.
 
-/// Words that are no metric where no bracket follows them.
+/// Words that are no metric if no bracket follows them.
 const WORDS: &[&str] = &["and", "or", "unless", "bool", "offset", "atan2", "inf", "nan"];
-/// Words with a list of labels in brackets behind them.
+/// Words that a list of labels in brackets follows.
 const LABELS: &[&str] = &["by", "without", "on", "ignoring", "group_left", "group_right"];
 
-/// Every name that is read as a metric, in order, also if it stands there more than once.
+/// Returns every metric name in order, with repetitions.
 pub fn metrics(expr: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut rest = expr;
@@ -26,7 +26,7 @@ pub fn metrics(expr: &str) -> Vec<String> {
         if LABELS.contains(&lower.as_str()) {
             rest = if next.starts_with('(') { after_close(next, ')') } else { next };
         } else if !first.is_ascii_digit() && !next.starts_with('(') && !WORDS.contains(&lower.as_str()) {
-            // An aggregation may have its labels before what it adds up.
+            // An aggregation may have its labels before its operand.
             if !next.starts_with("by") && !next.starts_with("without") {
                 found.push(token.to_owned());
             }

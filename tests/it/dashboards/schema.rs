@@ -1,8 +1,8 @@
-//! As much of JSON Schema as Grafana's schema of a dashboard uses. A keyword that is not known here fails the test.
+//! The part of JSON Schema that Grafana's dashboard schema uses. An unknown keyword fails the test.
 
 use serde_json::Value;
 
-/// Every place where `value` is not what the schema says, as sentences.
+/// Returns every violation of the schema as a sentence with its path.
 pub fn problems(schema: &Value, value: &Value) -> Vec<String> {
     check(schema, schema, value, "dashboard")
 }

@@ -1,4 +1,4 @@
-//! Rows that become no sample: each kind by name, with its place, and never at the cost of another row.
+//! Rejected rows: each kind by name, with its position, and without effect on other rows.
 
 use super::world::{World, chat, gzip, jsonl};
 use draftmill::{
@@ -8,7 +8,7 @@ use draftmill::{
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// Rows as they stand in a file, each with its reason and a part of the detail.
+/// Rows as in a file, each with its reason and a part of the detail.
 fn table() -> Vec<(String, String, String)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/rows/rejects.jsonl");
     let text = fs::read_to_string(path).unwrap();
@@ -20,7 +20,7 @@ fn table() -> Vec<(String, String, String)> {
     text.lines().map(read).collect()
 }
 
-/// A world in which two supervised tokens are needed, any share may be bad, and the vocabulary is known.
+/// World that requires two supervised tokens, accepts any fraction of bad rows, and knows the vocabulary.
 fn tolerant() -> World {
     let mut world = World::new();
     world.options.data.min_supervised = 2;
@@ -33,7 +33,7 @@ fn tolerant() -> World {
 fn each_kind_is_rejected_by_its_name_at_its_line_and_costs_no_other_row() {
     let world = tolerant();
     for (reason, detail, row) in table() {
-        // As one line among others, and, where it can be told apart there, as an element of an array.
+        // As one line among others, and, if possible there, as an element of an array.
         for text in [format!("{}\n\n{row}\n{}\n", chat(0), chat(1)), format!("[{},\n\n{row},\n{}]", chat(0), chat(1))] {
             world.write("a.json", &text);
             let report = world.prepare(&["a.json"]).unwrap();
@@ -42,13 +42,13 @@ fn each_kind_is_rejected_by_its_name_at_its_line_and_costs_no_other_row() {
             assert_eq!((*line, *number, word), (3, 2, &reason), "{text}\n{said}");
             assert!(said.contains(&detail) || text.starts_with('['), "{said:?} does not say {detail:?}");
             if reason == "invalid_json" && row.contains("\"us") {
-                break; // A string without an end reaches into the next rows of an array.
+                break; // An unterminated string extends into the next rows of an array.
             }
         }
     }
 }
 
-/// One such row, of a type of error that nobody had listed, ended the preparation.
+/// One such row, with an error type that was not listed, ended the preparation.
 #[test]
 fn speculators_801_all_kinds_together_are_counted_and_the_run_goes_on() {
     let world = tolerant();
@@ -70,7 +70,7 @@ fn speculators_801_all_kinds_together_are_counted_and_the_run_goes_on() {
     assert_eq!(lines, (0..table.len() as u64).map(|i| 2 * i + 2).collect::<Vec<_>>());
 }
 
-/// The kinds that need bytes, sizes or settings which a line of the table cannot have.
+/// Kinds that need bytes, sizes or settings that a line of the table cannot have.
 #[test]
 fn the_remaining_kinds_have_their_names_too() {
     let mut world = tolerant();
@@ -96,7 +96,7 @@ fn the_remaining_kinds_have_their_names_too() {
         assert_eq!(only(&world, "a", 2, Reason::TooLarge), 2);
     }
 
-    // Cut at every place in the last row: the others stay.
+    // Cut at every position in the last row: the others stay.
     let whole = format!("[{good},\n{good},\n{{\"id\": \"é\", {}", &good[1..]);
     let last = whole.rfind("\n").unwrap() + 1;
     for end in last..whole.len() {
@@ -115,7 +115,7 @@ fn the_remaining_kinds_have_their_names_too() {
     (world.options.data.max_length, world.options.data.overlong) = (150, Overlong::Drop);
     assert_eq!(only(&world, "a", 2, Reason::TooLong), 1);
 
-    // A tokenizer of whole words without a word for what it does not know.
+    // A tokenizer of whole words without an unknown token.
     let words = json!({"<|im_start|>user": 0, "q<|im_end|>": 1, "<|im_start|>assistant": 2, "yes": 3, "and": 4, "no<|im_end|>": 5});
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
@@ -128,7 +128,7 @@ fn the_remaining_kinds_have_their_names_too() {
     world.write("a", jsonl(&[row("yes and no"), row("perhaps")]));
     assert_eq!(only(&world, "a", 2, Reason::Tokenizer), 1);
 
-    // `Fault` is a panic, which no row is known to cause; its test stands beside the code.
+    // `Fault` is a panic, which no known row causes; its test is next to the code.
     for reason in Reason::ALL.iter().filter(|reason| **reason != Reason::Fault) {
         assert!(seen.iter().any(|word| word == reason.word()), "no test has {}", reason.word());
     }
@@ -163,7 +163,7 @@ fn only_bad_rows_or_too_many_are_an_error_that_leaves_no_store_but_the_rejects()
         "{text}"
     );
     assert_eq!(error.report().unwrap().rejected, BTreeMap::from([(Reason::Empty, 2)]));
-    // What lay there before is whole and stays.
+    // The previous store is complete and stays.
     assert!(before == fs::read(world.path("data.safetensors")).unwrap());
     assert_eq!(world.files(), ["a.jsonl", "data.safetensors", "data.safetensors.rejects.jsonl", "model"]);
 }

@@ -226,7 +226,10 @@ fn automodel_1644_axolotl_2115_what_the_template_hides_is_named() {
         world.options.data.hidden_fields = HiddenFields::Keep;
         world.write("a.jsonl", jsonl(&[talk(fields), chat(0)]));
         let report = world.prepare(&["a.jsonl"]);
-        let report = report.as_ref().map_or_else(|error| error.report().unwrap(), |report| report);
+        let report = match &report {
+            Ok(report) => report,
+            Err(error) => error.report().unwrap(),
+        };
         assert!(!report.rejected.contains_key(&Reason::Hidden));
     }
     let (_, _, changes) = sample(&world, &talk(json!({"reasoning": "I add."})));

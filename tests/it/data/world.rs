@@ -1,4 +1,4 @@
-//! A folder with a tiny model to prepare data for: a ChatML template and a tokenizer that has one token for each byte.
+//! Folder with a tiny model to prepare data for: a ChatML template and a tokenizer with one token for each byte.
 
 use draftmill::{
     config::{Data, HiddenFields, LeadingAssistant, Overlong, UnknownRole},
@@ -25,7 +25,7 @@ pub struct World {
 }
 
 impl World {
-    /// Settings that let every sound row pass and allow no bad one.
+    /// Settings that accept every valid row and no bad one.
     pub fn new() -> World {
         let folder = tempfile::tempdir().unwrap();
         let data = Data {
@@ -102,7 +102,7 @@ impl World {
         text.lines().map(read).collect()
     }
 
-    /// What ids of the byte tokenizer mean.
+    /// Decodes ids of the byte tokenizer.
     pub fn text(&self, ids: &[i32]) -> String {
         let bytes = ids.iter().flat_map(|&id| match usize::try_from(id).unwrap() {
             byte @ ..256 => vec![byte as u8],
@@ -112,7 +112,7 @@ impl World {
     }
 }
 
-/// Ids 0..256 are bytes, then come the special tokens.
+/// Byte tokenizer: ids 0..256 are bytes, and the special tokens follow.
 fn byte_tokenizer() -> Value {
     // The letters of byte-level BPE: printable bytes stand for themselves, the others for letters from 256 on.
     let printable = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
@@ -132,7 +132,7 @@ fn byte_tokenizer() -> Value {
     });
     json!({
         "version": "1.0",
-        // What other programs may have left in the file; it must not matter.
+        // Settings that other programs may leave in the file must have no effect.
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
         "padding": null,
         "added_tokens": added.collect::<Vec<_>>(),
@@ -145,7 +145,7 @@ fn byte_tokenizer() -> Value {
     })
 }
 
-/// A sound conversation, different for each number.
+/// Valid conversation, different for each number.
 pub fn chat(i: usize) -> Value {
     json!({"messages": [
         {"role": "user", "content": format!("question {i}")}, {"role": "assistant", "content": answer(i)},

@@ -1,4 +1,4 @@
-//! Batched decoding: whatever stands beside a prompt, its answer is the one that it gets alone.
+//! Batched decoding: a prompt's answer does not depend on the other prompts of the batch.
 
 use super::scene::World;
 use draftmill::inference::{Answer, Batch, Settings, plain};
@@ -6,14 +6,14 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 
-/// Ragged prompts, of one token and up to more than the first shelf holds.
+/// Ragged prompts, from one token to more than the smallest size class of the KV cache.
 fn prompts(world: &World, seed: u64, count: usize) -> Vec<Vec<u32>> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut prompt = |len: usize| (0..len).map(|_| rng.random_range(0..world.vocab() as u32)).collect();
     [1, 60, 3, 17, 64, 65, 2, 90, 1, 33].into_iter().cycle().take(count).map(&mut prompt).collect()
 }
 
-/// Answers all prompts with so many places, and gives the answers in the prompts' order, and the rows of each step.
+/// Answers all prompts with this number of slots. Returns the answers in the prompts' order, and the rows of each step.
 fn answered(
     world: &World,
     prompts: &[(Vec<u32>, usize)],
@@ -48,7 +48,7 @@ fn check(world: &World, prompts: &[Vec<u32>], settings: &Settings, places: usize
         let stopped = alone.last().is_some_and(|last| settings.stop.contains(last));
         assert_eq!((answer.stream, answer.cut), (stream as u64, !stopped));
     }
-    // A row in a forward is a token of an answer: nothing is computed for rows that ended.
+    // A row in a forward is a token of an answer: finished rows are not computed.
     assert_eq!(rows.iter().sum::<usize>(), answers.iter().map(|answer| answer.tokens.len()).sum::<usize>());
     assert!(rows.iter().all(|&count| (1..=places).contains(&count)), "{rows:?}");
 }
@@ -62,7 +62,7 @@ fn greedy_answers_are_those_of_each_prompt_alone() {
     for seed in 0..4 {
         let world = World::random(seed, 40);
         let prompts = prompts(&world, seed, 13);
-        // Some ids that the text comes across now and then.
+        // Some ids that occur in the text now and then.
         let stop = vec![3, 11, 19];
         for (places, most, stop) in [(4, 20, &stop), (1, 8, &stop), (30, 20, &stop), (5, 1, &stop), (6, 12, &vec![])] {
             check(&world, &prompts, &settings(most, 0.0, stop.clone()), places, &format!("seed {seed}, most {most}"));
@@ -86,11 +86,11 @@ fn sampled_answers_are_those_of_the_same_stream_alone() {
 }
 
 #[test]
-fn an_answer_ends_with_a_stop_token_with_its_own_room_or_with_everybodys() {
+fn an_answer_ends_at_a_stop_token_or_at_a_limit() {
     let world = World::random(2, 40);
     let prompt = vec![1, 2, 3];
     let long = plain(&world.target, &prompt, &settings(10, 0.0, vec![]), 0).unwrap().tokens;
-    // The very first token may end it.
+    // The first token may already end it.
     let first = settings(10, 0.0, vec![long[0]]);
     let (answers, rows) = answered(&world, &[(prompt.clone(), 10)], &first, 2);
     assert_eq!((&answers[0].tokens[..], answers[0].cut, &rows[..]), (&long[..1], false, &[1][..]));

@@ -1,5 +1,5 @@
-//! With a temperature the text is drawn from the target's distribution, whatever the drafter proposes: chi-square tests with
-//! fixed seeds against exact probabilities.
+//! Sampling at a temperature follows the target's distribution, whatever the drafter proposes: chi-square tests with fixed
+//! seeds against exact probabilities.
 
 use super::scene::World;
 use draftmill::inference::{Sampler, Settings, speculative};
@@ -10,7 +10,7 @@ fn settings(temperature: f64, seed: u64) -> Settings {
     Settings { max_new_tokens: 4, temperature, stop: Vec::new(), seed }
 }
 
-/// The statistic and its degrees of freedom; cells of fewer than five expected are put together.
+/// Returns the statistic and its degrees of freedom; cells with an expectation below five are merged.
 fn chi_square(found: &[u32], shares: &[f64]) -> (f64, f64) {
     let total = f64::from(found.iter().sum::<u32>());
     let (mut sum, mut cells, mut rest) = (0.0, 0.0, (0.0, 0.0));
@@ -30,8 +30,7 @@ fn chi_square(found: &[u32], shares: &[f64]) -> (f64, f64) {
     (sum, cells - 1.0)
 }
 
-/// Four standard deviations above the mean of the distribution: one draw in tens of thousands would fail, and the seed
-/// is fixed.
+/// Limit of four standard deviations above the mean. One draw in tens of thousands would fail, and the seed is fixed.
 fn fits(what: &str, found: &[u32], shares: &[f64]) {
     let (sum, freedom) = chi_square(found, shares);
     assert!(sum < freedom + 4.0 * (2.0 * freedom).sqrt(), "{what}: chi-square {sum} with {freedom} degrees of freedom");
@@ -60,7 +59,7 @@ fn a_token_that_was_drafted_and_verified_has_the_targets_distribution() {
     }
 }
 
-/// The two tokens of a step that drafts two, jointly.
+/// Joint distribution of the two tokens of a step that drafts two.
 #[test]
 fn whole_responses_have_the_targets_distribution() {
     let world = World::random(41, 5);

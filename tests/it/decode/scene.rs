@@ -1,4 +1,4 @@
-//! Tiny targets, and drafters that are as right as a test wants them to be.
+//! Tiny targets, and drafters with an accuracy that the test sets.
 
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
@@ -61,7 +61,7 @@ impl World {
     }
 
     fn load(folder: &Path, seed: u64) -> World {
-        // Operations this small only lose by threads.
+        // Threads slow operations of this size down.
         tch::set_num_threads(1);
         let files = TensorFiles::open(folder).unwrap();
         let config = TargetConfig::load(folder).unwrap();
@@ -73,14 +73,14 @@ impl World {
         self.target.config().vocab_size
     }
 
-    /// Of one token, of fewer than a block, and longer.
+    /// Prompts of one token, of less than a block, and longer.
     pub fn prompts(&self) -> Vec<Vec<u32>> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed + 100);
         let mut prompt = |len: usize| (0..len).map(|_| rng.random_range(0..self.vocab() as u32)).collect();
         [1, 2, 3, 11].map(&mut prompt).to_vec()
     }
 
-    /// Random weights of the same strength.
+    /// Drafter with random weights of the same scale.
     pub fn drafter(&self, block_size: usize, sliding: bool, mask_token_id: u32) -> Drafter {
         let mut config = DraftConfig::for_target(self.target.config(), 2, vec![2, 0], block_size, mask_token_id);
         if sliding {
@@ -106,8 +106,8 @@ impl World {
     }
 }
 
-/// Knows the text, and proposes as many right tokens as `right` says of the anchor's place in the response. With a real
-/// drafter beside it, that one drafts every block in three ways, which must agree.
+/// Drafter that knows the text. `right` maps the anchor's position in the response to the number of correct tokens. An
+/// optional real drafter drafts every block in three ways, which must agree.
 pub struct Scripted<'a, F: Fn(usize) -> usize> {
     world: &'a World,
     prompt: Vec<u32>,
@@ -119,7 +119,7 @@ pub struct Scripted<'a, F: Fn(usize) -> usize> {
     pub compared: Cell<usize>,
 }
 
-/// Context so far, and the real drafter's memory.
+/// Context so far, and the real drafter's cache.
 pub struct Memory {
     context: Tensor,
     cached: Option<ContextCache>,
@@ -139,7 +139,7 @@ impl<'a, F: Fn(usize) -> usize> Scripted<'a, F> {
     fn compare(&self, drafter: &Drafter, memory: &mut Memory, fresh: &Tensor, last: u32) {
         let cached = drafter.draft_cached(memory.cached.as_mut().unwrap(), fresh, last).unwrap();
         super::close("without a cache", &cached, &drafter.draft_block(&memory.context, last).unwrap());
-        // The form that trains sees the whole text, and must not look behind its anchor.
+        // The training form has the whole text, and must not use tokens after its anchor.
         let text: Vec<i32> = self.prompt.iter().chain(&self.truth).map(|&id| id as i32).collect();
         let (mask, lengths) = (vec![1; text.len()], [text.len() as u32]);
         let hidden = self.world.target.extend(&mut self.world.target.cache(), &text, self.taps()).unwrap().taps;

@@ -1,4 +1,4 @@
-//! Both layouts of a drafter's folder: the way there and back is the same bits, and each broken name is named.
+//! Both layouts of a drafter's folder: round trips are bit-identical, and each broken name is reported.
 
 use super::{Export, checkpoint, draft, only};
 use draftmill::{
@@ -6,7 +6,7 @@ use draftmill::{
     hf::{
         Dtype,
         layout::{DraftFolder, Layout},
-        validate::check,
+        validate::{Severity, check, engine_limits},
     },
 };
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// As much of the drafter's target as an export reads.
+/// The part of the target folder that an export reads.
 fn target(root: &Path, vocab: usize) -> PathBuf {
     let folder = root.join("target");
     fs::create_dir_all(&folder).unwrap();
@@ -38,7 +38,7 @@ fn options(layout: Layout, target: &Path) -> ExportOptions {
     ExportOptions { layout, target: Some(target.to_owned()), ..ExportOptions::new(Dtype::Bf16) }
 }
 
-/// A checkpoint written in both layouts.
+/// Checkpoint in both layouts.
 fn both() -> (Export, Export) {
     let root = tempfile::tempdir().unwrap();
     let (from, target) = (checkpoint(root.path()), target(root.path(), 32));
@@ -65,7 +65,7 @@ fn the_way_through_either_layout_is_the_same_bits() {
         assert_eq!((report.tensors, report.dtype, report.step), (25, "bfloat16", None));
         assert_eq!(bytes(&out), bytes(&zlab.dir));
     }
-    // The target's own tensors stand beside the drafter's, and the taps are one higher.
+    // The file also has the target's tensors, and the tap indices are one higher.
     let folder = DraftFolder::open(&speculators.dir, None).unwrap();
     assert_eq!(folder.config, draftmill::hf::draft::DraftConfig { dtype: Dtype::Bf16, ..draft() });
     let first = |name: &str| folder.files.weight(name, &[32, 8]).unwrap().to_f32()[0];
@@ -75,7 +75,20 @@ fn the_way_through_either_layout_is_the_same_bits() {
     assert_eq!(json["speculators_config"]["verifier"]["architectures"], json!(["Qwen3ForCausalLM"]));
 }
 
-/// speculators 0.9.0 writes neither embedding nor head, only what differs from a default, and not how deep the target is.
+/// The imported drafter takes both tables from its target, so another head in the file is not ignored (vllm#51665).
+#[test]
+fn vllm_51665_an_own_head_that_is_not_the_targets_is_refused() {
+    let (_, speculators) = both();
+    speculators.rewrite("pt", |tensors| {
+        let head = tensors.iter_mut().find(|tensor| tensor.0 == "lm_head.weight").unwrap();
+        head.2[0] ^= 1;
+    });
+    let (out, target) = (speculators.root.path().join("imported"), speculators.root.path().join("target"));
+    let error = import_folder(&speculators.dir, Some(&target), &out, true).unwrap_err().to_string();
+    assert!(error.contains("lm_head.weight") && !out.exists(), "{error}");
+}
+
+/// speculators 0.9.0 writes no embedding, no head, only values that differ from a default, and not the target's depth.
 #[test]
 fn a_file_as_speculators_writes_it_is_read() {
     let (zlab, speculators) = both();
@@ -185,4 +198,65 @@ fn vllm_46435_another_padding_of_the_vocabulary_is_refused() {
     let export = options(Layout::Speculators, &target);
     let refused = export_checkpoint(&from, &root.path().join("export"), &ExportOptions { target: None, ..export });
     assert!(refused.unwrap_err().to_string().contains("--target"));
+}
+
+/// Issue 17, F2: served without its method, or with another number of tokens than it was trained for, a drafter is accepted
+/// less or never, and no engine reports it. The commands that are printed have both.
+#[test]
+fn an_export_prints_commands_that_serve_it() {
+    let root = tempfile::tempdir().unwrap();
+    let (run, target) = (root.path().join("it's a run"), target(root.path(), 32));
+    fs::create_dir_all(run.join("checkpoints")).unwrap();
+    checkpoint(&run.join("checkpoints"));
+    let draftmill = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_draftmill"));
+        let out = command.current_dir(root.path()).arg("export").args(arguments).output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        String::from_utf8(out.stdout).unwrap()
+    };
+    for (layout, sglang) in [("zlab", true), ("speculators", false)] {
+        let write = ["--run", "it's a run", "--target", target.to_str().unwrap(), "--format", layout, "--force"];
+        let write = [&write[..], &["--out", "ex port", "--no-self-check"]].concat();
+        let said = draftmill(&write);
+        let config = r#"'{"method": "dflash", "model": "ex port", "num_speculative_tokens": 3}'"#;
+        let vllm = format!("  vllm serve {} --speculative-config {config}\n", target.display());
+        assert!(said.contains(&vllm), "{said}");
+        assert_eq!(said.contains("sglang.launch_server") && said.contains("--speculative-algorithm DFLASH"), sglang);
+        let json: Value = serde_json::from_str(&draftmill(&[&write[..], &["--json"]].concat())).unwrap();
+        assert_eq!(json["serve"]["vllm"], vllm.trim());
+        assert_eq!(json["serve"]["sglang"].is_string(), sglang);
+
+        // Heads of 4 are sound, and no engine serves them.
+        let said = draftmill(&["--check", "ex port"]);
+        assert!(said.contains("warning: config.json: head_dim = 4") && said.contains("sound"), "{said}");
+        let json: Value = serde_json::from_str(&draftmill(&["--check", "ex port", "--json"])).unwrap();
+        assert_eq!((&json["sound"], &json["findings"][0]["severity"]), (&json!(true), &json!("warning")));
+    }
+}
+
+/// vllm#56692: a folder of speculators' own that vLLM would serve with a causal block is read as it was trained, and named.
+#[test]
+fn vllm_56692_false_for_non_causal_is_read_as_full_attention() {
+    let (zlab, speculators) = both();
+    let findings = speculators.edit(|config| config["sliding_window_non_causal"] = json!(false));
+    only(&findings, "sliding_window_non_causal", "vllm#56692");
+    let out = speculators.root.path().join("imported");
+    import_folder(&speculators.dir, None, &out, false).unwrap();
+    assert_eq!(bytes(&out), bytes(&zlab.dir));
+}
+
+/// Head sizes of vLLM 0.32's CPU attention (get_supported_head_sizes), and of flash attention (supports_head_size).
+#[test]
+fn head_sizes_that_an_engine_cannot_serve_are_warnings() {
+    let warned = |head: usize| {
+        let export = super::export(Dtype::F32);
+        export.edit(|config| config["head_dim"] = json!(head));
+        let findings = engine_limits(&export.dir);
+        assert!(findings.iter().all(|finding| finding.severity == Severity::Warning && finding.key == "head_dim"));
+        findings.first().map(|finding| finding.value.clone())
+    };
+    assert_eq!([32, 64, 80, 96, 112, 128, 160, 192, 224, 256].map(warned), [const { None }; 10]);
+    for (head, part) in [(16, "vLLM does not serve on a CPU"), (512, "on a GPU"), (36, "neither"), (1024, "neither")] {
+        assert!(warned(head).is_some_and(|value| value.contains(part)), "{head}: {:?}", warned(head));
+    }
 }

@@ -1,4 +1,4 @@
-//! The self-check: what was written is served, and every way in which it could be another drafter is found.
+//! Export self-test: the written drafter is served, and every deviation from the trained one is detected.
 
 use draftmill::{
     config::Device,
@@ -29,7 +29,7 @@ fn golden(name: &str) -> PathBuf {
 }
 
 impl Scene {
-    /// The golden drafter as a checkpoint.
+    /// Golden drafter as a checkpoint.
     fn new() -> Scene {
         tch::set_num_threads(1);
         let root = tempfile::tempdir().unwrap();
@@ -65,7 +65,7 @@ impl Scene {
 }
 
 #[test]
-fn an_export_serves_as_the_drafter_in_memory_in_every_layout_and_number_type() {
+fn an_export_serves_as_in_memory_in_every_layout_and_dtype() {
     let scene = Scene::new();
     for layout in [Layout::Zlab, Layout::Speculators] {
         for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
@@ -77,8 +77,8 @@ fn an_export_serves_as_the_drafter_in_memory_in_every_layout_and_number_type() {
     }
 }
 
-/// SpecForge#533, speculators#613, vllm#53063: 98 % accuracy in training, 10 % acceptance when served, because config or names
-/// said something else than training did. The strict check accepts most of these folders; serving them does not.
+/// SpecForge#533, speculators#613, vllm#53063: 98 % accuracy in training and 10 % acceptance when served, because config
+/// or names differed from training. The strict check accepts most of these folders; serving them does not.
 #[test]
 fn specforge_533_what_is_served_otherwise_than_trained_is_found() {
     let scene = Scene::new();
@@ -108,7 +108,7 @@ fn swapped_tensors_and_coarser_numbers_are_found() {
     let mut scene = Scene::new();
     let (dir, _) = scene.export(Layout::Zlab, Dtype::Bf16);
     scene.run_self_test(&dir, Dtype::Bf16).unwrap();
-    // Not rounded as the export says: the difference is that of the number types.
+    // Rounded differently from the export: the difference is that of the dtypes.
     assert!(matches!(scene.run_self_test(&dir, Dtype::F32), Err(SelfTestError::Differs(_))));
     let at = |name: &str| scene.tensors.iter().position(|t| t.name == name).unwrap();
     let (k, v) = (at("layers.0.self_attn.k_proj.weight"), at("layers.0.self_attn.v_proj.weight"));
@@ -121,7 +121,7 @@ fn swapped_tensors_and_coarser_numbers_are_found() {
 #[test]
 fn an_export_that_cannot_be_served_leaves_no_folder() {
     let scene = Scene::new();
-    // A target whose config fits and whose weights are not there.
+    // A target with a matching config and without weights.
     let target = scene.root.path().join("target");
     fs::create_dir(&target).unwrap();
     fs::copy(golden("target_qwen3/config.json"), target.join("config.json")).unwrap();

@@ -1,4 +1,4 @@
-//! The optimizer: five golden AdamW steps, the same update from any split of the gradient (T2), and bit-equal resumes.
+//! Optimizer: five golden AdamW steps, the same update from any split of the gradient (T2), and bit-equal resumes.
 
 use super::{
     drafter::Case,
@@ -34,7 +34,7 @@ fn hyper(json: &serde_json::Value) -> Hyper {
     }
 }
 
-/// The update is compared as torch makes it: Adam's first step is a sign, so few entries may differ more than most.
+/// Limits of the update. Adam's first step is a sign, so a few entries may differ more than most.
 fn five_steps_match(prepare: impl FnOnce(AdamW) -> AdamW) {
     let case = Case::load();
     let json = case.json["adamw"].clone();
@@ -80,8 +80,13 @@ fn saving(folder: &Path) -> CheckpointWriter {
     let draft = Case::load().config();
     CheckpointWriter {
         folder: folder.to_owned(),
-        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 2, ..RetentionPolicy::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings {
+            keep: RetentionPolicy { last: 2, ..RetentionPolicy::default() },
+            config: String::new(),
+        })
+        .1,
         seed: 1,
+        run: String::new(),
         draft,
     }
 }
@@ -126,7 +131,7 @@ async fn the_update_is_the_same_from_one_drafter_or_three() {
     }
 }
 
-/// A gradient from another device comes as one buffer, that of the optimizer's own device as it was made.
+/// A gradient from another device is one buffer; that of the optimizer's device is unchanged.
 #[tokio::test]
 async fn gradients_that_travelled_give_the_same_bits_as_those_that_did_not() {
     let dir = tempfile::tempdir().unwrap();
@@ -147,7 +152,7 @@ async fn gradients_that_travelled_give_the_same_bits_as_those_that_did_not() {
     assert_eq!([1, 2].map(|i| largest_gap(&updated[0], &updated[i])), [0.0; 2]);
 }
 
-/// `optimizer.weight_decay` changes while a run goes on: a step decays by what it is asked for, once per step.
+/// `optimizer.weight_decay` changes during a run: a step decays by the current value, once per step.
 #[tokio::test]
 async fn a_step_decays_by_what_it_is_asked_for() {
     let dir = tempfile::tempdir().unwrap();
@@ -189,7 +194,7 @@ async fn zlab_115_a_gradient_that_is_not_finite_is_refused_and_the_weights_stay(
     assert_eq!(largest_gap(&before, &optimizer.weights(0).await.unwrap()), 0.0);
 }
 
-/// SpecForge#464, #460: moments and masters come back as well as the step.
+/// SpecForge#464, #460: moments and masters are restored as well as the step.
 #[tokio::test]
 async fn specforge_464_a_resumed_optimizer_goes_on_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
@@ -212,8 +217,8 @@ async fn specforge_464_a_resumed_optimizer_goes_on_with_the_same_bits() {
     assert_eq!(largest_gap(&whole.weights(0).await.unwrap(), &resumed.weights(0).await.unwrap()), 0.0);
 }
 
-/// SpecForge#587: a resume began with fresh moments and said nothing. Here they come back bit by bit, and a checkpoint without
-/// them is none.
+/// SpecForge#587: a resume began with fresh moments without a message. Here they are restored bit by bit, and a checkpoint
+/// without them is invalid.
 #[tokio::test]
 async fn specforge_587_no_resume_without_its_moments() {
     let (dir, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

@@ -1,5 +1,5 @@
-//! One training step as SpecForge computes it, on fixed anchors: the dense oracle and the path that trains are both held
-//! to every number of it.
+//! One training step of SpecForge on fixed anchors. The dense reference implementation and the training path are both
+//! checked against all its numbers.
 
 use super::files::{
     GRADIENT, LOSS, OUTPUT, close, close_to_largest, ints, json, largest, near, number, open, path, same, tensor,
@@ -18,10 +18,10 @@ use draftmill_actors::messages::engine::MicroReport;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-/// The step's inputs, packed, with fillers removed.
+/// Inputs of the step, packed, with fillers removed.
 pub struct Case {
     pub json: Value,
-    /// How its drafters attend.
+    /// Attention backend of the drafters.
     pub by: AttentionBackend,
     pub group_slots: usize,
     files: TensorFiles,
@@ -30,7 +30,7 @@ pub struct Case {
     loss_mask: Vec<u8>,
     lengths: Vec<u32>,
     anchors: Anchors,
-    /// Places of kept blocks among all blocks.
+    /// Indices of kept blocks among all blocks.
     kept: Tensor,
 }
 
@@ -72,8 +72,8 @@ impl Case {
         case
     }
 
-    /// Once by plain products, and twice by the kernel: with all blocks of a row in one group, and each alone, so that
-    /// every token of its context is the kernel's.
+    /// Cases with plain products, and with the kernel: once with all blocks of a row in one group, and once with single
+    /// blocks, so that the kernel handles every token of the context.
     fn each_way() -> [Case; 3] {
         let ways = [(AttentionBackend::Plain, 256), (AttentionBackend::Kernel, 256), (AttentionBackend::Kernel, 1)];
         ways.map(|(by, group_slots)| Case { by, group_slots, ..Case::load() })
@@ -83,7 +83,7 @@ impl Case {
         Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
     }
 
-    /// As the file has it, fillers included.
+    /// Tensor of the file, with fillers.
     fn dense(&self) -> Dense {
         let hidden = tensor(&self.files, "context_hidden");
         let anchors = ints(&self.files, "anchors");
@@ -141,7 +141,7 @@ impl Case {
     }
 }
 
-/// Compares a step's totals and every gradient that the folder has.
+/// Compares a step's totals and every gradient in the folder.
 fn check_step(what: &str, want: &Value, report: &MicroReport, gradient: &Gradient, files: &TensorFiles, prefix: &str) {
     let denominator = report.loss_denominator;
     near(&format!("{what} loss"), report.loss(), number(&want["loss"]), LOSS);
@@ -248,7 +248,7 @@ fn losses_accuracies_and_every_gradient_match_with_and_without_decay() {
     }
 }
 
-/// The same weights under the other decays that the folder has a loss for.
+/// The same weights under the other decays for which the folder has a loss.
 #[test]
 fn other_decays_match() {
     for case in Case::each_way() {
@@ -265,8 +265,8 @@ fn other_decays_match() {
     }
 }
 
-/// SpecForge divides D-PACE's sum by the rows of the batch, we divide it by the trained slots of the whole step: the sums and
-/// their gradients are the same.
+/// SpecForge divides D-PACE's sum by the rows of the batch; we divide it by the trained slots of the whole step. The sums
+/// and their gradients are equal.
 #[test]
 fn d_pace_matches() {
     for case in Case::each_way() {
@@ -282,7 +282,7 @@ fn d_pace_matches() {
     }
 }
 
-/// The case's name says which layer slides, and how far: `sliding_layer<L>_window<W>_decay_on`.
+/// Sliding layer and window, from the name of the case: `sliding_layer<L>_window<W>_decay_on`.
 #[test]
 fn sliding_layers_match() {
     for case in Case::each_way() {
@@ -313,7 +313,7 @@ fn sliding_layers_match() {
     }
 }
 
-/// The drafter's context in the folder is what its target gives at the taps of the configuration.
+/// The drafter's context in the folder equals the target's hidden states at the taps of the configuration.
 #[test]
 fn the_folder_names_one_drafter() {
     let case = Case::load();

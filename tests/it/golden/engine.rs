@@ -1,4 +1,4 @@
-//! The engines behind the actors' seam, on the folder's target and drafter.
+//! Engines behind the actors' interface, on the folder's target and drafter.
 
 use super::drafter::Case;
 use super::files::{GRADIENT, close_to_largest, path};
@@ -12,7 +12,7 @@ use draftmill_actors::messages::types::{JobId, PaddedBatch};
 use std::sync::Arc;
 use tch::{Device, Kind};
 
-/// Rows of these lengths with ids that differ, supervised but for a hole here and there.
+/// Rows of these lengths with distinct ids, supervised except for some holes.
 pub fn batch(case: &Case, lengths: &[u32]) -> Arc<PaddedBatch> {
     let width = lengths.iter().copied().max().unwrap() as usize;
     let vocab = case.config().vocab_size;
@@ -87,7 +87,7 @@ async fn features_report_the_shape_and_the_bytes_that_were_promised() {
     }
 }
 
-/// `drafter.anchors` changes while a run goes on: the next micro-batch trains as many blocks as it is told.
+/// `drafter.anchors` changes during a run: the next micro-batch trains the new number of blocks.
 #[tokio::test]
 async fn the_next_micro_batch_has_as_many_anchors_as_were_set() {
     let case = Case::load();
@@ -100,7 +100,7 @@ async fn the_next_micro_batch_has_as_many_anchors_as_were_set() {
     assert_eq!(blocks, [3, 1, 2]);
 }
 
-/// The gradient is a sum of numerators: two micro-batches give what each gives alone, in any order.
+/// The gradient is a sum of numerators: that of two micro-batches is the sum of both, in any order.
 #[tokio::test]
 async fn micro_batches_add_up() {
     let case = Case::load();
@@ -127,7 +127,7 @@ async fn micro_batches_add_up() {
     }
 }
 
-/// What the engine samples is what its seed and the job say, so that another run or device can repeat it.
+/// Sampling depends only on the seed and the job, so that another run or device can repeat it.
 #[tokio::test]
 async fn anchors_follow_from_the_seed_and_the_job() {
     let case = Case::load();

@@ -1,11 +1,11 @@
-//! The pass that trains has no autograd behind it, so its gradient is proved from outside: against the dense oracle and
-//! against finite differences in fp64, where a wrong formula has no rounding to hide in, and over many steps of training.
+//! The fused backward does not use autograd, so its gradient is checked in fp64 against the dense reference implementation
+//! and against finite differences, where rounding cannot hide a wrong formula, and over many training steps.
 
 use super::files::{close_to_largest, largest};
 use super::ladder::any_way;
 use super::random::scene;
 use draftmill::model::adamw::{AdamW, Hyper};
-use draftmill::model::batch::{TopKLabels, Packed, TargetLabels};
+use draftmill::model::batch::{Packed, TargetLabels, TopKLabels};
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::drafter::reference::Dense;
 use draftmill::model::drafter::{AttentionBackend, Drafter};
@@ -13,15 +13,15 @@ use draftmill::model::params::ParamSet;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
-/// Of a tensor's largest entry, in fp64.
+/// Limit relative to a tensor's largest entry, in fp64.
 const LIMIT: f64 = 1e-10;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
-    /// Random widths, ragged rows, holes in the loss mask, anchors at 0, at the last position but one and at the last,
+    /// Random widths, ragged rows, holes in the loss mask, anchors at 0, at the second last and at the last position,
     /// rows without a block, blocks past the end, sliding windows, groups of few blocks and of many: to eleven digits, by
-    /// plain products and by the kernel, whose backward is given what was joined.
+    /// plain products and by the kernel, whose backward gets the joined result.
     #[test]
     fn in_fp64_the_path_that_trains_equals_the_dense_oracle(seed: u64, group_slots in 1usize..200, by in any_way()) {
         let scene = scene(seed);
@@ -42,7 +42,7 @@ proptest! {
         }
     }
 
-    /// However many threads share the blocks, rows cut in two included, to eleven digits.
+    /// Any number of threads gives the same result to eleven digits, also if a row is split between two.
     #[test]
     fn in_fp64_shares_of_blocks_add_up_to_the_whole(seed: u64, threads in 2_i32..6, recompute: bool) {
         let scene = scene(seed);
@@ -73,7 +73,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 8, ..ProptestConfig::default() })]
 
-    /// The loss at both ends of a short step along a random direction, without any formula for a gradient.
+    /// Compares with the loss at both ends of a short step along a random direction, without a gradient formula.
     #[test]
     fn finite_differences_of_the_loss_are_the_gradient(seed in 0u64..1 << 32, by in any_way()) {
         let scene = scene(seed);
@@ -84,8 +84,8 @@ proptest! {
     }
 }
 
-/// What the gradient loses to bf16 activations it loses in the dense oracle too, where autograd goes through every rounding: by
-/// root mean square over many scenes hardly more, and in no tensor many times as much.
+/// The bf16 error of the gradient is close to that of the dense reference implementation, whose autograd includes every
+/// rounding: as a root mean square over many scenes, and within a small factor for each tensor.
 #[test]
 fn in_bf16_the_path_that_trains_is_as_close_to_fp64_as_the_oracle() {
     let strayed = |got: &ParamSet, want: &ParamSet| -> Vec<f64> {
@@ -135,13 +135,15 @@ fn slopes_agree(drafter: &mut Drafter, batch: &Packed<'_>, anchors: &Anchors, gr
     }
 }
 
-/// The same of the divergence from several labels, some of them without a share, and from a target's states; a target_labels of the data's own tokens changes nothing.
+/// The same check for the divergence from top-k labels, some with probability 0, and from a target's states. With
+/// `target_labels` of the data's tokens the result is unchanged.
 #[test]
 fn finite_differences_hold_with_a_teacher() {
     let scene = scene(3);
     let mut drafter = scene.drafter_in(Kind::Double);
     let (tokens, vocab) = (scene.ids.len() as i32, drafter.config().vocab_size as i32);
-    let own = TargetLabels::TopK(TopKLabels { k: 1, ids: scene.ids.clone(), probabilities: vec![1.0; scene.ids.len()] });
+    let own =
+        TargetLabels::TopK(TopKLabels { k: 1, ids: scene.ids.clone(), probabilities: vec![1.0; scene.ids.len()] });
     let several = TargetLabels::TopK(TopKLabels {
         k: 3,
         ids: (0..3 * tokens).map(|i| i * 7 % vocab).collect(),
@@ -162,7 +164,7 @@ fn finite_differences_hold_with_a_teacher() {
     }
 }
 
-/// Two hundred updates, each side by its own gradients: the curves stay together, and they fall.
+/// Two hundred updates of both sides with separate gradients: the curves stay together and fall.
 #[test]
 fn loss_curves_of_oracle_and_path_stay_together_over_200_steps() {
     let mut scene = scene(8);
@@ -183,7 +185,7 @@ fn loss_curves_of_oracle_and_path_stay_together_over_200_steps() {
     assert!(path[199] < 0.95 * path[0], "nothing was learnt: {} -> {}", path[0], path[199]);
 }
 
-/// The loss before each of 200 updates.
+/// Returns the loss before each of 200 updates.
 fn curve(mut drafter: Drafter, compute: impl Fn(&Drafter) -> (f64, ParamSet)) -> Vec<f64> {
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
     let mut adamw = AdamW::new(drafter.params().deep_copy(Device::Cpu, Kind::Float).unwrap(), hyper).unwrap();

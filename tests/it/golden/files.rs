@@ -1,4 +1,4 @@
-//! The golden folder: its files, and comparisons whose failures say how far off and where.
+//! Golden folder: its files, and comparisons whose failures report the difference and its index.
 
 use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::load;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
 
-/// The README's limits for float32.
+/// Limits for float32 from the README.
 pub const LOSS: f64 = 2e-6;
 pub const OUTPUT: f64 = 2e-5;
 pub const GRADIENT: f64 = 2e-5;
@@ -32,7 +32,7 @@ pub fn ints(files: &TensorFiles, name: &str) -> Vec<i64> {
     Vec::try_from(tensor(files, name).to_kind(Kind::Int64).flatten(0, -1)).unwrap()
 }
 
-/// Largest absolute difference; the shapes must agree and every value must be a number.
+/// Returns the largest absolute difference. Fails if shapes differ or a value is NaN.
 pub fn gap(what: &str, got: &Tensor, want: &Tensor) -> f64 {
     assert_eq!(got.size(), want.size(), "{what}: shape");
     assert!(want.numel() > 0, "{what}: there is nothing to compare");
@@ -46,21 +46,21 @@ pub fn largest(x: &Tensor) -> f64 {
     f64::try_from(x.to_kind(Kind::Double).abs().max()).unwrap()
 }
 
-/// Within `limit` of each value.
+/// Checks that each value differs by at most `limit`.
 pub fn close(what: &str, got: &Tensor, want: &Tensor, limit: f64) {
     let gap = gap(what, got, want);
     println!("{what}: off by {gap:.1e}");
     assert!(gap <= limit, "{what}: off by {gap:e}, and {limit:e} is allowed");
 }
 
-/// Within `limit` of the tensor's largest entry.
+/// Checks that each value differs by at most `limit` relative to the tensor's largest entry.
 pub fn close_to_largest(what: &str, got: &Tensor, want: &Tensor, limit: f64) {
     let share = gap(what, got, want) / largest(want);
     println!("{what}: off by {share:.1e} of the largest entry");
     assert!(share <= limit, "{what}: off by {share:e} of the largest entry, and {limit:e} is allowed");
 }
 
-/// Equal in every value.
+/// Checks that all values are equal.
 pub fn same(what: &str, got: &Tensor, want: &Tensor) {
     assert_eq!(gap(what, got, want), 0.0, "{what}");
 }
@@ -69,7 +69,7 @@ pub fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("{value} is not a number"))
 }
 
-/// Within `limit`, both absolutely.
+/// Checks that two numbers differ by at most `limit`.
 pub fn near(what: &str, got: f64, want: f64, limit: f64) {
     println!("{what}: {got} against {want}, off by {:.1e}", (got - want).abs());
     assert!((got - want).abs() <= limit, "{what}: {got} against {want}, and {limit:e} is allowed");

@@ -1,5 +1,5 @@
-//! The ladder of properties that any drafter must have (`reference/dflash.md` section 7), on random models, rows and
-//! anchors. Each case follows from one seed, which a failure prints.
+//! Properties that any drafter must have (`docs/dflash.md#properties`), on random models, rows and anchors. Each case is a
+//! function of one seed, which a failure prints.
 
 use super::files::{close_to_largest, gap, largest};
 use super::random::{Scene, scene};
@@ -13,7 +13,7 @@ use draftmill::model::loss::weighting::Weighting;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
-/// Of a tensor's largest entry, in float32.
+/// Limit relative to a tensor's largest entry, in float32.
 const LIMIT: f64 = 3e-5;
 
 fn cases() -> ProptestConfig {
@@ -24,18 +24,18 @@ pub fn any_way() -> impl Strategy<Value = AttentionBackend> {
     prop_oneof![Just(AttentionBackend::Plain), Just(AttentionBackend::Kernel)]
 }
 
-/// Counts of right guesses: two logits that differ by a rounding may change places.
+/// Limit for the counts of correct tokens: two logits that differ by a rounding may swap.
 fn alike(one: f64, two: f64) -> bool {
     (one - two).abs() <= 1.0
 }
 
-/// Slots of one block out of all, `[block_size, hidden]`.
+/// Returns the slots of one block, `[block_size, hidden]`.
 fn block(scene: &Scene, hidden: &Tensor, index: usize) -> Tensor {
     let size = scene.config.block_size as i64;
     hidden.narrow(0, index as i64 * size, size)
 }
 
-/// Row, start of the row and anchor of every block, in order.
+/// Returns row, start of the row and anchor of every block, in order.
 fn blocks(scene: &Scene) -> Vec<(usize, usize, u32)> {
     let offsets = scene.packed().offsets();
     let rows = scene.anchors.rows.iter().enumerate();
@@ -45,8 +45,8 @@ fn blocks(scene: &Scene) -> Vec<(usize, usize, u32)> {
 proptest! {
     #![proptest_config(cases())]
 
-    /// The path that trains computes no filler, cuts the context, groups blocks and makes the head's gradient by hand;
-    /// the dense oracle does none of it. Small groups leave much context that all of a group see, for the kernel.
+    /// The training path computes no filler, cuts the context, groups blocks and has a hand-written gradient of the head;
+    /// the dense reference implementation does none of it. Small groups share much context, which the kernel handles.
     #[test]
     fn the_path_that_trains_equals_the_dense_oracle(seed: u64, group_slots in 1usize..200, by in any_way()) {
         let scene = scene(seed);
@@ -61,7 +61,7 @@ proptest! {
         prop_assert!(alike(report.correct, trace.correct));
         prop_assert_eq!(gradient.names(), trace.gradient.names());
         for ((name, got), want) in gradient.iter().zip(trace.gradient.tensors()) {
-            // With every anchor at 0 the context takes no part: exactly nothing on both sides.
+            // With every anchor at 0 the context has no effect: exactly zero on both sides.
             if largest(want) > 0.0 {
                 close_to_largest(name, got, want, LIMIT);
             } else {
@@ -70,7 +70,7 @@ proptest! {
         }
     }
 
-    /// Many blocks at once are as many blocks alone, each given only what a serving engine would give it.
+    /// Many blocks at once equal the same blocks alone, each with only the inputs of a serving engine.
     #[test]
     fn blocks_at_once_equal_single_blocks_at_inference(seed: u64) {
         let scene = scene(seed);
@@ -87,8 +87,8 @@ proptest! {
         }
     }
 
-    /// SpecForge#470: with overlapping blocks, visibility by block index let later context leak in. Whatever happens to
-    /// hidden states at or after an anchor changes nothing in its block; before it, everything.
+    /// SpecForge#470: with overlapping blocks, visibility by block index let later context leak in. Changes of hidden
+    /// states at or after an anchor have no effect on its block; changes before it have one.
     #[test]
     fn specforge_470_hidden_states_at_or_after_the_anchor_change_nothing(seed: u64) {
         let scene = scene(seed);
@@ -107,7 +107,7 @@ proptest! {
         let end = start + scene.lengths[row] as usize;
         let later = after_change(start + anchor as usize, end);
         prop_assert_eq!(gap("later", &block(&scene, &later, chosen), &block(&scene, &before, chosen)), 0.0);
-        // A window of one position shows a slot nothing but itself.
+        // With a window of one position a slot sees only itself.
         let config = &scene.config;
         let blind = config.sliding_window == Some(1) && !config.layer_types.contains(&LayerType::Full);
         if anchor > 0 && !blind {
@@ -123,7 +123,7 @@ proptest! {
         whole_is_the_sum_of_its_rows(&scene, &scene.drafter());
     }
 
-    /// Automodel#2572: D-PACE's scale depended on how rows were dealt out to ranks.
+    /// Automodel#2572: D-PACE's scale depended on the distribution of rows to ranks.
     #[test]
     fn automodel_2572_d_pace_weighs_alike_however_rows_are_split(seed: u64, alpha in 0.0f64..1.0) {
         let scene = scene(seed);
@@ -131,8 +131,8 @@ proptest! {
         whole_is_the_sum_of_its_rows(&scene, &drafter);
     }
 
-    /// SpecForge#501: blocks rounded up to a tile read anchors that are not there. However blocks are grouped and
-    /// however many slots the head takes at once, the numbers stay.
+    /// SpecForge#501: blocks rounded up to a tile read missing anchors. The numbers do not depend on the groups of blocks
+    /// or on the slots of a tile of the head.
     #[test]
     fn specforge_501_group_and_tile_sizes_change_nothing(
         seed: u64, group_slots in 1usize..200, slots in 0usize..50, tokens in 1usize..170, by in any_way(),
@@ -143,7 +143,7 @@ proptest! {
             options.group_slots = group_slots;
             options.attention = by;
             options.tile = Tile { slots, tokens };
-            // Nor does it matter whether a layer is kept for the backward pass or computed again.
+            // A layer that is kept for the backward equals one that is recomputed.
             options.recompute = true;
         });
         let (two, second) = other.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
@@ -160,7 +160,7 @@ proptest! {
     }
 }
 
-/// Losses, counts and gradients of all rows at once, and of each row alone.
+/// Returns losses, counts and gradients of all rows at once, and of each row alone.
 fn whole_is_the_sum_of_its_rows(scene: &Scene, drafter: &Drafter) {
     let (whole, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
     let mut sum = draftmill_actors::messages::engine::MicroReport::default();
@@ -205,8 +205,8 @@ fn a_single_training_block_equals_the_inference_forward() {
     }
 }
 
-/// SpecForge#427: a causal mask inside the block made weak drafts. On full layers a slot feels the slots after it, so a
-/// longer block changes it; on sliding layers it does not.
+/// SpecForge#427: a causal mask inside the block made weak drafts. On full layers a slot attends to the slots after it,
+/// so a longer block changes it; on sliding layers it does not.
 #[test]
 fn specforge_427_full_layers_look_both_ways_inside_the_block() {
     for (layer_type, window) in [(LayerType::Full, None), (LayerType::Sliding, Some(5))] {
@@ -247,7 +247,7 @@ fn specforge_500_every_slot_but_the_first_holds_the_configured_mask_token() {
     }
 }
 
-/// Automodel#2826: blocks without any context, and fillers in the dense form, must not turn into NaN.
+/// Automodel#2826: blocks without any context, and fillers in the dense form, must not become NaN.
 #[test]
 fn automodel_2826_blocks_without_context_and_fillers_stay_finite() {
     let mut scene = scene(5);
@@ -281,7 +281,7 @@ fn speculators_703_positions_begin_at_zero() {
     }
 }
 
-/// Automodel, a rank without an anchor left the others waiting: here it says so, and its sums change nobody's.
+/// Automodel: a rank without an anchor left the others waiting. Here it is reported, and its sums are zero.
 #[test]
 fn automodel_a_batch_without_an_anchor_is_no_gradient_and_adds_nothing() {
     let mut scene = scene(5);
@@ -292,7 +292,7 @@ fn automodel_a_batch_without_an_anchor_is_no_gradient_and_adds_nothing() {
     assert!(report.tokens > 0);
 }
 
-/// Fresh weights know nothing: the loss is that of guessing among the vocabulary.
+/// The loss of initial weights is that of a uniform guess among the vocabulary.
 #[test]
 fn the_first_loss_is_near_the_logarithm_of_the_vocabulary() {
     for seed in 0..5 {
@@ -311,7 +311,9 @@ fn bf16_compute_keeps_fp32_weights_and_gradients() {
     let scene = scene(34);
     let (want, exact) = scene.drafter().loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
     let exact = exact.unwrap();
-    for (group_slots, attention) in [(256, AttentionBackend::Plain), (256, AttentionBackend::Kernel), (1, AttentionBackend::Kernel)] {
+    for (group_slots, attention) in
+        [(256, AttentionBackend::Plain), (256, AttentionBackend::Kernel), (1, AttentionBackend::Kernel)]
+    {
         let drafter = scene.drafter_with(|options| {
             (options.kind, options.group_slots, options.attention) = (Kind::BFloat16, group_slots, attention);
         });
@@ -329,7 +331,7 @@ fn bf16_compute_keeps_fp32_weights_and_gradients() {
     }
 }
 
-/// The same batch gives the same bits, and a forward leaves nothing behind on the leaves.
+/// The same batch gives the same bits, and a forward leaves no gradient on the leaves.
 #[test]
 fn a_step_is_repeatable_and_leaves_no_gradient_behind() {
     let scene = scene(13);

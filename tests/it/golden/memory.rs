@@ -1,4 +1,4 @@
-//! What a training step takes of memory, in a process of its own so that nobody else's counts.
+//! Memory of a training step, measured in a separate process so that other tests do not count.
 
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::DraftConfig;
@@ -16,10 +16,10 @@ const VOCAB: i64 = 248_320;
 const BLOCKS: u32 = 32;
 const BLOCK: usize = 16;
 const WIDTH: i64 = 16;
-/// Of one number for each slot and each token of the vocabulary.
+/// Bytes of the f32 logits of all slots over the whole vocabulary.
 const LOGITS: u64 = BLOCKS as u64 * BLOCK as u64 * VOCAB as u64 * 4;
 
-/// A figure of this process in bytes.
+/// Returns a memory statistic of this process in bytes.
 fn status(name: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
@@ -34,7 +34,7 @@ fn config() -> DraftConfig {
     DraftConfig::for_target(&TargetConfig::from_json(&target).unwrap(), 1, vec![0], BLOCK, VOCAB as u32 - 1)
 }
 
-/// Prints by how much the peak of memory rose in a step, and by how much once all logits were there.
+/// Prints the rise of the memory peak in a step, and the rise with all logits in memory.
 fn measure() {
     tch::set_num_threads(2);
     let config = config();
@@ -58,8 +58,8 @@ fn measure() {
     println!("rose by {step} {}", status("VmHWM:").saturating_sub(before));
 }
 
-/// Automodel#3673, the other half of which is the limit on anchors: the logits of every slot over 248 320 tokens at once were
-/// what ran out of memory.
+/// Automodel#3673: the logits of all slots over 248 320 tokens ran out of memory. The limit on anchors is the other half
+/// of the remedy.
 #[test]
 fn automodel_3673_the_logits_of_a_large_vocabulary_are_never_all_there() {
     if std::env::var_os(MEASURES).is_some() {

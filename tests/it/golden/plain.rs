@@ -1,4 +1,4 @@
-//! Targets with biases against a forward in plain loops of f64: no golden file covers Qwen2, nor the bias settings.
+//! Targets with biases, compared with a forward in plain f64 loops: no golden file covers Qwen2 or the bias settings.
 
 use super::files::close_to_largest;
 use draftmill::hf::config::TargetConfig;
@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 type Weights = BTreeMap<String, Vec<f64>>;
 type Vector = Vec<f64>;
 
-/// A folder with random weights of every tensor that the configuration has, and the same weights in f64.
+/// Folder with random weights for every tensor of the configuration, and the same weights in f64.
 fn folder(config: &TargetConfig, seed: u64) -> (tempfile::TempDir, Weights) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let shapes = config.tensor_shapes();
@@ -52,7 +52,7 @@ fn add(x: &[f64], y: &[f64]) -> Vector {
     x.iter().zip(y).map(|(x, y)| x + y).collect()
 }
 
-/// Normed where the family norms heads, then turned by position: element `i` with element `i + dim / 2`.
+/// Applies the norm of heads if the family has one, then the rotation by position: element `i` with `i + dim / 2`.
 fn turn(config: &TargetConfig, head: &[f64], weight: Option<&Vector>, position: usize) -> Vector {
     let head = weight.map_or(head.to_vec(), |weight| norm(weight, head, config.rms_norm_eps));
     let (dim, half) = (head.len(), head.len() / 2);
@@ -61,7 +61,7 @@ fn turn(config: &TargetConfig, head: &[f64], weight: Option<&Vector>, position: 
     (0..dim).map(|i| head[i] * angle(i).cos() + other(i) * angle(i).sin()).collect()
 }
 
-/// The residual stream after the last layer.
+/// Returns the residual stream after the last layer.
 fn forward(config: &TargetConfig, weights: &Weights, ids: &[i32]) -> Vec<Vector> {
     let (dim, eps) = (config.head_dim, config.rms_norm_eps);
     let group = config.num_attention_heads / config.num_key_value_heads;
@@ -133,7 +133,7 @@ fn every_family_with_every_bias_matches_plain_loops() {
     }
 }
 
-/// A bias that the configuration does not speak of must not be dropped in silence.
+/// A bias that the configuration does not mention must not be dropped silently.
 #[test]
 fn weights_that_the_config_does_not_speak_of_are_refused() {
     let mut value = json!({

@@ -12,7 +12,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use tch::{Device, Kind, Tensor};
 
-/// A drafter and one micro-batch for it.
+/// Drafter and one micro-batch for it.
 pub struct Scene {
     pub config: DraftConfig,
     pub gamma: Option<f64>,
@@ -21,7 +21,7 @@ pub struct Scene {
     pub loss_mask: Vec<u8>,
     pub lengths: Vec<u32>,
     pub anchors: Anchors,
-    /// Scale of the weights over their initial one: large enough that every path through the layers shows.
+    /// Scale of the weights relative to the initial one: large enough that every path through the layers contributes.
     scale: f64,
     embedding: Tensor,
     head: Tensor,
@@ -82,7 +82,7 @@ pub fn scene(seed: u64) -> Scene {
     }
 }
 
-/// None; or some positions, often with the first, the last but one and the last, where the block runs past the end.
+/// No anchor, or some positions, often the first, the second last and the last, whose block extends past the end.
 fn anchors(rng: &mut ChaCha8Rng, len: u32) -> Vec<u32> {
     if rng.random_bool(0.2) {
         return Vec::new();
@@ -109,7 +109,7 @@ impl Scene {
         Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
     }
 
-    /// What a target's head could read at each token.
+    /// Random states of the target's last layer at each token.
     pub fn states(&self) -> TargetLabels {
         let size = [self.ids.len() as i64, self.config.hidden_size as i64];
         TargetLabels::States(uniform(&mut ChaCha8Rng::seed_from_u64(self.seed ^ 2), &size, 1.5))
@@ -133,7 +133,7 @@ impl Scene {
         drafter
     }
 
-    /// Initial weights, scaled; norms stray from one.
+    /// Scaled initial weights; norms deviate from one.
     fn weights(&self) -> ParamSet {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed ^ 1);
         let pairs = init_params(&self.config, self.seed).unwrap().into_pairs().into_iter().map(|(name, x)| {
@@ -147,7 +147,7 @@ impl Scene {
         ParamSet::new(pairs.collect())
     }
 
-    /// Weights as initialised, and a head of small scale that favours no token.
+    /// Initial weights, and a head of small scale that favours no token.
     pub fn fresh(&mut self, seed: u64) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         self.scale = 1.0;

@@ -1,4 +1,4 @@
-//! The frozen targets: every hidden state and every logit of real tokens, whichever way their configuration is spelt.
+//! Frozen targets: every hidden state and every logit of real tokens, with both spellings of their configuration.
 
 use super::files::{OUTPUT, close_to_largest, ints, json, open, path, tensor};
 use draftmill::hf::config::TargetConfig;
@@ -7,15 +7,16 @@ use draftmill::model::batch::{Rows, all_finite};
 use draftmill::model::target::{Depth, Target};
 use tch::{Device, Kind, Tensor};
 
-struct Case {
-    name: String,
-    config: TargetConfig,
-    weights: TensorFiles,
-    io: TensorFiles,
+/// One target under one spelling of its configuration.
+pub struct Case {
+    pub name: String,
+    pub config: TargetConfig,
+    pub weights: TensorFiles,
+    pub io: TensorFiles,
 }
 
 impl Case {
-    fn lengths(&self) -> Vec<u32> {
+    pub fn lengths(&self) -> Vec<u32> {
         let mask = tensor(&self.io, "attention_mask");
         Vec::<i64>::try_from(mask.sum_dim_intlist([1i64].as_slice(), false, Kind::Int64))
             .unwrap()
@@ -24,11 +25,11 @@ impl Case {
             .collect()
     }
 
-    fn ids(&self) -> Vec<i32> {
+    pub fn ids(&self) -> Vec<i32> {
         ints(&self.io, "input_ids").into_iter().map(|id| id as i32).collect()
     }
 
-    /// `[rows, width, x]` to the real tokens alone, `[tokens, x]`.
+    /// Selects the real tokens: `[rows, width, x]` to `[tokens, x]`.
     fn real(&self, x: &Tensor) -> Tensor {
         let mask = tensor(&self.io, "attention_mask").flatten(0, -1);
         x.flatten(0, 1).index_select(0, &mask.nonzero().flatten(0, -1))
@@ -39,8 +40,8 @@ impl Case {
     }
 }
 
-/// Every target of the folder under each of its configurations.
-fn cases() -> Vec<Case> {
+/// Returns every target of the folder with each of its configurations.
+pub fn cases() -> Vec<Case> {
     let listed = json("targets.json");
     let mut cases = Vec::new();
     for entry in listed.as_object().unwrap().values().filter(|entry| !entry["model_dir"].is_null()) {
@@ -73,14 +74,14 @@ fn hidden_states_and_logits_match_transformers() {
         for index in 0..layers {
             check(&format!("hidden_states.{index}"), &trace.hidden[index]);
         }
-        // transformers gives its last hidden state after the final norm.
+        // transformers returns its last hidden state after the final norm.
         check("last_hidden_pre_norm", &trace.hidden[layers]);
         check(&format!("hidden_states.{layers}"), &trace.normed);
         check("logits", &trace.logits);
     }
 }
 
-/// The configuration that transformers 4 wrote and the one of transformers 5 are the same model.
+/// The configurations of transformers 4 and 5 are the same model.
 #[test]
 fn both_config_spellings_load_to_the_same_model() {
     for pair in cases().chunks(2) {
@@ -88,14 +89,14 @@ fn both_config_spellings_load_to_the_same_model() {
     }
 }
 
-/// A forward that loads and runs nothing above its last tap gives the same hidden states, packed and without padding.
+/// A forward without the layers above its last tap returns the same hidden states, packed and without padding.
 #[test]
 fn taps_are_the_hidden_states_one_further() {
     for case in cases() {
         let layers = case.config.num_hidden_layers;
         let (ids, lengths) = (case.ids(), case.lengths());
         let rows = Rows::new(&ids, &lengths, ids.len() / lengths.len()).unwrap();
-        // Not in order and not adjacent: the columns must follow the list.
+        // Unordered and not adjacent: the columns must follow the list.
         let taps = [layers - 2, 0];
         let target =
             Target::load(case.config.clone(), &case.weights, Depth::Layers(layers - 1), Kind::Float, Device::Cpu);
@@ -106,7 +107,7 @@ fn taps_are_the_hidden_states_one_further() {
     }
 }
 
-/// What stands on padding must not reach real tokens.
+/// Padding must not affect real tokens.
 #[test]
 fn padding_changes_nothing() {
     for case in cases() {
@@ -126,7 +127,7 @@ fn padding_changes_nothing() {
     }
 }
 
-/// Half precision follows float32 within its own rounding: the loader goes through bytes, not through slices.
+/// Half precision follows float32 within its own rounding: the loader reads bytes, not slices.
 #[test]
 fn tch_995_bf16_weights_and_features_are_not_taken_for_f16() {
     for case in cases() {

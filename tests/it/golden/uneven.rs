@@ -1,5 +1,5 @@
-//! Two drafters: the update of a step is the same whoever computed which of its micro-batches (T2), and a replica that is not what
-//! was published is found.
+//! Two drafters: the update of a step does not depend on the assignment of its micro-batches (T2), and a corrupt replica
+//! is detected.
 
 use super::{
     drafter::Case,
@@ -55,7 +55,7 @@ const STEP: u64 = 6;
 const LENGTHS: [u32; 24] =
     [20, 9, 14, 31, 17, 8, 26, 12, 22, 11, 30, 19, 7, 16, 25, 13, 28, 10, 21, 15, 29, 18, 24, 23];
 
-/// Samples whose ids follow from their number.
+/// Samples whose ids are a function of their number.
 struct Samples {
     vocab: usize,
 }
@@ -76,14 +76,14 @@ impl BatchSource for Samples {
     }
 }
 
-/// A drafter whose speed is told: the slow one finishes none of its micro-batches before the fast one has done what the slow one
-/// has no hold of, two thirds of each step.
+/// Drafter with a controlled speed: the slow one finishes no micro-batch before the fast one has done all others, two
+/// thirds of each step.
 struct Paced {
     inner: TorchDrafter,
     slow: bool,
-    /// Whether a bit of its weights changes on the way to it.
+    /// Flips a bit of the weights during their copy.
     flawed: bool,
-    /// Micro-batches of the fast one, over all steps.
+    /// Micro-batches of the fast drafter, over all steps.
     done: watch::Sender<u64>,
     step: u64,
     trained: Sender<JobId>,
@@ -101,7 +101,7 @@ impl DraftEngine for Paced {
     ) -> Result<MicroReport, MicroFailure<TorchFeatures>> {
         let report = self.inner.micro_batch(job, features).await?;
         if self.slow {
-            // One in work and one in hand are the slow one's.
+            // The slow drafter has one in work and one prefetched.
             let enough = self.step * STEP + STEP - 2;
             let mut done = self.done.subscribe();
             done.wait_for(|&done| done >= enough).await.expect("its own sender lives");
@@ -124,7 +124,7 @@ impl DraftEngine for Paced {
             let _ = last.view_dtype(Kind::Int).flatten(0, -1).get(7).bitwise_xor_(1);
         }
         if !self.slow {
-            // The slow one's share counts too, so that the next step begins at a multiple.
+            // The slow drafter's micro-batches count too, so that the next step begins at a multiple.
             self.done.send_replace(self.step * STEP);
         }
         self.inner.load_weights(weights).await
@@ -135,7 +135,7 @@ impl DraftEngine for Paced {
     }
 }
 
-/// The optimizer, and a look at what it was given and what it made of it.
+/// Optimizer that records its input and its result.
 struct Watched {
     inner: TorchOptimizer,
     seen: Sender<Seen>,
@@ -145,7 +145,7 @@ struct Watched {
 struct Seen {
     /// Sum of the drafters' gradients over the denominator.
     gradient: Gradient,
-    /// After the update.
+    /// Weights after the update.
     weights: Weights,
 }
 
@@ -194,8 +194,13 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
     let (config, hyper) = (case.config(), Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 });
     let saving = CheckpointWriter {
         folder: folder.path().to_path_buf(),
-        settings: watch::channel(CheckpointSettings { keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() }, config: String::new() }).1,
+        settings: watch::channel(CheckpointSettings {
+            keep: RetentionPolicy { last: 1, ..RetentionPolicy::default() },
+            config: String::new(),
+        })
+        .1,
         seed: 17,
+        run: String::new(),
         draft: config.clone(),
     };
     let weights = init_params(&config, 5).unwrap();
@@ -278,7 +283,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
 #[tokio::test]
 async fn the_update_does_not_depend_on_which_drafter_is_fast() {
     let (one, two) = (train(0, None).await, train(1, None).await);
-    // The same jobs in the same steps, but other hands: each time the fast one did at least twice as much.
+    // The same jobs in the same steps on other drafters: each time the fast one did at least twice as much.
     assert_eq!(one.steps, two.steps);
     assert_eq!(one.steps.values().map(Vec::len).collect::<Vec<_>>(), [STEP as usize; 4]);
     for (slow, fast) in [(&one.jobs[0], &one.jobs[1]), (&two.jobs[1], &two.jobs[0])] {
@@ -291,22 +296,22 @@ async fn the_update_does_not_depend_on_which_drafter_is_fast() {
             close_to_largest(&format!("gradient of step {step}, {name}"), a, b, 1e-6);
         }
         for ((name, a), b) in a.weights.iter().zip(b.weights.tensors()) {
-            // AdamW divides by the gradient's size: where that is nearly 0, its rounding counts in full.
+            // AdamW divides by the gradient's size: if that is nearly 0, its rounding has full effect.
             close_to_largest(&format!("weights after step {step}, {name}"), a, b, 3e-6);
         }
     }
 }
 
-/// `drafter.replica_check_every`: what a drafter computes with must be what the optimizer gave it, bit by bit.
+/// `drafter.replica_check_every`: a drafter's weights must equal the optimizer's, bit by bit.
 #[tokio::test]
-async fn a_single_bit_of_a_replica_that_differs_is_found_and_told() {
+async fn a_single_different_bit_of_a_replica_is_logged() {
     for (flawed, want) in [(None, [4, 0]), (Some(1), [2, 2])] {
         let recorder = PrometheusBuilder::new().build_recorder();
         let _counting = metrics::set_default_local_recorder(&recorder);
         let (log, logged) = channel();
         let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(Log(log)).finish();
         let _logging = tracing::subscriber::set_default(subscriber);
-        // Compared after steps 2 and 4; what a drafter begins with comes before the flaw.
+        // Compared after steps 2 and 4; the first weights precede the flaw.
         train(0, flawed).await;
         let rendered = recorder.handle().render();
         let log = String::from_utf8(logged.try_iter().flatten().collect()).unwrap();
@@ -316,14 +321,14 @@ async fn a_single_bit_of_a_replica_that_differs_is_found_and_told() {
         });
         assert_eq!(counted, want, "{rendered}");
         for step in [2, 4] {
-            let told = log.contains(&format!("drafter 1 did not train step {step} with the weights"));
-            assert_eq!(told, flawed.is_some(), "{log}");
+            let reported = log.contains(&format!("replica differs from the published weights drafter=1 step={step} "));
+            assert_eq!(reported, flawed.is_some(), "{log}");
         }
-        assert!(!log.contains("drafter 0 did not"), "{log}");
+        assert!(!log.contains("published weights drafter=0"), "{log}");
     }
 }
 
-/// Where lines of the log go.
+/// Writer that collects log lines.
 #[derive(Clone)]
 struct Log(Sender<Vec<u8>>);
 

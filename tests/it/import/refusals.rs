@@ -138,6 +138,27 @@ fn tensors_must_be_exactly_those_of_the_family() {
     assert!(refusal(&scaling).contains("the rope scaling [1.0, 3.0, 5.0, 8.0]"));
 }
 
+/// No folder is written that every later command refuses.
+#[test]
+fn automodel_2376_import_refuses_what_no_command_can_use() {
+    let llama = || Tiny::new("llama", "smollm");
+    for (tiny, part) in [
+        (llama().set("llama.rope.scaling.type", Meta::Text("linear".into())), "the rope scaling linear"),
+        (
+            llama()
+                .set("llama.rope.scaling.type", Meta::Text("linear".into()))
+                .set("llama.rope.scaling.factor", Meta::F32(4.0)),
+            "the rope scaling linear by 4",
+        ),
+        (llama().set("llama.rope.scale_linear", Meta::F32(2.0)), "the rope scaling linear by 2"),
+        (llama().set("llama.rope.freq_base", Meta::F32(-1.0)), "`rope_theta` = -1"),
+        (llama().set("llama.context_length", Meta::U32(u32::MAX)), "`max_position_embeddings` = 4294967295"),
+    ] {
+        let error = refusal(&tiny);
+        assert!(error.contains(part), "{part:?} is missing in: {error}");
+    }
+}
+
 #[test]
 fn an_unsupported_tensor_type_is_named() {
     for (number, part) in [(20, "tensor blk.0.attn_norm.weight of the type IQ4_NL"), (99, "ggml_type discriminant 99")]
@@ -179,6 +200,15 @@ fn force_replaces_an_earlier_import_and_nothing_else() {
     let error = sentence(&import(&gguf, &out, WeightType::F32, true).unwrap_err());
     assert!(error.contains("notes.txt"), "{error}");
     assert!(out.join("notes.txt").exists());
+
+    // A downloaded model with the same names, which no import has written (speculators#690).
+    std::fs::remove_file(out.join("notes.txt")).unwrap();
+    let mut config = json(out.join("config.json"));
+    config.as_object_mut().unwrap().remove("draftmill_import").unwrap();
+    std::fs::write(out.join("config.json"), config.to_string()).unwrap();
+    let error = sentence(&import(&gguf, &out, WeightType::F32, true).unwrap_err());
+    assert!(error.contains("draftmill_import"), "{error}");
+    assert_eq!(json(out.join("config.json"))["dtype"], "bfloat16");
 
     let error = sentence(&import(&gguf, &gguf, WeightType::F32, true).unwrap_err());
     assert!(error.contains("it is a file"), "{error}");

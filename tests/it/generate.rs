@@ -1,4 +1,4 @@
-//! `draftmill answer` as a user meets it: a tiny target, prompts of every kind, answers that `prepare` reads, kills and refusals.
+//! `draftmill generate`: a tiny target, prompts of every kind, answers that `prepare` reads, kills and refusals.
 
 use super::eval::Scene;
 use std::process::{Command, Output};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 fn command(scene: &Scene, more: &[&str]) -> Command {
     let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
     run.current_dir(&scene.0).args([
-        "answer",
+        "generate",
         "--target",
         "target",
         "--prompts",
@@ -54,7 +54,7 @@ mod torch {
         line["input_ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
     }
 
-    /// The prompt of a line and its answer, as its mask divides them.
+    /// Prompt and answer of a line, split by its mask.
     fn parts(line: &Value) -> (Vec<u32>, Vec<u32>) {
         let mask: Vec<u64> = line["loss_mask"].as_array().unwrap().iter().map(|bit| bit.as_u64().unwrap()).collect();
         let prompt = mask.iter().take_while(|&&bit| bit == 0).count();
@@ -64,7 +64,7 @@ mod torch {
         (question, answer)
     }
 
-    /// A file of conversations with one question or more, each with an answer that nobody shall see again.
+    /// File of conversations with one or more questions, each with an answer that must be replaced.
     fn many(scene: &Scene, count: u32) {
         let turn = |from: &str, text: String| json!({"from": from, "value": text});
         let row = |n: u32| {
@@ -79,7 +79,7 @@ mod torch {
     }
 
     #[test]
-    fn every_answer_is_what_the_target_says_to_its_prompt_and_turns_follow_each_other() {
+    fn every_answer_is_the_targets_own_in_every_turn() {
         let scene = Scene::new();
         scene.write(
             "prompts.jsonl",
@@ -124,7 +124,7 @@ mod torch {
         assert!(report["rows_per_forward"].as_f64().unwrap() > 1.0, "{report}");
     }
 
-    /// A cut answer must not teach the end of a turn, so no template may touch it again.
+    /// A cut answer must not teach the end of a turn, so no template is applied to it again.
     #[test]
     fn prepare_takes_the_answers_token_by_token() {
         let scene = Scene::new();
@@ -171,7 +171,7 @@ mod torch {
         let firsts = whole.iter().filter(|line| line["place"].as_u64() < Some(4) && line["turn"].as_u64() < Some(3));
         let short = lines(&scene.path("out.jsonl"));
         assert_eq!(short.iter().map(ids).collect::<Vec<_>>(), firsts.map(ids).collect::<Vec<_>>());
-        // Seeds and streams decide on samples, not on who stands beside whom.
+        // Samples depend on seeds and streams, not on the rest of the batch.
         let sampled = |rows: &str, seed: &str| {
             answered(
                 &scene,
@@ -208,11 +208,14 @@ mod torch {
         assert_eq!(report["questions_left_out"], json!({"no_question": 1, "too_long": 2}));
         scene.write("prompts.jsonl", &rows[..3].join("\n"));
         let errors = refused(&scene, &["--max-prompt-tokens", "20", "--force"], 4);
-        assert!(errors.contains("none of 3 rows") && errors.contains("the assistant speaks first"), "{errors}");
+        assert!(
+            errors.contains("no usable prompt in 3 rows") && errors.contains("the assistant speaks first"),
+            "{errors}"
+        );
         assert!(!scene.path("out.jsonl.part").exists(), "nothing is left");
     }
 
-    /// Starts the work, waits until some answers are on disk, and ends it with a signal.
+    /// Starts the command, waits until some answers are on disk, and ends it with a signal.
     fn ended_early(scene: &Scene, options: &[&str], signal: i32) -> (Option<i32>, String) {
         let mut run = command(scene, options);
         let child = run.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::null()).spawn().unwrap();
@@ -221,7 +224,7 @@ mod torch {
         while fs::metadata(&part).map_or(0, |part| part.len()) <= begun {
             std::thread::sleep(Duration::from_millis(5));
         }
-        // SAFETY: a signal to a child that was not waited for.
+        // SAFETY: a signal to a child that is not yet waited for.
         unsafe { libc::kill(child.id() as i32, signal) };
         let output = child.wait_with_output().unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
@@ -238,7 +241,7 @@ mod torch {
 
         let (code, _) = ended_early(&scene, &options, libc::SIGKILL);
         assert_eq!(code, None);
-        // As a kill inside a write would leave it.
+        // State after a kill inside a write.
         let part = fs::read_to_string(scene.path("out.jsonl.part")).unwrap();
         scene.write("out.jsonl.part", &format!("{part}{}", &part[..part.len() / 2].trim_end()));
         let (code, errors) = ended_early(&scene, &options, libc::SIGINT);
@@ -249,7 +252,13 @@ mod torch {
         assert!((2..40).contains(&before), "{before} conversations");
 
         let errors = refused(&scene, &["--max-new-tokens", "31"], 4);
-        assert!(errors.contains("another max-new-tokens (30 then, 31 now)"), "{errors}");
+        assert!(errors.contains("another max-new-tokens (30 before, 31 now)"), "{errors}");
+        // Automodel#2307: other prompts of the same name and size.
+        let prompts = fs::read_to_string(scene.path("prompts.jsonl")).unwrap();
+        scene.write("prompts.jsonl", &prompts.replacen("t1", "t2", 1));
+        let errors = refused(&scene, &options, 4);
+        assert!(errors.contains("another prompts") && errors.contains("sha256"), "{errors}");
+        scene.write("prompts.jsonl", &prompts);
         let report = answered(&scene, &options);
         assert_eq!(report["conversations_before"], json!(before));
         for key in

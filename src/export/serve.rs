@@ -1,0 +1,88 @@
+//! Command lines of the engines that serve an export.
+
+use crate::{common::text::shell_word, hf::layout::Layout};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// Command lines that serve a target with an export, for a POSIX shell.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServeCommands {
+    /// vLLM needs the method, or it drafts with the folder as with an ordinary model and accepts nothing. It needs the number of
+    /// drafted tokens too, since it reads no `block_size`.
+    pub vllm: String,
+    /// `None` for the speculators layout, which SGLang does not load.
+    pub sglang: Option<String>,
+}
+
+impl ServeCommands {
+    /// Commands for the export in `dir` with the target in `target`.
+    pub fn new(dir: &Path, target: &Path, layout: Layout, block_size: usize) -> ServeCommands {
+        let (draft, target) = (dir.display().to_string(), shell_word(&target.display().to_string()));
+        // Written by hand for the order of the keys; the folder is the only value that needs an escape.
+        let speculative = format!(
+            r#"{{"method": "dflash", "model": {}, "num_speculative_tokens": {}}}"#,
+            serde_json::Value::from(draft.as_str()),
+            block_size.saturating_sub(1)
+        );
+        let sglang = format!(
+            "python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \
+             --speculative-draft-model-path {}",
+            shell_word(&draft)
+        );
+        ServeCommands {
+            vllm: format!("vllm serve {target} --speculative-config {}", shell_word(&speculative)),
+            sglang: (layout == Layout::Zlab).then_some(sglang),
+        }
+    }
+
+    /// Commands by engine.
+    pub fn by_engine(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let sglang = self.sglang.as_deref().map(|command| ("SGLang", command));
+        std::iter::once(("vLLM", self.vllm.as_str())).chain(sglang)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// vllm#56692's thread and Draftmill's own trial: without the method vLLM 0.32 accepted 0 of 1008 drafted tokens and said
+    /// nothing, and with 15 tokens for a block of 8 it drafted from slots that were never trained.
+    #[test]
+    fn commands_have_the_method_and_one_token_less_than_a_block() {
+        let commands = |layout| ServeCommands::new(Path::new("runs/a/export"), Path::new("models/t"), layout, 8);
+        let zlab = commands(Layout::Zlab);
+        assert_eq!(
+            zlab.vllm,
+            r#"vllm serve models/t --speculative-config '{"method": "dflash", "model": "runs/a/export", "num_speculative_tokens": 7}'"#
+        );
+        assert_eq!(
+            zlab.sglang.as_deref(),
+            Some(
+                "python -m sglang.launch_server --model-path models/t --speculative-algorithm DFLASH \
+                 --speculative-draft-model-path runs/a/export"
+            )
+        );
+        assert_eq!(commands(Layout::Speculators), ServeCommands { sglang: None, ..zlab });
+    }
+
+    /// A shell gives the engine the same folder and the same JSON, for any path.
+    #[test]
+    fn a_shell_hands_over_every_path_as_it_is() {
+        for path in ["a b", "it's", "say \"hi\"", "$HOME `x` \\", "line\nbreak", "-f*?", "ä", "\u{1b}[31m"] {
+            let commands = ServeCommands::new(Path::new(path), Path::new(path), Layout::Zlab, 16);
+            let words = |command: &str| {
+                let script = format!("for word in {command}; do printf '%s\\0' \"$word\"; done");
+                let out = std::process::Command::new("bash").args(["-c", &script]).output().unwrap().stdout;
+                let text = String::from_utf8(out).unwrap();
+                text.split_terminator('\0').map(String::from).collect::<Vec<_>>()
+            };
+            let vllm = words(&commands.vllm);
+            assert_eq!((vllm.len(), vllm[2].as_str()), (5, path));
+            let json: serde_json::Value = serde_json::from_str(&vllm[4]).unwrap();
+            assert_eq!(json["model"], path);
+            assert_eq!(words(&commands.sglang.unwrap()).last().map(String::as_str), Some(path));
+            assert!(commands.vllm.chars().all(|c| !c.is_control()), "{}", commands.vllm);
+        }
+    }
+}
