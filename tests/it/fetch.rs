@@ -167,7 +167,8 @@ fn the_prompts_that_the_demo_measures_with_are_a_folder_of_their_own() {
 #[test]
 fn public_templates_are_a_flat_folder_named_by_package() {
     let world = World::new();
-    let files = ["tpl/templates/chatml.jinja={{ a }}", "tpl/other/deep/llama.jinja={{ b }}", "tpl/readme.md=no template"];
+    let files =
+        ["tpl/templates/chatml.jinja={{ a }}", "tpl/other/deep/llama.jinja={{ b }}", "tpl/readme.md=no template"];
     world.wheel("demo-templates", &files);
     world.lock("templates.lock", &["demo-templates"]);
     let folder = world.fetch(&["templates"]).unwrap();
