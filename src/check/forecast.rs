@@ -61,7 +61,7 @@ pub struct PoolForecast {
     pub replay_window: Option<u32>,
 }
 
-/// Bytes of weights and buffers on one device, without the working memory of forward and backward.
+/// Bytes of a run on one device. Temporary buffers of single operations are not counted.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DeviceMemory {
     pub device: String,
@@ -75,6 +75,9 @@ pub struct DeviceMemory {
     pub drafter_weights: u64,
     /// f32 weights and both moments, on the device of the first drafter.
     pub optimizer: u64,
+    /// Values that a drafter keeps from forward to backward for the largest micro-batch, with `drafter.anchors` blocks
+    /// in each row. A GPU splits a micro-batch that does not fit; the host has no such error.
+    pub activations: u64,
     /// Whole target and drafter of the evaluation.
     pub evaluation: u64,
     /// Pool, on the host.
@@ -93,6 +96,14 @@ pub struct Disk {
 }
 
 impl Forecast {
+    /// Returns the memory of the host: of the CPU's workers, and the pool.
+    pub fn host(&self) -> DeviceMemory {
+        let name = Device::Cpu.to_string();
+        let pool = self.pool.max_bytes;
+        let pool_alone = || DeviceMemory { device: name.clone(), pool, total: pool, ..DeviceMemory::default() };
+        self.devices.iter().find(|memory| memory.device == name).cloned().unwrap_or_else(pool_alone)
+    }
+
     /// Returns the names of the run's GPUs.
     pub fn gpus(&self) -> Vec<String> {
         let names = self.devices.iter().map(|memory| memory.device.clone());
@@ -155,7 +166,10 @@ pub fn forecast(
                 .then(|| replay_window(&config.pool, largest_job_bytes)),
         },
         drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),
-        devices: models.map_or_else(Vec::new, |(target, drafter)| devices(config, target, drafter, largest_job_bytes)),
+        devices: models.map_or_else(Vec::new, |(target, drafter)| {
+            let kept = activation_bytes(config, drafter, most_anchors(&plan, config.drafter.anchors));
+            devices(config, target, drafter, largest_job_bytes, kept)
+        }),
         disk: models.map_or_else(Disk::default, |(_, drafter)| disk(config, drafter, steps)),
     })
 }
@@ -179,7 +193,31 @@ fn buckets(plan: &Plan) -> Vec<Bucket> {
     buckets
 }
 
-fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_bytes: u64) -> Vec<DeviceMemory> {
+/// Returns the largest number of anchors in one job. A row has at most one for each token.
+fn most_anchors(plan: &Plan, limit: u32) -> u64 {
+    let anchors = |job: &JobSpec| job.samples.len() as u64 * u64::from(job.width.min(limit));
+    plan.jobs.iter().map(anchors).max().unwrap_or(0)
+}
+
+/// Returns a lower bound of the bytes that the backward pass needs of `anchors` blocks: per slot and layer the input,
+/// queries, keys, values, and both products of the MLP. With `drafter.recompute_layers` only one layer has more than
+/// its input.
+fn activation_bytes(config: &Config, drafter: &DraftConfig, anchors: u64) -> u64 {
+    let DraftConfig { hidden_size, num_attention_heads: heads, num_key_value_heads: shared, .. } = *drafter;
+    let inner = (heads + 2 * shared) * drafter.head_dim + 2 * drafter.intermediate_size;
+    let layers = drafter.num_hidden_layers;
+    let whole = if config.drafter.recompute_layers { layers.min(1) } else { layers };
+    let values = (layers * hidden_size + whole * inner) as u64;
+    anchors.saturating_mul(drafter.block_size as u64).saturating_mul(values * config.drafter.dtype.bytes())
+}
+
+fn devices(
+    config: &Config,
+    target: &TargetConfig,
+    drafter: &DraftConfig,
+    job_bytes: u64,
+    activations: u64,
+) -> Vec<DeviceMemory> {
     let shapes = target.tensor_shapes();
     let last_tap = drafter.target_layer_ids.iter().max().copied().unwrap_or(0);
     let frozen = count(&shapes, |name| name == EMBEDDING || name == HEAD);
@@ -205,6 +243,7 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
             memory.features += job_bytes * (1 + u64::from(config.drafter.prefetch));
         }
         memory.optimizer += if index == 0 { trained * 3 * F32 } else { 0 };
+        memory.activations = memory.activations.saturating_add(activations);
     }
     if config.evaluates(config.data.validation_fraction > 0.0) {
         let whole = count(&shapes, |_| true);
@@ -220,7 +259,8 @@ fn devices(config: &Config, target: &TargetConfig, drafter: &DraftConfig, job_by
             + memory.drafter_weights
             + memory.optimizer
             + memory.evaluation
-            + memory.pool,
+            + memory.pool
+            + memory.activations,
         ..memory
     });
     named.collect()
@@ -305,6 +345,12 @@ mod tests {
         let disk =
             Disk { checkpoint, checkpoints: 3 * checkpoint, export: 2 * trained, total: 3 * checkpoint + 2 * trained };
         assert_eq!(seen.disk, disk);
+        // Issue 17, C7: the backward pass needs its inputs; with recomputation one layer of two is kept.
+        assert_eq!(seen.devices[2].activations, 40 * 4 * 700 * 2);
+        let sets = ["drafter.layers=2".into(), "drafter.recompute_layers=true".into()];
+        let recomputed = load_text(TEXT, "x.toml", &sets).unwrap();
+        let two = draft_config(&recomputed.config, &recomputed.written, &target, 7).unwrap();
+        assert_eq!(activation_bytes(&recomputed.config, &two, 40), 40 * 4 * (2 * 100 + 600) * 2);
         // One of 3 steps is a multiple of 2 and is kept permanently.
         let sets = ["checkpoint.every_steps=1".into(), "checkpoint.keep_every=2".into()];
         let config = load_text(TEXT, "x.toml", &sets).unwrap().config;
@@ -322,7 +368,8 @@ mod tests {
         let (weights, drafter) = ((100_000 + 2 * 90_200) * 4, (trained + 100_000) * 2 + trained * 4);
         let devices: Vec<_> = seen.devices.iter().map(|d| (d.device.as_str(), d.total)).collect();
         // A drafter holds the current batch and one prefetched batch.
-        let drafter = drafter + 2 * 32_216;
+        // 40 anchors of 4 slots, and 700 values of 2 bytes for each slot.
+        let drafter = drafter + 2 * 32_216 + 40 * 4 * 700 * 2;
         let cuda0 = weights + 32_216 + drafter + trained * 12;
         assert_eq!(devices, [("cpu", weights + 32_216 + 1_000_000), ("cuda:0", cuda0), ("cuda:1", drafter)]);
 

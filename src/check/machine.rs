@@ -13,6 +13,7 @@ use crate::{
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::TcpListener,
+    num::NonZeroUsize,
 };
 
 /// Properties of the machine that the checks use.
@@ -23,6 +24,8 @@ pub struct Machine {
     pub cuda_devices: usize,
     /// Memory of the run's GPUs by name, if known.
     pub gpus: BTreeMap<String, Memory>,
+    /// Cores that this process may use.
+    pub cores: usize,
     /// Memory limit of the host, in bytes.
     pub memory: Option<u64>,
     /// Free bytes on the disk of run.dir.
@@ -38,6 +41,7 @@ impl Machine {
             torch: cfg!(feature = "torch"),
             cuda_devices: cuda_devices(),
             gpus: gpus(config),
+            cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
             memory: memory_limit(),
             free_disk: free_disk(&config.run.dir),
             check_port: true,
@@ -105,13 +109,23 @@ pub fn problems(config: &Config, written: &Written, machine: &Machine) -> Vec<Pr
     problems
 }
 
+/// Returns a note if one operation has more threads than there are cores.
+pub fn thread_note(config: &Config, written: &Written, machine: &Machine) -> Option<Problem> {
+    (config.run.threads > machine.cores).then(|| {
+        let Machine { cores, .. } = machine;
+        let message =
+            format!("{} threads per operation exceed the cores of this machine ({cores})", config.run.threads);
+        written.problem("run.threads", message, "set it to \"auto\", or lower it")
+    })
+}
+
 /// Returns problems of the run's needs for disk and host memory.
 pub fn capacity_problems(
     config: &Config,
     written: &Written,
     machine: &Machine,
     disk_needed: u64,
-    host_needed: u64,
+    host: &DeviceMemory,
 ) -> Vec<Problem> {
     let mut problems = Vec::new();
     if let Some(free) = machine.free_disk.filter(|&free| free < disk_needed) {
@@ -125,15 +139,20 @@ pub fn capacity_problems(
             "choose another disk, lower checkpoint.keep_last, or raise checkpoint.keep_every",
         ));
     }
-    if let Some(memory) = machine.memory.filter(|&memory| memory < host_needed) {
+    if let Some(memory) = machine.memory.filter(|&memory| memory < host.total) {
         problems.push(written.problem(
             "pool.max_bytes",
             format!(
-                "the pool and the CPU devices take {}, and this machine has {} of memory",
-                ByteSize(host_needed).rounded(),
+                "the pool and the CPU devices take {}, of which {} are activations, and this machine has {} of memory",
+                ByteSize(host.total).rounded(),
+                ByteSize(host.activations).rounded(),
                 ByteSize(memory).rounded()
             ),
-            format!("lower it (the pool takes {} of these), or use fewer CPU devices", config.pool.max_bytes),
+            format!(
+                "lower it (the pool takes {}), drafter.anchors or plan.job_tokens, set drafter.recompute_layers, or use \
+                 a smaller drafter or fewer CPU devices",
+                config.pool.max_bytes
+            ),
         ));
     }
     problems
@@ -152,8 +171,9 @@ pub fn gpu_problems(written: &Written, machine: &Machine, needs: &[DeviceMemory]
         };
         let (device, bytes) = (&need.device, ByteSize(need.total).rounded());
         let [free, total] = [memory.free, memory.total].map(|bytes| ByteSize(bytes).rounded());
-        let takes = format!("weights and buffers on {device} take {bytes}, forward and backward take more");
-        if need.total > memory.total {
+        let takes = format!("weights, buffers and activations on {device} take {bytes}");
+        // A micro-batch that does not fit is split, so its activations refuse nothing.
+        if need.total - need.activations > memory.total {
             let remedy = "use more devices (target.devices, drafter.devices, eval.device), or bf16 (target.dtype, \
                           drafter.dtype)";
             problems.push(written.problem(key, format!("{takes}; this GPU has {total} of memory"), remedy));
@@ -201,6 +221,7 @@ mod tests {
         torch: false,
         cuda_devices: 0,
         gpus: BTreeMap::new(),
+        cores: 2,
         memory: Some(1 << 30),
         free_disk: Some(1 << 30),
         check_port: true,
@@ -252,8 +273,23 @@ mod tests {
     #[test]
     fn disk_and_memory_are_compared_with_the_needs() {
         let loaded = load_text("", "x.toml", &[]).unwrap();
-        let count = |disk, host| capacity_problems(&loaded.config, &loaded.written, &BARE, disk, host).len();
+        let count = |disk, total| {
+            let host = DeviceMemory { total, ..DeviceMemory::default() };
+            capacity_problems(&loaded.config, &loaded.written, &BARE, disk, &host).len()
+        };
         assert_eq!((count(1 << 30, 1 << 30), count(2 << 30, 0), count(2 << 30, 2 << 30)), (0, 1, 2));
+    }
+
+    /// Issue 17, C7.
+    #[test]
+    fn threads_above_the_cores_are_a_note() {
+        let note = |threads: u32| {
+            let loaded = load_text("", "x.toml", &[format!("run.threads={threads}")]).unwrap();
+            thread_note(&loaded.config, &loaded.written, &BARE).map(|note| (note.key, note.message))
+        };
+        assert_eq!(note(2), None);
+        let message = "1024 threads per operation exceed the cores of this machine (2)";
+        assert_eq!(note(1024), Some(("run.threads".into(), message.into())));
     }
 
     #[test]
@@ -277,8 +313,11 @@ mod tests {
         assert_eq!((problems.len(), notes.len(), problems[0].line), (1, 0, Some(2)));
         assert_eq!(
             problems[0].message,
-            "weights and buffers on cuda:0 take 81.0 GiB, forward and backward take more; this GPU has 80.0 GiB of memory"
+            "weights, buffers and activations on cuda:0 take 81.0 GiB; this GPU has 80.0 GiB of memory"
         );
+        // A GPU splits its micro-batches, so activations alone refuse nothing.
+        let (problems, notes) = check(DeviceMemory { activations: 2 << 30, ..need("cuda:0", 1, 1, 81) });
+        assert_eq!((problems.len(), notes.len()), (0, 1));
         let (problems, notes) = check(need("cuda:1", 0, 2, 51));
         assert_eq!((problems.len(), notes[0].key.as_str()), (0, "drafter.devices"));
         assert!(notes[0].message.ends_with("; 50.0 GiB of 80.0 GiB are free"), "{}", notes[0].message);

@@ -22,7 +22,7 @@ use crate::{
         guard::{Protected, lines_are},
     },
     config::{
-        Config, Device, Engine, Loaded, Problem, Written, draft_config,
+        Config, Engine, Loaded, Problem, Written, draft_config,
         mask::{MaskToken, mask_token_of},
         pool_problem, start_from, step_problem,
     },
@@ -64,6 +64,7 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
             "listen on 127.0.0.1 to allow local clients only",
         ));
     }
+    report.notes.extend(machine::thread_note(config, written, machine));
     outputs(config, written, &mut report);
     let prompts = config.eval.prompt_file.as_deref().filter(|_| config.evaluates(true));
     if let Some(Err(error)) = prompts.map(|file| crate::eval::read(file, Some(1))) {
@@ -91,9 +92,8 @@ pub fn examine(loaded: &Loaded, machine: &Machine, stored: &Stored) -> Report {
                 for problem in refused.into_iter().flatten() {
                     report.fail(Exit::Config, problem);
                 }
-                let host = forecast.devices.iter().find(|memory| memory.device == Device::Cpu.to_string());
-                let host = host.map_or(forecast.pool.max_bytes, |memory| memory.total);
-                for problem in machine::capacity_problems(config, written, machine, forecast.disk.total, host) {
+                let host = forecast.host();
+                for problem in machine::capacity_problems(config, written, machine, forecast.disk.total, &host) {
                     report.fail(Exit::Config, problem);
                 }
                 let (problems, notes) = machine::gpu_problems(written, machine, &forecast.devices);

@@ -140,7 +140,7 @@ impl Report {
             writeln!(text, "{bound:>12} {samples:>10} {jobs:>8} {tokens:>12} {padding:>9}")?;
         }
         if !plan.devices.is_empty() {
-            writeln!(text, "\nmemory of weights and buffers (without the working memory of forward and backward)")?;
+            writeln!(text, "\nmemory by device (without the temporary buffers of single operations)")?;
         }
         for device in &plan.devices {
             writeln!(text, "{:<24}{}", device.device, parts(device))?;
@@ -156,6 +156,7 @@ fn parts(memory: &DeviceMemory) -> String {
         ("hidden states".into(), memory.features),
         (counted(memory.drafters as u64, "drafter"), memory.drafter_weights),
         ("optimizer".into(), memory.optimizer),
+        ("activations".into(), memory.activations),
         ("evaluation".into(), memory.evaluation),
         ("pool".into(), memory.pool),
     ];

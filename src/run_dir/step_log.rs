@@ -128,6 +128,38 @@ mod tests {
         assert_eq!(last.loss, 10.0 / 31.0);
     }
 
+    proptest::proptest! {
+        /// Issue 17, E12: no drift of the last digit, however often a run starts.
+        #[test]
+        fn e12_floats_keep_every_bit(loss in proptest::num::f64::NORMAL, accuracy in proptest::num::f64::NORMAL) {
+            let dir = tempfile::tempdir().unwrap();
+            let record = |step| StepRecord { step, loss, accuracy, ..StepRecord::default() };
+            let mut log = StepLog::open(dir.path(), 0).unwrap();
+            log.push(record(1)).unwrap();
+            log.push(record(2)).unwrap();
+            let line = |path: &Path| fs::read_to_string(path).unwrap().lines().next().unwrap().to_owned();
+            let before = line(log.path());
+            let log = StepLog::open(dir.path(), 1).unwrap();
+            proptest::prop_assert_eq!(line(log.path()), before);
+            proptest::prop_assert_eq!(log.first[0].loss.to_bits(), loss.to_bits());
+            proptest::prop_assert_eq!(log.first[0].accuracy.to_bits(), accuracy.to_bits());
+        }
+    }
+
+    /// Issue 17, E15.
+    #[test]
+    fn e15_memory_does_not_grow_with_the_steps() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = StepLog::open(dir.path(), 0).unwrap();
+        for step in 1..=20_000 {
+            log.push(record(step)).unwrap();
+            assert!(log.first.capacity() <= 2 * WINDOW_LIMIT && log.last.capacity() <= 2 * WINDOW_LIMIT);
+        }
+        let again = StepLog::open(dir.path(), 20_000).unwrap();
+        assert_eq!(again.windows(), log.windows());
+        assert!(again.first.len() == WINDOW_LIMIT && again.last.len() == WINDOW_LIMIT && again.steps == 20_000);
+    }
+
     #[test]
     fn no_steps_have_no_means() {
         let dir = tempfile::tempdir().unwrap();

@@ -2,9 +2,7 @@
 
 use crate::{
     check::{Forecast, Machine, capacity_problems},
-    config::{
-        self, Apply, Config, Device, FIELDS, Loaded, Problem, Problems, pool_problem, replay_window, step_problem,
-    },
+    config::{self, Apply, Config, FIELDS, Loaded, Problem, Problems, pool_problem, replay_window, step_problem},
 };
 use draftmill_actors::{planner::ledger::Change, pool::DrawPolicy};
 
@@ -59,14 +57,13 @@ impl ReloadPolicy {
         .into_iter()
         .flatten()
         .collect();
-        let cpu = Device::Cpu.to_string();
-        let host = self.forecast.devices.iter().find(|memory| memory.device == cpu).map_or(0, |memory| memory.total);
-        let others = host.saturating_sub(self.forecast.pool.max_bytes);
-        let raised = config.pool.max_bytes > old.config.pool.max_bytes;
         // The disk stores checkpoints by now; one that does not fit fails alone.
         let machine = Machine { free_disk: None, ..self.machine.clone() };
-        let needed = if raised { others.saturating_add(config.pool.max_bytes.0) } else { 0 };
-        broken.extend(capacity_problems(config, written, &machine, 0, needed));
+        if config.pool.max_bytes > old.config.pool.max_bytes {
+            let mut host = self.forecast.host();
+            host.total = host.total.saturating_sub(host.pool).saturating_add(config.pool.max_bytes.0);
+            broken.extend(capacity_problems(config, written, &machine, 0, &host));
+        }
         broken
     }
 

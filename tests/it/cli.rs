@@ -37,6 +37,7 @@ const LARGE: Machine = Machine {
     torch: true,
     cuda_devices: 0,
     gpus: std::collections::BTreeMap::new(),
+    cores: 2,
     memory: Some(1 << 40),
     free_disk: Some(1 << 40),
     check_port: true,

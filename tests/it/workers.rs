@@ -33,7 +33,7 @@ fn too_many_skips_end_the_process_and_name_the_setting() {
 
 #[test]
 fn failures_now_and_then_cost_nothing_but_time() {
-    let run = with(&["simulate.job_failures=0.2", "simulate.micro_batch_failures=0.2", "dispatch.max_attempts=50"]);
+    let run = with(&["simulate.job_failures=0.03", "simulate.micro_batch_failures=0.03", "dispatch.max_attempts=50"]);
     let ended = run.train(&[]);
     assert_eq!(ended.status.code(), Some(0), "{}", text(&ended));
     let (trained, open) = run.ledger();
