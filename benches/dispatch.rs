@@ -22,6 +22,7 @@ mod pipeline;
 mod pressure;
 #[cfg(feature = "torch")]
 mod products;
+mod queue;
 #[cfg(feature = "torch")]
 mod sampled;
 mod sim;
@@ -129,6 +130,7 @@ fn bench() -> Outcome<()> {
     let runtime = two_workers()?;
     pipelines(&runtime, &mut table, &mut details)?;
     draws(&runtime, &mut table)?;
+    queues(&mut table)?;
     drop(runtime);
     simulations(&mut table, &mut details)?;
     scales(&mut table, &mut details)?;
@@ -214,6 +216,16 @@ fn draws(runtime: &Runtime, table: &mut Table) -> Outcome<()> {
         Reported,
         format!("the worse of both, {PACED_DRAWS} draws 1 ms apart"),
     );
+    Ok(())
+}
+
+/// Measures the dispatcher's decisions with a short queue and a long one.
+fn queues(table: &mut Table) -> Outcome<()> {
+    let (short, long, ratio) = queue::run()?;
+    let note = |jobs| format!("decisions of the dispatcher for one job with {jobs} jobs in the queue");
+    table.row("dispatch_us_per_job_short_queue", short * 1e6, Reported, note(queue::SHORT));
+    table.row("dispatch_us_per_job_long_queue", long * 1e6, Reported, note(queue::LONG));
+    table.row("dispatch_long_to_short", ratio, Below(3.0), "median of the pairs".into());
     Ok(())
 }
 
