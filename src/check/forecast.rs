@@ -254,13 +254,17 @@ fn devices(
     devices.entry(Device::Cpu).or_default().pool = config.pool.max_bytes.0;
     let named = devices.into_iter().map(|(device, memory)| DeviceMemory {
         device: device.to_string(),
-        total: memory.target_weights
-            + memory.features
-            + memory.drafter_weights
-            + memory.optimizer
-            + memory.evaluation
-            + memory.pool
-            + memory.activations,
+        total: [
+            memory.target_weights,
+            memory.features,
+            memory.drafter_weights,
+            memory.optimizer,
+            memory.activations,
+            memory.evaluation,
+            memory.pool,
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add),
         ..memory
     });
     named.collect()

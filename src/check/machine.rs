@@ -5,7 +5,7 @@ use crate::{
     common::{
         fs::creatable,
         gpu_memory::Memory,
-        host::{free_disk, memory_limit},
+        host::{cores, free_disk, memory_limit},
         text::counted,
     },
     config::{ByteSize, Config, Device, Engine, Problem, Written},
@@ -13,7 +13,6 @@ use crate::{
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::TcpListener,
-    num::NonZeroUsize,
 };
 
 /// Properties of the machine that the checks use.
@@ -41,7 +40,7 @@ impl Machine {
             torch: cfg!(feature = "torch"),
             cuda_devices: cuda_devices(),
             gpus: gpus(config),
-            cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
+            cores: cores(),
             memory: memory_limit(),
             free_disk: free_disk(&config.run.dir),
             check_port: true,

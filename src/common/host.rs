@@ -9,6 +9,11 @@ pub fn memory_limit() -> Option<u64> {
     limits.into_iter().chain(machine_memory()).min()
 }
 
+/// Cores that this process may use; 1 if unknown.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Free bytes for ordinary users on the disk of `path`, which need not exist.
 pub fn free_disk(path: &Path) -> Option<u64> {
     let path = std::path::absolute(path).ok()?;

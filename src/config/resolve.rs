@@ -13,7 +13,7 @@ use super::{
 };
 use crate::common::{device::Device, token::Token};
 use draftmill_actors::{messages::engine::FeatureDtype, planner::plan::JobOrder};
-use std::{collections::BTreeSet, num::NonZeroUsize, path::PathBuf};
+use std::{collections::BTreeSet, path::PathBuf};
 
 /// Resolved settings of a run. Sections without "auto" keys keep their wire type.
 #[derive(Clone, Debug, PartialEq)]
@@ -307,7 +307,7 @@ fn published_gamma(block_size: u32) -> f64 {
 
 /// Divides the cores by the number of CPU workers, because all of them compute at the same time.
 fn threads_per_worker(targets: &[Device], drafters: &[Device]) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let cores = crate::common::host::cores();
     let workers = targets.iter().chain(drafters).filter(|device| **device == Device::Cpu).count();
     (cores / workers.max(1)).max(1)
 }

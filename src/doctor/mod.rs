@@ -9,7 +9,7 @@ use crate::{
     check::machine::{self, Machine},
     common::{
         exit::Exit,
-        host::{free_disk, machine_memory, memory_limit},
+        host::{cores, free_disk, machine_memory, memory_limit},
         process::open_files,
     },
     config::{ByteSize, Loaded},
@@ -19,7 +19,6 @@ use std::{
     fs,
     io::{self, Write},
     path::{Path, PathBuf},
-    thread::available_parallelism,
 };
 
 /// Minimum free disk space without a warning. A checkpoint of a drafter with 1e9 parameters takes 12 GB.
@@ -102,7 +101,7 @@ impl Report {
 pub fn examine(loaded: &Loaded, chosen: bool) -> Report {
     let (config, mut report) = (&loaded.config, Report::default());
     torch::examine(&mut report);
-    let cores = available_parallelism().map_or(1, usize::from);
+    let cores = cores();
     let threads = config.run.threads;
     report.ok("threads", format!("{cores} cores; an operation on the CPU uses {threads} (run.threads)"));
     memory(&mut report, machine_memory(), memory_limit(), config.pool.max_bytes);

@@ -66,7 +66,7 @@ pub fn generate(
     });
     report.conversations_before = before.len() as u64;
     let output = output.map_err(Failure::of(Exit::Data))?;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = crate::common::host::cores();
     let workers = options.workers.unwrap_or(if device == Device::Cpu { cores } else { 1 });
     let ended = std::thread::scope(|scope| {
         let threads = (cores / workers).max(1);
