@@ -137,12 +137,8 @@ pub fn forecast(
     let row_bytes = if models.is_some() { ROW_BYTES } else { 0 };
     let bytes = |tokens: u64, rows: usize| tokens.saturating_mul(bytes_per_token) + rows as u64 * row_bytes;
     let jobs = plan.jobs.len();
-    // A job of another epoch may use the whole budget.
-    let fullest = |job: &JobSpec| {
-        let rows = (settings.job_tokens / job.width.max(1)) as usize;
-        bytes(u64::from(job.width) * rows as u64, rows)
-    };
-    let largest_job_bytes = plan.jobs.iter().map(fullest).max().unwrap_or(0);
+    let full = full_jobs(&plan, settings.job_tokens);
+    let largest_job_bytes = full.iter().map(|&(rows, width)| bytes(width * rows, rows as usize)).max().unwrap_or(0);
     let mean_job_bytes = bytes(tokens, lengths.len()) / (jobs.max(1) as u64);
     let micro_batches_per_step = config.micro_batches_per_step();
     let steps = (jobs as u64 * u64::from(config.run.epochs)).div_ceil(micro_batches_per_step);
@@ -167,7 +163,7 @@ pub fn forecast(
         },
         drafter_parameters: models.map(|(_, drafter)| count(&drafter.tensor_shapes(), |_| true)),
         devices: models.map_or_else(Vec::new, |(target, drafter)| {
-            let kept = activation_bytes(config, drafter, most_anchors(&plan, config.drafter.anchors));
+            let kept = activation_bytes(config, drafter, most_anchors(&full, config.drafter.anchors));
             devices(config, target, drafter, largest_job_bytes, kept)
         }),
         disk: models.map_or_else(Disk::default, |(_, drafter)| disk(config, drafter, steps)),
@@ -193,10 +189,21 @@ fn buckets(plan: &Plan) -> Vec<Bucket> {
     buckets
 }
 
+/// Returns rows and width of a full job for each job of the first epoch. A job of another epoch may use the whole
+/// budget, as far as its bucket has samples.
+fn full_jobs(plan: &Plan, job_tokens: u32) -> Vec<(u64, u64)> {
+    let mut samples = BTreeMap::<_, u64>::new();
+    for job in &plan.jobs {
+        *samples.entry(job.bucket).or_default() += job.samples.len() as u64;
+    }
+    let rows =
+        |job: &JobSpec| u64::from(job_tokens / job.width.max(1)).min(samples.get(&job.bucket).copied().unwrap_or(0));
+    plan.jobs.iter().map(|job| (rows(job), job.width.into())).collect()
+}
+
 /// Returns the largest number of anchors in one job. A row has at most one for each token.
-fn most_anchors(plan: &Plan, limit: u32) -> u64 {
-    let anchors = |job: &JobSpec| job.samples.len() as u64 * u64::from(job.width.min(limit));
-    plan.jobs.iter().map(anchors).max().unwrap_or(0)
+fn most_anchors(full: &[(u64, u64)], limit: u32) -> u64 {
+    full.iter().map(|&(rows, width)| rows * width.min(limit.into())).max().unwrap_or(0)
 }
 
 /// Returns a lower bound of the bytes that the backward pass needs of `anchors` blocks: per slot and layer the input,
@@ -383,6 +390,19 @@ mod tests {
         let more = forecast(&config, &lengths, Some((&target, &shape))).unwrap();
         let evaluation = (100_000 + 4 * 90_200 + 100) * 4 + trained * 8;
         assert_eq!((more.devices[2].evaluation, more.devices[2].total), (evaluation, drafter + evaluation));
+    }
+
+    /// Bytes and anchors follow one rule: a full job of the bucket, but never more rows than the bucket has samples.
+    #[test]
+    fn a_full_job_has_no_more_rows_than_its_bucket() {
+        let plan = |lengths: &[u32]| {
+            let settings = PlanSettings { seed: 1, job_tokens: 40, order: Default::default(), bounds: vec![10, 20] };
+            plan_epoch(lengths, &settings, 0).unwrap()
+        };
+        // Five rows of 10 make jobs of 4 and 1; a single row of 20 stays alone, though the budget holds two.
+        let full = full_jobs(&plan(&[10, 10, 10, 10, 10, 20]), 40);
+        assert_eq!(full.iter().copied().collect::<std::collections::BTreeSet<_>>(), [(1, 20), (4, 10)].into());
+        assert_eq!((most_anchors(&full, 512), most_anchors(&full, 3)), (40, 12));
     }
 
     #[test]

@@ -260,3 +260,28 @@ fn head_sizes_that_an_engine_cannot_serve_are_warnings() {
         assert!(warned(head).is_some_and(|value| value.contains(part)), "{head}: {:?}", warned(head));
     }
 }
+
+/// Issue 17, E2 and E3: a checkpoint that state.db does not list is exported by its name, one of another step is not.
+#[test]
+fn e3_a_checkpoint_that_was_put_aside_is_exported_and_one_of_another_step_refused() {
+    let run = tempfile::tempdir().unwrap();
+    let (checkpoints, target) = (run.path().join("checkpoints"), target(run.path(), 32));
+    fs::create_dir(&checkpoints).unwrap();
+    let whole = checkpoint(&checkpoints);
+    let export = |checkpoint: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_draftmill"));
+        command.args(["export", "--no-self-check", "--checkpoint", checkpoint, "--run"]).arg(run.path());
+        command.arg("--out").arg(run.path().join(checkpoint)).arg("--target").arg(&target).output().unwrap()
+    };
+    fs::rename(&whole, checkpoints.join("step-9")).unwrap();
+    let refused = export("step-9");
+    let told = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(5), "{told}");
+    assert!(told.contains("it is of step 7, but the folder's name says"), "{told}");
+    assert!(!run.path().join("step-9").exists());
+
+    fs::rename(checkpoints.join("step-9"), checkpoints.join(checkpoint::aside_name(7))).unwrap();
+    let done = export("step-7.later");
+    assert_eq!(done.status.code(), Some(0), "{}", String::from_utf8_lossy(&done.stderr));
+    assert_eq!(check(&run.path().join("step-7.later")), []);
+}
