@@ -68,6 +68,7 @@ pub fn widths(name: &str) -> Outcome<Widths> {
 impl Widths {
     pub fn drafter(&self, layers: usize) -> DraftConfig {
         DraftConfig {
+            head: Default::default(),
             hidden_size: self.hidden,
             intermediate_size: self.intermediate,
             num_hidden_layers: layers,

@@ -132,6 +132,7 @@ pub enum SimulatedError {
 /// Smallest valid drafter configuration, for checkpoints of simulated runs.
 pub fn placeholder_draft() -> DraftConfig {
     DraftConfig {
+        head: Default::default(),
         hidden_size: 2,
         intermediate_size: 2,
         num_hidden_layers: 1,

@@ -1,7 +1,7 @@
 //! Configuration of a target: Qwen3, Qwen2 and Llama folders in the forms of transformers 4 and 5.
 
 use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
-use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, read_json};
+use super::{Dtype, HfError, draft::DraftConfig, draft::LayerType, head::HeadConfig, read_json};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -233,6 +233,7 @@ impl DraftConfig {
         DraftConfig {
             hidden_size: target.hidden_size,
             intermediate_size: target.intermediate_size,
+            head: HeadConfig::Dflash,
             num_hidden_layers,
             num_attention_heads: target.num_attention_heads,
             num_key_value_heads: target.num_key_value_heads,

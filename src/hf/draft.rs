@@ -1,5 +1,6 @@
 //! Drafter configuration in z-lab's layout: reads and writes `config.json`, and lists the tensors.
 
+use super::head::HeadConfig;
 use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
 use super::{Dtype, HfError, dtype_name, read_json};
 use serde_json::{Value, json};
@@ -15,9 +16,10 @@ pub enum LayerType {
     Sliding,
 }
 
-/// Shape and settings of a DFlash drafter (docs/dflash.md#z-lab-layout).
+/// Shape and settings of a drafter (docs/dflash.md#z-lab-layout): the backbone is DFlash's with every head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftConfig {
+    pub head: HeadConfig,
     /// Width of the residual stream; equal to the target's.
     pub hidden_size: usize,
     pub intermediate_size: usize,
@@ -74,16 +76,23 @@ impl DraftConfig {
 
     pub(super) fn from_named_json(file: &str, value: &Value) -> Result<DraftConfig, HfError> {
         let top = Fields::new(file, value)?;
-        refuse_other_architectures(&top)?;
-        let nested = top.nested("dflash_config")?.ok_or_else(|| {
-            top.missing("dflash_config", "an object with `mask_token_id`, `target_layer_ids` and `block_size`")
-        })?;
+        refuse_other_settings(&top)?;
+        let nested = match top.nested("dflash_config")? {
+            Some(nested) => nested,
+            // DeepSpec writes all keys at the top level.
+            None if top.get("target_layer_ids").is_some() => top,
+            None => {
+                let expected = "an object with `mask_token_id`, `target_layer_ids` and `block_size`";
+                return Err(top.missing("dflash_config", expected));
+            }
+        };
         let heads = top.size_to("num_attention_heads", MAX_HEADS)?;
         let hidden_size = top.size_to("hidden_size", MAX_WIDTH)?;
         let layers = top.size_to("num_hidden_layers", MAX_LAYERS)?;
         let sliding_window =
             if top.flag("use_sliding_window")?.unwrap_or(false) { top.count("sliding_window")? } else { None };
         let config = DraftConfig {
+            head: HeadConfig::read(&top, &nested)?,
             hidden_size,
             intermediate_size: top.size_to("intermediate_size", MAX_WIDTH)?,
             num_hidden_layers: layers,
@@ -128,8 +137,9 @@ impl DraftConfig {
             [one] => json!(one),
             many => json!(many),
         };
-        json!({
-            "architectures": ["DFlashDraftModel"],
+        let (head, nested) = self.head.keys();
+        let mut json = json!({
+            "architectures": [self.head.architecture()],
             "model_type": "qwen3",
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
@@ -164,10 +174,17 @@ impl DraftConfig {
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
             "pad_token_id": self.pad_token_id,
-        })
+        });
+        if let Some(top) = json.as_object_mut() {
+            if let Some(keys) = top.get_mut("dflash_config").and_then(Value::as_object_mut) {
+                keys.extend(nested);
+            }
+            top.extend(head);
+        }
+        json
     }
 
-    /// Shapes of the `11 n + 3` tensors of a drafter with `n` layers, by name.
+    /// Shapes of the tensors by name: the `11 n + 3` of a backbone with `n` layers, and those of the head.
     pub fn tensor_shapes(&self) -> BTreeMap<String, Vec<usize>> {
         let (hidden, inner) = (self.hidden_size, self.intermediate_size);
         let query = self.num_attention_heads * self.head_dim;
@@ -194,6 +211,7 @@ impl DraftConfig {
                 shapes.insert(layer_weight(layer, name), shape);
             }
         }
+        shapes.extend(self.head.tensor_shapes(hidden, self.vocab_size, self.num_hidden_layers));
         shapes
     }
 
@@ -224,6 +242,9 @@ impl DraftConfig {
                 self.num_target_layers.saturating_sub(1)
             );
             return bad("target_layer_ids", format!("{ids:?}"), expected);
+        }
+        if let Err((key, value, expected)) = self.head.check(self.hidden_size, self.vocab_size) {
+            return bad(key, value, expected);
         }
         if self.layer_types.len() != self.num_hidden_layers {
             let expected = format!("one entry for each of the {} layers", self.num_hidden_layers);
@@ -261,13 +282,7 @@ fn layer_type_name(kind: LayerType) -> &'static str {
     }
 }
 
-fn refuse_other_architectures(top: &Fields<'_>) -> Result<(), HfError> {
-    if let Some(names) = top.get("architectures") {
-        let known = names.as_array().is_some_and(|list| list.iter().any(|name| name == "DFlashDraftModel"));
-        if !known {
-            return Err(top.unsupported("architectures", "only [\"DFlashDraftModel\"] is"));
-        }
-    }
+fn refuse_other_settings(top: &Fields<'_>) -> Result<(), HfError> {
     if top.text("hidden_act")?.is_some_and(|name| name != "silu") {
         return Err(top.unsupported("hidden_act", "only silu is"));
     }
@@ -364,6 +379,7 @@ mod tests {
 
     fn sample() -> DraftConfig {
         DraftConfig {
+            head: HeadConfig::Dflash,
             hidden_size: 48,
             intermediate_size: 96,
             num_hidden_layers: 3,

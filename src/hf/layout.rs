@@ -32,6 +32,21 @@ pub const HEAD: &str = "lm_head.weight";
 /// Keys of z-lab's config that are not settings of the layers.
 const NOT_OF_LAYERS: [&str; 5] = ["architectures", "dflash_config", "block_size", "num_target_layers", "dtype"];
 
+/// Values of `speculators_model_type`, with the architecture in z-lab's layout.
+const SPECULATORS_HEADS: [(&str, &str); 3] =
+    [("dflash", "DFlashDraftModel"), ("dspark", "DSparkDraftModel"), ("dflash2", "DFlash2DraftModel")];
+/// Keys of the heads in a speculators config.
+const HEAD_KEYS: [&str; 8] = [
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+];
+
 /// Drafter's folder in either layout, with exactly the tensors of its configuration.
 pub struct DraftFolder {
     pub layout: Layout,
@@ -111,7 +126,7 @@ pub fn tensor_shapes(layout: Layout, config: &DraftConfig, files: &TensorFiles) 
 }
 
 /// `config.json` in speculators' layout (docs/dflash.md#speculators-layout). Tap ids are one higher: 0 is the embedding's output.
-/// It proposes `block_size - 1` tokens, since the first slot is given (speculators#456).
+/// With DFlash it proposes `block_size - 1` tokens, since the first slot is given (speculators#456).
 ///
 /// # Errors
 /// A sliding layer, whose window has another meaning in this layout.
@@ -126,20 +141,22 @@ pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Val
         });
     }
     let mut layers = config.to_json();
+    let (top, nested) = config.head.keys();
     if let Some(keys) = layers.as_object_mut() {
         NOT_OF_LAYERS.iter().for_each(|key| drop(keys.remove(*key)));
+        top.keys().for_each(|key| drop(keys.remove(key)));
     }
-    Ok(json!({
+    let mut json = json!({
         // As speculators 0.9.0 writes it; vLLM uses the next key.
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
+        "architectures": [config.head.speculators_architecture()],
+        "speculators_model_type": config.head.name(),
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": config.head.name(),
             "default_proposal_method": "greedy",
             "proposal_methods": [{
                 "proposal_type": "greedy",
-                "speculative_tokens": config.block_size - 1,
+                "speculative_tokens": config.head.proposed_tokens(config.block_size),
                 "verifier_accept_k": 1,
                 "accept_tolerance": 0.0,
             }],
@@ -154,10 +171,14 @@ pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Val
         "aux_hidden_state_layer_ids": config.target_layer_ids.iter().map(|id| id + 1).collect::<Vec<_>>(),
         // vLLM makes every layer causal where this is false, full ones included (vllm#56692).
         "sliding_window_non_causal": true,
-        "sample_from_anchor": false,
+        "sample_from_anchor": config.head.predicts_from_anchor(),
         "tie_word_embeddings": false,
         "dtype": super::dtype_name(config.dtype),
-    }))
+    });
+    if let Some(keys) = json.as_object_mut() {
+        keys.extend(nested);
+    }
+    Ok(json)
 }
 
 /// Converts a speculators config to z-lab's layout.
@@ -168,11 +189,17 @@ fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<V
         value: json.get(key).unwrap_or(&Value::Null).to_string(),
         expected: expected.into(),
     };
-    if json["speculators_model_type"] != "dflash" {
-        return Err(bad("speculators_model_type", "\"dflash\": other algorithms are other drafters"));
-    }
-    if json.get("sample_from_anchor").is_some_and(|value| *value != false) {
-        return Err(bad("sample_from_anchor", "false: the first slot holds a known token"));
+    let (_, architecture) = *SPECULATORS_HEADS
+        .iter()
+        .find(|(name, _)| json["speculators_model_type"] == *name)
+        .ok_or_else(|| bad("speculators_model_type", "\"dflash\", \"dspark\" or \"dflash2\""))?;
+    let from_anchor = json["speculators_model_type"] == "dspark";
+    if json.get("sample_from_anchor").map_or(from_anchor, |value| *value != from_anchor) {
+        let expected = match from_anchor {
+            true => "true: with DSpark the first slot predicts too",
+            false => "false: the first slot holds a known token",
+        };
+        return Err(bad("sample_from_anchor", expected));
     }
     let layers = json["transformer_layer_config"].as_object();
     let layers = layers.ok_or_else(|| bad("transformer_layer_config", "an object with the settings of the layers"))?;
@@ -221,12 +248,18 @@ fn zlab_json(file: &str, json: &Value, target_layers: Option<usize>) -> Result<V
     };
     let dtype = [&json["dtype"], &json["torch_dtype"], &zlab["dtype"]].into_iter().find(|value| !value.is_null());
     let dtype = dtype.cloned().unwrap_or_default();
+    let mut nested = json!({ "mask_token_id": json["mask_token_id"], "target_layer_ids": ids });
+    for key in HEAD_KEYS {
+        if let Some(value) = json.get(key) {
+            nested[key] = value.clone();
+        }
+    }
     for (key, value) in [
-        ("architectures", json!(["DFlashDraftModel"])),
+        ("architectures", json!([architecture])),
         ("model_type", json!("qwen3")),
         ("block_size", json["block_size"].clone()),
         ("num_target_layers", layers),
-        ("dflash_config", json!({ "mask_token_id": json["mask_token_id"], "target_layer_ids": ids })),
+        ("dflash_config", nested),
         ("dtype", dtype),
     ] {
         zlab.insert(key.into(), value);

@@ -4,6 +4,7 @@ pub mod config;
 pub mod draft;
 mod fields;
 pub mod fingerprint;
+pub mod head;
 pub mod layout;
 pub mod stop_tokens;
 pub mod tensors;
