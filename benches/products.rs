@@ -9,7 +9,7 @@ use crate::{
     sampled::Sampled,
     step::{Micro, SEED, THREADS, config, random, shape},
 };
-use draftmill::{hf::draft::DraftConfig, model::drafter::anchors::Anchors};
+use draftmill::{hf::draft::DraftConfig, model::drafter::anchors::Anchors, model::drafter::head::layout};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};
@@ -35,7 +35,7 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
         let batch = micro.batch();
         let anchors =
             Anchors::sample(batch.loss_mask, batch.lengths, shape.anchors, &mut rng).failed("draw anchors")?;
-        let trained = anchors.slots(&batch, config.block_size, None).indices.len();
+        let trained = anchors.slots(&batch, layout(&config), None).indices.len();
         let context = anchors.rows.iter().filter_map(|row| row.last()).map(|&last| last as usize).sum();
         products.clear();
         layers(&config, anchors.count(), trained, context, &mut products);

@@ -2,7 +2,7 @@
 
 use draftmill::{
     hf::layout::DraftFolder,
-    inference::{Proposer, loaded_target::LoadedTarget},
+    inference::{Proposer, loaded_target::LoadedTarget, most_likely},
     model::{ModelError, params::folder_params},
     run_dir::checkpoint::{self, NamedTensor},
 };
@@ -28,7 +28,8 @@ pub fn dump_block(target: &Path, draft: &Path, prompt: &[u32], out: &Path) -> Re
     let seen = loaded.target.extend(&mut loaded.target.cache(), &ids, drafter.taps())?;
     let last = loaded.target.logits(&seen.normed.f_narrow(0, ids.len() as i64 - 1, 1)?)?;
     let anchor = last.f_argmax(-1, false)?.f_int64_value(&[0])?;
-    let logits = drafter.propose(&mut drafter.begin()?, &seen.taps, anchor as u32)?;
+    let mut draw = |logits: &Tensor| most_likely(logits);
+    let logits = drafter.propose(&mut drafter.begin()?, &seen.taps, anchor as u32, usize::MAX, &mut draw)?.logits;
     // Ids are exact in f32 up to 2^24, far above any vocabulary.
     let list =
         |name: &str, values: Vec<f32>| NamedTensor { name: name.into(), shape: vec![values.len()], data: values };

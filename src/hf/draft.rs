@@ -1,7 +1,7 @@
 //! Drafter configuration in z-lab's layout: reads and writes `config.json`, and lists the tensors.
 
-use super::head::HeadConfig;
 use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH};
+use super::head::HeadConfig;
 use super::{Dtype, HfError, dtype_name, read_json};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

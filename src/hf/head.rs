@@ -176,7 +176,11 @@ impl HeadConfig {
             HeadConfig::Dflash => Ok(()),
             HeadConfig::Dspark(DsparkConfig { rank, confidence, .. }) => {
                 if rank == 0 && confidence == Some(ConfidenceInput::HiddenAndMarkov) {
-                    return bad("markov_rank", 0, "above 0, since the confidence head reads the Markov embedding".into());
+                    return bad(
+                        "markov_rank",
+                        0,
+                        "above 0, since the confidence head reads the Markov embedding".into(),
+                    );
                 }
                 Ok(())
             }
@@ -274,6 +278,22 @@ impl HeadConfig {
 /// Name of a convolution's tensor: `convolution` is one of [`CONVOLUTIONS`].
 pub fn convolution_tensor(layer: usize, convolution: &str, tensor: &str) -> String {
     format!("layers.{layer}.{convolution}.{tensor}")
+}
+
+/// Initial values of a head's tensor that is not random: a head starts without effect on the predictions. Biases, the
+/// rows of the Markov bias, the successors of a selector and the dynamic kernels are zero; base kernels are the identity.
+pub fn initial_values(name: &str, shape: &[usize]) -> Option<Vec<f32>> {
+    let count = shape.iter().product();
+    if [MARKOV_W2, MARKOV_GATE_BIAS, MARKOV_JOINT_BIAS, CONFIDENCE, CONFIDENCE_BIAS, SUCCESSORS].contains(&name)
+        || name.ends_with(KERNEL_PROJECTION)
+    {
+        return Some(vec![0.0; count]);
+    }
+    let &[kernels, taps, channels] = shape else { return None };
+    // The own position of each channel has the weight 1.
+    let identity = |tap: usize| if tap == 0 { 1.0 } else { 0.0 };
+    let kernel = (0..taps).flat_map(|tap| std::iter::repeat_n(identity(tap), channels));
+    name.ends_with(BASE_KERNEL).then(|| std::iter::repeat_n(kernel, kernels).flatten().collect())
 }
 
 fn read_dspark(top: &Fields<'_>, nested: &Fields<'_>) -> Result<DsparkConfig, HfError> {

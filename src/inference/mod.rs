@@ -11,9 +11,10 @@ mod session;
 pub use self::accuracy::slot_accuracy;
 pub use self::batch::{Answer, Batch};
 pub use self::proposer::{ContextCache, Proposer};
-pub use self::sampling::Sampler;
+pub use self::sampling::{Sampler, most_likely};
 pub use self::session::Session;
 pub use crate::model::SlotCount;
+pub use crate::model::drafter::head::{Draw, Proposal};
 
 use crate::model::ModelError;
 use crate::model::target::Target;
@@ -34,7 +35,7 @@ pub struct Settings {
 /// Result of one verification by the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Drafted tokens that were verified: `block_size - 1`, or fewer at the end of the response.
+    /// Drafted tokens that were verified: all that a block proposes, or fewer at the end of the response.
     pub drafted: usize,
     /// Drafted tokens that were accepted: the next tokens of the response.
     pub accepted: usize,

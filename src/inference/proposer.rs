@@ -3,8 +3,9 @@
 use crate::hf::draft::LayerType;
 use crate::model::ModelError;
 use crate::model::drafter::Drafter;
+use crate::model::drafter::head::{self, Draw, Proposal};
 use crate::model::drafter::layers::Layers;
-use crate::model::ops::{additive_mask, attention, linear};
+use crate::model::ops::{additive_mask, attention};
 use crate::model::target::kv_cache::KvCache;
 use tch::{Kind, Tensor};
 
@@ -22,12 +23,20 @@ pub trait Proposer {
     /// Returns an error if the proposer fails.
     fn begin(&self) -> Result<Self::Cache, ModelError>;
 
-    /// Returns the logits of the slots behind the anchor `last`, `[block_size - 1, vocab]`. `context [tokens, taps *
-    /// hidden]` holds the taps of the tokens committed since the last call, all of them before the anchor.
+    /// Proposes at most `limit` tokens after the anchor `last`. `context [tokens, taps * hidden]` holds the taps of the
+    /// tokens committed since the last call, all of them before the anchor. `draw` draws each token, so that a head may
+    /// compute the logits of a slot from the token before it.
     ///
     /// # Errors
-    /// Returns an error if the proposer fails.
-    fn propose(&self, cache: &mut Self::Cache, context: &Tensor, last: u32) -> Result<Tensor, ModelError>;
+    /// Returns an error if the proposer or `draw` fails.
+    fn propose(
+        &self,
+        cache: &mut Self::Cache,
+        context: &Tensor,
+        last: u32,
+        limit: usize,
+        draw: Draw<'_>,
+    ) -> Result<Proposal, ModelError>;
 }
 
 /// Keys and values of the committed context in each layer, and the weights in the compute dtype.
@@ -60,11 +69,17 @@ impl Proposer for Drafter {
         Ok(ContextCache { keys: KvCache::new(self.config().num_hidden_layers), layers })
     }
 
-    fn propose(&self, cache: &mut ContextCache, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
+    fn propose(
+        &self,
+        cache: &mut ContextCache,
+        context: &Tensor,
+        last: u32,
+        limit: usize,
+        draw: Draw<'_>,
+    ) -> Result<Proposal, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let hidden = self.draft_cached(cache, context, last)?;
-        let slots = self.config().block_size as i64 - 1;
-        linear(&hidden.f_narrow(0, 1, slots)?, &self.shared().head, None)
+        head::propose(self.config(), self.params(), self.shared(), &hidden, last, limit, draw)
     }
 }
 

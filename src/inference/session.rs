@@ -1,6 +1,6 @@
 //! Decoding session of one response: target cache, drafter cache and the tokens so far.
 
-use super::{Proposer, Response, Sampler, Settings, Step};
+use super::{Proposal, Proposer, Response, Sampler, Settings, Step};
 use crate::model::ModelError;
 use crate::model::target::Target;
 use crate::model::target::kv_cache::KvCache;
@@ -67,11 +67,13 @@ impl<'a, D: Proposer> Session<'a, D> {
         let remaining = self.settings.max_new_tokens - self.response.tokens.len();
         let (logits, drafted) = match &mut self.draft {
             Some(draft) => {
-                let logits = draft.drafter.propose(&mut draft.cache, &draft.context, last)?;
                 // The target adds its own token after the drafted ones, so verify only as many as fit before it.
-                let logits = logits.f_narrow(0, 0, logits.size()[0].min(remaining as i64 - 1))?;
-                let drafted = self.sampler.choose(&logits)?;
-                (Some(logits), drafted)
+                let limit = remaining.saturating_sub(1);
+                let sampler = &mut self.sampler;
+                let mut draw = |logits: &Tensor| sampler.choose(logits);
+                let Proposal { tokens, logits, .. } =
+                    draft.drafter.propose(&mut draft.cache, &draft.context, last, limit, &mut draw)?;
+                (Some(logits), tokens)
             }
             None => (None, Vec::new()),
         };

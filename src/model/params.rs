@@ -3,6 +3,7 @@
 use super::{ModelError, load::weight};
 use crate::hf::HfError;
 use crate::hf::draft::DraftConfig;
+use crate::hf::head;
 use crate::hf::layout::DraftFolder;
 use crate::hf::tensors::TensorFiles;
 use draftmill_actors::runtime::random::stream_seed;
@@ -285,7 +286,8 @@ fn views<'a>(
     layout.spans.iter().zip(sizes).map(view).collect()
 }
 
-/// Initial weights in fp32 on the CPU: N(0, 0.02) for matrices and ones for norms, as transformers initialises Qwen3.
+/// Initial weights in fp32 on the CPU: N(0, 0.02) for matrices and ones for norms, as transformers initialises Qwen3, and
+/// values of the draft head that leave the backbone's predictions as they are.
 /// Depends on `config` and `seed` only: every tensor has its own random stream, so threads and order do not matter.
 ///
 /// # Errors
@@ -294,7 +296,9 @@ pub fn init_params(config: &DraftConfig, seed: u64) -> Result<ParamSet, ModelErr
     let mut pairs = Vec::new();
     for (stream, (name, shape)) in config.tensor_shapes().into_iter().enumerate() {
         let sizes: Vec<i64> = shape.iter().map(|&n| n as i64).collect();
-        let values = if shape.len() == 1 {
+        let values = if let Some(values) = head::initial_values(&name, &shape) {
+            values
+        } else if shape.len() == 1 {
             vec![1.0; shape[0]]
         } else {
             let mut rng = ChaCha8Rng::from_seed(stream_seed(seed, "weights", &[stream as u64]));

@@ -6,7 +6,7 @@ mod scene;
 
 use self::scene::{Scripted, World};
 use draftmill::hf::draft::LayerType;
-use draftmill::inference::{Proposer, Response, Session, Settings, plain, speculative};
+use draftmill::inference::{Proposer, Response, Session, Settings, most_likely, plain, speculative};
 use draftmill::model::batch::Rows;
 use draftmill::model::drafter::Drafter;
 use tch::Tensor;
@@ -232,8 +232,9 @@ fn speculators_456_a_block_proposes_one_token_fewer_than_it_has_slots() {
     let world = World::golden("target_qwen3");
     let drafter: Drafter = world.golden_drafter();
     let seen = world.target.extend(&mut world.target.cache(), &[1, 2, 3], drafter.taps()).unwrap();
-    let logits = drafter.propose(&mut drafter.begin().unwrap(), &seen.taps, 5).unwrap();
-    assert_eq!(logits.size(), [7, 320]);
+    let mut draw = |logits: &Tensor| most_likely(logits);
+    let proposal = drafter.propose(&mut drafter.begin().unwrap(), &seen.taps, 5, usize::MAX, &mut draw).unwrap();
+    assert_eq!(proposal.logits.size(), [7, 320]);
 }
 
 /// z-lab#76: tokens that equal the mask token were stripped from the output, although the target had generated them.

@@ -6,7 +6,7 @@ mod adamw;
 mod drafter;
 mod engine;
 mod exact;
-mod files;
+pub mod files;
 mod labels;
 mod ladder;
 mod memory;

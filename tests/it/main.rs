@@ -29,6 +29,8 @@ mod fetch;
 mod generate;
 #[cfg(feature = "torch")]
 mod golden;
+#[cfg(feature = "torch")]
+mod golden_heads;
 mod identity;
 mod import;
 mod imports;

@@ -139,6 +139,10 @@ pub struct MicroReport {
     pub correct: f64,
     /// Supervised positions.
     pub supervised: f64,
+    /// Tokens of the leading correct run of each block: predictions from its first slot on that are right without a gap.
+    pub run_tokens: f64,
+    /// Blocks with a supervised position.
+    pub run_blocks: f64,
     /// Trained blocks.
     pub anchors: u64,
     /// Real context tokens of the micro-batch.
@@ -151,6 +155,8 @@ impl MicroReport {
         self.loss_denominator += other.loss_denominator;
         self.correct += other.correct;
         self.supervised += other.supervised;
+        self.run_tokens += other.run_tokens;
+        self.run_blocks += other.run_blocks;
         self.anchors += other.anchors;
         self.tokens += other.tokens;
     }
@@ -158,6 +164,11 @@ impl MicroReport {
     /// Returns the mean loss in nats; 0 without supervised positions.
     pub fn loss(&self) -> f64 {
         if self.loss_denominator > 0.0 { self.loss_numerator / self.loss_denominator } else { 0.0 }
+    }
+
+    /// Returns the mean leading correct run of a block, in tokens; 0 without blocks.
+    pub fn leading_run(&self) -> f64 {
+        if self.run_blocks > 0.0 { self.run_tokens / self.run_blocks } else { 0.0 }
     }
 
     /// Returns the fraction of correct supervised positions, in 0..=1; 0 without supervised positions.

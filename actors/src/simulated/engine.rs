@@ -261,13 +261,16 @@ impl DraftEngine for SimDrafter {
             return Err(MicroFailure { error, features: Some(features) });
         }
         *self.gradient.get_or_insert(0.0) += tokens as f64;
-        let supervised = tokens as f64;
+        let (supervised, blocks) = (tokens as f64, tokens.div_ceil(16));
         Ok(MicroReport {
             loss_numerator: supervised * 10.0 / (1.0 + self.weight),
             loss_denominator: supervised,
             correct: supervised * self.weight / (1.0 + self.weight),
             supervised,
-            anchors: tokens.div_ceil(16),
+            // With accuracy `a` in each slot, the mean run is `a / (1 - a)`, at most the slots of a block.
+            run_tokens: blocks as f64 * self.weight.min(15.0),
+            run_blocks: blocks as f64,
+            anchors: blocks,
             tokens,
         })
     }

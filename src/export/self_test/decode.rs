@@ -156,7 +156,11 @@ fn compare(target: &Target, drafters: [&Drafter; 2], prompt: &[u32]) -> Result<O
         let seen = target.extend(&mut target.cache(), &ids, drafter.taps())?;
         // Any token can be the anchor.
         let mut memory = drafter.begin()?;
-        logits.push(drafter.propose(&mut memory, &seen.taps, prompt[0])?.f_to_kind(Kind::Double)?);
+        // Both drafters go from the same tokens to the same slots, whatever they would draw.
+        let mut next = prompt.iter().copied().cycle();
+        let mut draw = |logits: &Tensor| Ok(next.by_ref().take(logits.size()[0] as usize).collect());
+        let proposal = drafter.propose(&mut memory, &seen.taps, prompt[0], usize::MAX, &mut draw)?;
+        logits.push(proposal.logits.f_to_kind(Kind::Double)?);
     }
     if logits[0].size() != logits[1].size() {
         return Ok(None);

@@ -17,8 +17,10 @@ pub struct Anchors {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Slots {
     pub indices: Vec<i64>,
-    /// Packed index of the token before each slot's position; the target's prediction there is the slot's label.
+    /// Packed index of the token before each slot's label; the target's prediction there is the label.
     pub previous_tokens: Vec<i64>,
+    /// Data's token at each slot's label.
+    pub tokens: Vec<i64>,
     /// Labels per slot; 0 if they come from target states.
     pub labels_per_slot: usize,
     /// Labels of each slot's own position, `[slots, labels_per_slot]`: labels are not shifted.
@@ -27,6 +29,27 @@ pub struct Slots {
     pub probabilities: Vec<f32>,
     /// Decay weight of each slot; 1 without decay.
     pub weights: Vec<f32>,
+}
+
+/// Positions that the slots of a block predict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockLayout {
+    pub size: usize,
+    /// True if slot `k` predicts the token at `anchor + k + 1` (DSpark): then all slots predict, and the first one that
+    /// is not supervised ends its block. Otherwise slot `k > 0` predicts the token at `anchor + k`.
+    pub from_anchor: bool,
+}
+
+impl BlockLayout {
+    /// Layout of DFlash, whose anchor's slot predicts nothing.
+    pub fn dflash(size: usize) -> BlockLayout {
+        BlockLayout { size, from_anchor: false }
+    }
+
+    /// Distance from the anchor to the label of slot `slot`; `None` if the slot predicts nothing.
+    fn distance(&self, slot: usize) -> Option<usize> {
+        if self.from_anchor { Some(slot + 1) } else { (slot > 0).then_some(slot) }
+    }
 }
 
 /// Random stream of one job, independent of drafter and time.
@@ -118,10 +141,11 @@ impl Anchors {
             .collect()
     }
 
-    /// Trained slots of each block: slots `1..` whose position is in the row and supervised. A gap in the loss mask
-    /// excludes only its own slot.
-    pub fn slots(&self, batch: &Packed<'_>, block_size: usize, gamma: Option<f64>) -> Slots {
-        let decay = decay(block_size, gamma);
+    /// Trained slots of each block: those whose label is in the row and supervised. A gap in the loss mask excludes its
+    /// own slot, or with `from_anchor` the rest of the block.
+    pub fn slots(&self, batch: &Packed<'_>, layout: BlockLayout, gamma: Option<f64>) -> Slots {
+        // The first label of a block has the weight 1 in either layout.
+        let decay = decay(layout.size + 1, gamma);
         let mut slots = Slots {
             labels_per_slot: match batch.target_labels {
                 None => 1,
@@ -133,24 +157,27 @@ impl Anchors {
         let rows = self.rows.iter().zip(batch.offsets()).zip(batch.lengths);
         let blocks = rows.flat_map(|((anchors, start), &len)| anchors.iter().map(move |&a| (start, a as usize, len)));
         for (block, (start, anchor, len)) in blocks.enumerate() {
-            for (slot, &weight) in decay.iter().enumerate().skip(1) {
-                let position = anchor + slot;
-                if position < len as usize && batch.loss_mask[start + position] > 0 {
-                    slots.indices.push((block * block_size + slot) as i64);
-                    slots.previous_tokens.push((start + position) as i64 - 1);
-                    match batch.target_labels {
-                        None => {
-                            slots.labels.push(batch.ids[start + position].into());
-                            slots.probabilities.push(1.0);
-                        }
-                        Some(TargetLabels::States(_)) => {}
-                        Some(TargetLabels::TopK(TopKLabels { k, ids, probabilities })) => {
-                            let at = (start + position) * k..(start + position + 1) * k;
-                            slots.labels.extend(ids[at.clone()].iter().map(|&id| i64::from(id)));
-                            slots.probabilities.extend(&probabilities[at]);
-                        }
+            for slot in 0..layout.size {
+                let Some(distance) = layout.distance(slot) else { continue };
+                let position = anchor + distance;
+                if position >= len as usize || batch.loss_mask[start + position] == 0 {
+                    if layout.from_anchor { break } else { continue }
+                }
+                slots.indices.push((block * layout.size + slot) as i64);
+                slots.previous_tokens.push((start + position) as i64 - 1);
+                slots.tokens.push(batch.ids[start + position].into());
+                slots.weights.push(decay[distance] as f32);
+                match batch.target_labels {
+                    None => {
+                        slots.labels.push(batch.ids[start + position].into());
+                        slots.probabilities.push(1.0);
                     }
-                    slots.weights.push(weight as f32);
+                    Some(TargetLabels::States(_)) => {}
+                    Some(TargetLabels::TopK(TopKLabels { k, ids, probabilities })) => {
+                        let at = (start + position) * k..(start + position + 1) * k;
+                        slots.labels.extend(ids[at.clone()].iter().map(|&id| i64::from(id)));
+                        slots.probabilities.extend(&probabilities[at]);
+                    }
                 }
             }
         }
@@ -235,7 +262,7 @@ mod tests {
         let batch = packed(&hidden, &ids, &mask, &lengths);
         let anchors = Anchors { rows: vec![vec![1], vec![0]] };
         assert_eq!(anchors.ids(&batch), [11, 20]);
-        let slots = anchors.slots(&batch, 4, None);
+        let slots = anchors.slots(&batch, BlockLayout::dflash(4), None);
         // Slot j holds the token at anchor + j; slot 0 is given; no block continues into the next row.
         assert_eq!(slots.indices, [1, 2, 5, 6]);
         assert_eq!(slots.labels, [12, 13, 21, 22]);
@@ -247,10 +274,22 @@ mod tests {
     fn gap_in_the_loss_mask_does_not_end_the_block() {
         let hidden = Tensor::zeros([6, 1], (Kind::Float, Device::Cpu));
         let batch = packed(&hidden, &[1, 2, 3, 4, 5, 6], &[1, 1, 0, 1, 0, 1], &[6]);
-        let slots = Anchors { rows: vec![vec![0]] }.slots(&batch, 6, Some(2.0));
+        let slots = Anchors { rows: vec![vec![0]] }.slots(&batch, BlockLayout::dflash(6), Some(2.0));
         assert_eq!(slots.indices, [1, 3, 5]);
         let want = [1.0, (-1.0f64).exp() as f32, (-2.0f64).exp() as f32];
         assert_eq!(slots.weights, want);
+    }
+
+    /// DSpark's slot `k` predicts the token after it, and the first slot that is not supervised ends the block.
+    #[test]
+    fn all_slots_predict_from_the_anchor_until_the_first_gap() {
+        let hidden = Tensor::zeros([7, 1], (Kind::Float, Device::Cpu));
+        let batch = packed(&hidden, &[1, 2, 3, 4, 5, 6, 7], &[1, 1, 1, 0, 1, 1, 1], &[7]);
+        let layout = BlockLayout { size: 3, from_anchor: true };
+        let slots = Anchors { rows: vec![vec![0, 4]] }.slots(&batch, layout, Some(2.0));
+        assert_eq!((slots.indices, slots.tokens), (vec![0, 1, 3, 4], vec![2, 3, 6, 7]));
+        let second = (-0.5f64).exp() as f32;
+        assert_eq!((slots.previous_tokens, slots.weights), (vec![0, 1, 4, 5], vec![1.0, second, 1.0, second]));
     }
 
     /// SpecForge#463: the trainer had no decay, so late slots weighed as much as the first.

@@ -3,6 +3,7 @@
 pub mod anchors;
 pub mod blocks;
 mod fused;
+pub mod head;
 pub mod held_out;
 #[cfg(any(test, feature = "testing"))]
 pub mod infer;
@@ -15,12 +16,13 @@ pub mod reference;
 use self::anchors::Anchors;
 use self::blocks::Blocks;
 use self::fused::{Context, FusedDrafter, Gradients, WeightGradients};
+use self::head::{HeadInput, HeadOutput, LossOptions};
 use self::parallel::map_on_threads;
 use super::ModelError;
 use super::batch::Packed;
 use super::load::weight;
-use super::loss::head_loss::{Labels, Tile, head_loss};
-use super::loss::weighting::{Weighting, d_pace};
+use super::loss::head_loss::Tile;
+use super::loss::weighting::Weighting;
 use super::ops::wide;
 use super::params::{Gradient, ParamSet, Weights};
 use super::rope::Rope;
@@ -52,6 +54,7 @@ pub struct DraftOptions {
     pub kind: Kind,
     pub device: Device,
     pub weighting: Weighting,
+    pub loss: LossOptions,
     /// Tile of logits that is held at once.
     pub tile: Tile,
     /// Limit on the slots of an attention group.
@@ -68,11 +71,20 @@ impl DraftOptions {
         let weighting = Weighting::Decay(None);
         // On a CPU stored scores fit into the cache, and the kernel was not measurably faster (benches/README.md).
         let attention = if device.is_cuda() { AttentionBackend::Kernel } else { AttentionBackend::Plain };
-        DraftOptions { kind: Kind::Float, device, weighting, tile, group_slots: 256, attention, recompute: false }
+        DraftOptions {
+            kind: Kind::Float,
+            device,
+            weighting,
+            loss: LossOptions::default(),
+            tile,
+            group_slots: 256,
+            attention,
+            recompute: false,
+        }
     }
 }
 
-/// DFlash drafter on one device. Weights are kept in fp32 and cast in each forward.
+/// Drafter on one device. Weights are kept in fp32 and cast in each forward.
 pub struct Drafter {
     config: DraftConfig,
     shared: Shared,
@@ -223,8 +235,7 @@ impl Drafter {
         // Set on each thread, as grad mode is thread-local.
         let _no_grad = tch::no_grad_guard();
         let mut report = MicroReport { anchors: anchors.count() as u64, ..MicroReport::default() };
-        let size = self.config.block_size;
-        let slots = anchors.slots(batch, size, self.options.weighting.gamma());
+        let slots = anchors.slots(batch, head::layout(&self.config), self.options.weighting.gamma());
         if slots.indices.is_empty() {
             return Ok((report, None));
         }
@@ -233,20 +244,19 @@ impl Drafter {
         let blocks = self.blocks(batch, anchors)?;
         let fused = self.fused(&blocks, anchors, weights, context)?;
         let (hidden, tape) = fused.forward(self.shared.embedding.f_index_select(0, &blocks.ids)?, &indices)?;
-        let labels = Labels::for_slots(&slots, batch.target_labels, &self.shared.head)?;
-        let mut loss = head_loss(&hidden, &self.shared.head, &labels, self.options.tile)?;
-        let weights = match self.options.weighting {
-            Weighting::Decay(_) => Tensor::f_from_slice(&slots.weights)?.f_to(device)?,
-            Weighting::DPace(alpha) => d_pace(&loss.cross_entropy, &indices, size as i64, alpha)?,
+        let input = HeadInput {
+            config: &self.config,
+            params: &self.params,
+            shared: &self.shared,
+            options: &self.options,
+            batch,
+            slots: &slots,
+            hidden: &hidden,
         };
-        let d_hidden = loss.gradient.f_mul_(&weights.f_unsqueeze(1)?)?;
-        let gradients = fused.backward(tape, &d_hidden)?;
-
-        report.loss_numerator = loss.losses.f_mul(&weights)?.f_sum(Kind::Double)?.f_double_value(&[])?;
-        // D-PACE's weights are not normalised, so its denominator is the number of slots, as on all other drafters.
-        report.loss_denominator = slots.weights.iter().map(|&weight| f64::from(weight)).sum();
-        report.correct = loss.correct.f_sum(Kind::Int64)?.f_int64_value(&[])? as f64;
-        report.supervised = slots.indices.len() as f64;
+        let HeadOutput { report: of_head, d_hidden, modules, .. } = head::loss(&input)?;
+        let mut gradients = fused.backward(tape, &d_hidden)?;
+        gradients.weights.head = modules;
+        report.add(&of_head);
         Ok((report, Some(gradients)))
     }
 

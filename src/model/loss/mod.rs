@@ -1,4 +1,7 @@
-//! Loss of the drafter: tiled head loss and slot weights.
+//! Loss of the drafter: its terms, the tiled head loss, and slot weights.
 
+mod acceptance;
 pub mod head_loss;
+pub mod soft_loss;
+pub mod terms;
 pub mod weighting;

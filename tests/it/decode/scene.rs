@@ -3,7 +3,7 @@
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
 use draftmill::hf::tensors::{RawDtype, TensorFiles};
-use draftmill::inference::{ContextCache, Proposer};
+use draftmill::inference::{ContextCache, Draw, Proposal, Proposer};
 use draftmill::model::ModelError;
 use draftmill::model::batch::Packed;
 use draftmill::model::drafter::anchors::Anchors;
@@ -164,7 +164,14 @@ impl<F: Fn(usize) -> usize> Proposer for Scripted<'_, F> {
         Ok(Memory { context: Tensor::zeros([0, width], (Kind::Float, Device::Cpu)), cached })
     }
 
-    fn propose(&self, memory: &mut Memory, context: &Tensor, last: u32) -> Result<Tensor, ModelError> {
+    fn propose(
+        &self,
+        memory: &mut Memory,
+        context: &Tensor,
+        last: u32,
+        limit: usize,
+        draw: Draw<'_>,
+    ) -> Result<Proposal, ModelError> {
         memory.context = Tensor::cat(&[&memory.context, context], 0);
         let at = memory.context.size()[0] as usize - self.prompt.len();
         assert_eq!(last, self.truth[at], "the anchor follows the context");
@@ -177,6 +184,8 @@ impl<F: Fn(usize) -> usize> Proposer for Scripted<'_, F> {
             let id = if slot <= (self.right)(at) { true_id } else { (true_id + 1) % vocab };
             (0..vocab).map(move |other| if other == id { 1f32 } else { 0.0 }).collect::<Vec<f32>>()
         });
-        Ok(Tensor::from_slice(&slots.collect::<Vec<_>>().concat()).reshape([self.size as i64 - 1, vocab as i64]))
+        let slots = slots.take(limit).collect::<Vec<_>>();
+        let logits = Tensor::from_slice(&slots.concat()).reshape([slots.len() as i64, vocab as i64]);
+        Ok(Proposal { tokens: draw(&logits)?, logits, confidence: None })
     }
 }

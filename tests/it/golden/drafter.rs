@@ -9,6 +9,7 @@ use draftmill::hf::draft::{DraftConfig, LayerType};
 use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::batch::Packed;
 use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::head::layout;
 use draftmill::model::drafter::reference::{Dense, Trace};
 use draftmill::model::drafter::{AttentionBackend, DraftOptions, Drafter, Shared};
 use draftmill::model::loss::head_loss::{Labels, Tile, head_loss};
@@ -209,7 +210,7 @@ fn the_path_that_trains_gives_the_same_hidden_states_and_token_losses() {
         let blocks = [case.anchors.count() as i64, config.block_size as i64, -1];
         close("hidden", &got.reshape(blocks), &case.kept(&case.want("output_hidden")), OUTPUT);
 
-        let slots = case.anchors.slots(&batch, config.block_size, case.gamma());
+        let slots = case.anchors.slots(&batch, layout(&config), case.gamma());
         let places = Tensor::from_slice(&slots.indices);
         let pick = |name: &str| case.kept(&case.want(name)).flatten(0, 1).index_select(0, &places).squeeze_dim(1);
         let supervised = case.kept(&case.want("weight_binary")).flatten(0, -1).nonzero().flatten(0, -1);

@@ -6,6 +6,7 @@ use super::random::{Scene, scene};
 use draftmill::hf::draft::LayerType;
 use draftmill::model::batch::Packed;
 use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::head::layout;
 use draftmill::model::drafter::reference::Dense;
 use draftmill::model::drafter::{AttentionBackend, Drafter};
 use draftmill::model::loss::head_loss::Tile;
@@ -52,7 +53,7 @@ proptest! {
         let scene = scene(seed);
         let drafter = scene.drafter_with(|options| (options.group_slots, options.attention) = (group_slots, by));
         let (report, gradient) = drafter.loss_and_gradient(&scene.packed(), &scene.anchors).unwrap();
-        let supervised = scene.anchors.slots(&scene.packed(), scene.config.block_size, scene.gamma).indices.len();
+        let supervised = scene.anchors.slots(&scene.packed(), layout(&scene.config), scene.gamma).indices.len();
         prop_assert_eq!(gradient.is_some(), supervised > 0);
         let Some(gradient) = gradient else { return Ok(()) };
         let trace = drafter.trace(&Dense::pad(&scene.packed(), &scene.anchors).unwrap()).unwrap();

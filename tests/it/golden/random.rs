@@ -39,6 +39,7 @@ pub fn scene(seed: u64) -> Scene {
     let window = layer_types.contains(&LayerType::Sliding).then(|| rng.random_range(1..9));
     let vocab_size = rng.random_range(60..150);
     let config = DraftConfig {
+        head: Default::default(),
         hidden_size: 8 * rng.random_range(1..5),
         intermediate_size: rng.random_range(5..40),
         num_hidden_layers: layers,

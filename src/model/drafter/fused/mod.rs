@@ -120,7 +120,7 @@ impl<'a> FusedDrafter<'a> {
             true => None,
             false => Some(Tensor::f_cat(&d_keys_values, 1)?),
         };
-        Ok(Gradients { weights: WeightGradients { norm: d_norm, layers: layer_gradients }, context })
+        Ok(Gradients { weights: WeightGradients { norm: d_norm, layers: layer_gradients, head: Vec::new() }, context })
     }
 
     /// Residual stream after the last layer, of all slots or of some.

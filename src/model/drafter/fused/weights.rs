@@ -81,6 +81,8 @@ impl Weights {
 pub struct WeightGradients {
     pub norm: Tensor,
     pub layers: Vec<LayerWeights>,
+    /// Gradients of the draft head's own tensors, by name; the same names in each chunk.
+    pub head: Vec<(String, Tensor)>,
 }
 
 pub struct ContextGradients {
@@ -98,6 +100,9 @@ impl WeightGradients {
                 let _ = sum.f_add_(part)?;
             }
         }
+        for ((_, sum), (_, part)) in self.head.iter_mut().zip(&other.head) {
+            let _ = sum.f_add_(part)?;
+        }
         Ok(())
     }
 
@@ -111,6 +116,7 @@ impl WeightGradients {
     ) -> Result<Gradient, ModelError> {
         let kv_rows = (config.num_key_value_heads * config.head_dim) as i64;
         let mut named = vec![("norm.weight".to_string(), self.norm)];
+        named.extend(self.head);
         let context_rows = |layer: usize| -> Result<Option<Tensor>, ModelError> {
             let rows = |all: &ContextGradients| all.keys_values.f_narrow(0, layer as i64 * 2 * kv_rows, 2 * kv_rows);
             Ok(context.as_ref().map(rows).transpose()?)

@@ -1,0 +1,177 @@
+//! Draft heads: the slots that predict, the modules behind the backbone, the loss, and the proposal of a block.
+//!
+//! Everything that depends on the head stands in this folder, in `hf::head` (configuration and tensors), and for DFlash 2
+//! in `fused::conv`. A new head is a file here, a variant of [`HeadConfig`], and its keys.
+
+pub mod dspark;
+pub mod markov;
+pub mod runs;
+
+use super::anchors::{BlockLayout, Slots};
+use super::{DraftOptions, Shared};
+use crate::hf::draft::DraftConfig;
+use crate::hf::head::HeadConfig;
+use crate::model::ModelError;
+use crate::model::batch::Packed;
+use crate::model::loss::head_loss::Labels;
+use crate::model::loss::soft_loss::{LossInput, LossSettings, LowRank, Projection, WeightedLoss, weighted_loss};
+use crate::model::loss::terms::{CeLabel, LossTerms};
+use crate::model::ops::{HEAD_ROWS, argmax, linear, spans};
+use crate::model::params::ParamSet;
+use draftmill_actors::messages::engine::MicroReport;
+use tch::{Device, Tensor};
+
+/// Options of the loss that do not depend on the slots' weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossOptions {
+    pub terms: LossTerms,
+    pub ce_label: CeLabel,
+    /// Weight of the confidence head's loss beside the terms.
+    pub confidence_weight: f64,
+}
+
+impl Default for LossOptions {
+    fn default() -> LossOptions {
+        LossOptions { terms: LossTerms::KL, ce_label: CeLabel::Label, confidence_weight: 1.0 }
+    }
+}
+
+/// Trained slots of a chunk of blocks, as a head's loss needs them.
+pub struct HeadInput<'a> {
+    pub config: &'a DraftConfig,
+    pub params: &'a ParamSet,
+    pub shared: &'a Shared,
+    pub options: &'a DraftOptions,
+    pub batch: &'a Packed<'a>,
+    pub slots: &'a Slots,
+    /// Final hidden states of the slots, `[slots, hidden]`.
+    pub hidden: &'a Tensor,
+}
+
+/// Loss of a chunk, and gradients of its numerator.
+pub struct HeadOutput {
+    /// Sums of the chunk, without tokens and anchors.
+    pub report: MicroReport,
+    /// Gradient by the hidden states, `[slots, hidden]` in at least fp32.
+    pub d_hidden: Tensor,
+    /// Gradients of the head's own tensors, by name, in at least fp32.
+    pub modules: Vec<(String, Tensor)>,
+    /// True for each slot that predicts its label.
+    pub correct: Vec<bool>,
+}
+
+/// Tokens that a drafter proposes after the anchor.
+pub struct Proposal {
+    pub tokens: Vec<u32>,
+    /// Logits that each token was drawn from, `[tokens, vocab]`.
+    pub logits: Tensor,
+    /// Predicted acceptance of each token, if the head has a confidence head.
+    pub confidence: Option<Vec<f64>>,
+}
+
+/// Function that draws a token from each row of `logits [rows, vocab]`.
+pub type Draw<'a> = &'a mut dyn FnMut(&Tensor) -> Result<Vec<u32>, ModelError>;
+
+/// Layout of a block: which position each slot predicts.
+pub fn layout(config: &DraftConfig) -> BlockLayout {
+    BlockLayout { size: config.block_size, from_anchor: config.head.predicts_from_anchor() }
+}
+
+/// Loss of the trained slots. Grad mode must be off.
+///
+/// # Errors
+/// Returns an error if a tensor is absent or libtorch fails.
+pub fn loss(input: &HeadInput<'_>) -> Result<HeadOutput, ModelError> {
+    match input.config.head {
+        HeadConfig::Dspark(config) => dspark::loss(input, &config),
+        HeadConfig::Dflash | HeadConfig::Dflash2(_) => plain_loss(input),
+    }
+}
+
+/// Proposes at most `limit` tokens after the anchor `last` from the final hidden states of its block,
+/// `[block_size, hidden]`.
+///
+/// # Errors
+/// Returns the error of `draw`, or an error of libtorch.
+pub fn propose(
+    config: &DraftConfig,
+    params: &ParamSet,
+    shared: &Shared,
+    hidden: &Tensor,
+    last: u32,
+    limit: usize,
+    draw: Draw<'_>,
+) -> Result<Proposal, ModelError> {
+    let slots = config.head.proposed_tokens(config.block_size).min(limit) as i64;
+    let hidden = hidden.f_narrow(0, config.head.first_slot() as i64, slots)?;
+    match config.head {
+        HeadConfig::Dspark(head) if slots > 0 => dspark::propose(&head, params, shared, &hidden, last, draw),
+        _ => {
+            let logits = linear(&hidden, &shared.head, None)?;
+            Ok(Proposal { tokens: draw(&logits)?, logits, confidence: None })
+        }
+    }
+}
+
+/// Loss through the target's head alone.
+fn plain_loss(input: &HeadInput<'_>) -> Result<HeadOutput, ModelError> {
+    output(input, terms_of(input, None, false)?, Vec::new())
+}
+
+/// Most likely token of every slot of every block given the true token before its label, from `hidden [blocks *
+/// block_size, hidden]`. `previous` has that token for each slot.
+///
+/// # Errors
+/// Returns an error if a tensor is absent or libtorch fails.
+pub fn predict(
+    config: &DraftConfig,
+    params: &ParamSet,
+    shared: &Shared,
+    hidden: &Tensor,
+    previous: &[i64],
+) -> Result<Vec<u32>, ModelError> {
+    let codes = match &config.head {
+        HeadConfig::Dspark(head) => dspark::codes_of(head, params, hidden, previous, config.block_size)?,
+        HeadConfig::Dflash | HeadConfig::Dflash2(_) => None,
+    };
+    let mut ids = Vec::new();
+    for part in spans(hidden.size()[0], HEAD_ROWS) {
+        let mut logits = linear(&part.of(hidden, 0)?, &shared.head, None)?;
+        if let Some((codes, rows)) = &codes {
+            logits = logits.f_addmm_(&part.of(codes, 0)?, &rows.f_transpose(0, 1)?)?;
+        }
+        ids.extend(Vec::<i64>::try_from(argmax(&logits)?.f_to_device(Device::Cpu)?)?.into_iter().map(|id| id as u32));
+    }
+    Ok(ids)
+}
+
+/// Loss of the configured terms. `bias` is a trainable part of the logits.
+fn terms_of(input: &HeadInput<'_>, bias: Option<LowRank<'_>>, acceptance: bool) -> Result<WeightedLoss, ModelError> {
+    let options = input.options;
+    let labels = Labels::for_slots(input.slots, input.batch.target_labels, &input.shared.head)?;
+    let settings =
+        LossSettings { terms: options.loss.terms, ce_label: options.loss.ce_label, weighting: options.weighting };
+    let input = LossInput {
+        hidden: input.hidden,
+        projection: Projection { head: &input.shared.head, bias },
+        labels: &labels,
+        slots: input.slots,
+        block_size: input.config.block_size,
+    };
+    weighted_loss(&input, &settings, options.tile, acceptance)
+}
+
+fn output(input: &HeadInput<'_>, loss: WeightedLoss, modules: Vec<(String, Tensor)>) -> Result<HeadOutput, ModelError> {
+    let correct = Vec::<bool>::try_from(&loss.correct.f_to_device(Device::Cpu)?)?;
+    let runs = runs::leading_runs(&input.slots.indices, &correct, &layout(input.config));
+    let report = MicroReport {
+        loss_numerator: loss.numerator,
+        loss_denominator: loss.denominator,
+        correct: correct.iter().filter(|&&right| right).count() as f64,
+        supervised: input.slots.indices.len() as f64,
+        run_tokens: runs.tokens as f64,
+        run_blocks: runs.blocks as f64,
+        ..MicroReport::default()
+    };
+    Ok(HeadOutput { report, d_hidden: loss.gradient, modules, correct })
+}

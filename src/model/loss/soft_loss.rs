@@ -1,0 +1,402 @@
+//! Loss of any sum of terms against a teacher, through a frozen head with a trainable low-rank bias.
+
+use super::acceptance::block_loss;
+use super::head_loss::{HeadLoss, Labels, Tile, head_loss};
+use super::terms::{CeLabel, LossTerms};
+use super::weighting::{Weighting, d_pace};
+use crate::model::ModelError;
+use crate::model::drafter::anchors::Slots;
+use crate::model::ops::{Span, argmax, wide};
+use tch::{Kind, Tensor};
+
+/// Map from a slot to its logits: `head . hidden + rows . codes`.
+pub struct Projection<'a> {
+    /// Frozen head of the target, `[vocab, hidden]`.
+    pub head: &'a Tensor,
+    pub bias: Option<LowRank<'a>>,
+}
+
+/// Trainable part of the logits.
+pub struct LowRank<'a> {
+    /// Factor of each slot, `[slots, rank]`.
+    pub codes: &'a Tensor,
+    /// Factor of each token, `[vocab, rank]`.
+    pub rows: &'a Tensor,
+}
+
+/// Gradients of a low-rank bias, in at least fp32.
+pub struct LowRankGradient {
+    pub codes: Tensor,
+    pub rows: Tensor,
+}
+
+/// Slots of a chunk of blocks, with their labels.
+pub struct LossInput<'a> {
+    /// Final hidden states of the slots, `[slots, hidden]`.
+    pub hidden: &'a Tensor,
+    pub projection: Projection<'a>,
+    pub labels: &'a Labels,
+    pub slots: &'a Slots,
+    pub block_size: usize,
+}
+
+/// Choice of the loss.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossSettings {
+    pub terms: LossTerms,
+    pub ce_label: CeLabel,
+    pub weighting: Weighting,
+}
+
+/// Weighted loss of all slots, and its gradients.
+pub struct WeightedLoss {
+    /// Gradient of the numerator by the hidden states, `[slots, hidden]` in at least fp32.
+    pub gradient: Tensor,
+    pub bias: Option<LowRankGradient>,
+    pub numerator: f64,
+    /// Sum of the decay weights; with D-PACE the number of slots, which is the same on all drafters; with a loss by block
+    /// the number of blocks with a trained slot.
+    pub denominator: f64,
+    /// Weight of each slot, `[slots]`.
+    pub weights: Tensor,
+    /// Loss of each slot before its weight, without the term by block, `[slots]`.
+    pub losses: Tensor,
+    /// True if no token is more likely than the label, `[slots]`.
+    pub correct: Tensor,
+    /// Acceptance of each slot, `sum min(p, q)`, `[slots]`; `None` if neither a term nor the caller needs it.
+    pub acceptance: Option<Tensor>,
+}
+
+/// Computes the loss. `acceptance` asks for the acceptance of each slot, whatever the terms are.
+///
+/// The divergence alone, without a bias, takes the tiled path of [`head_loss`]. All other terms need the normalised
+/// probabilities of a slot before its gradient. They take whole blocks at a time, with all logits of these slots: their
+/// number is limited by `tile`, so memory does not grow with the vocabulary. Grad mode must be off.
+///
+/// # Errors
+/// Returns an error if libtorch fails.
+pub fn weighted_loss(
+    input: &LossInput<'_>,
+    settings: &LossSettings,
+    tile: Tile,
+    acceptance: bool,
+) -> Result<WeightedLoss, ModelError> {
+    let divergence_alone = settings.terms == LossTerms::KL && settings.ce_label == CeLabel::Label;
+    if divergence_alone && input.projection.bias.is_none() && !acceptance {
+        return tiled(input, settings.weighting, tile);
+    }
+    soft(input, settings, tile, acceptance)
+}
+
+fn tiled(input: &LossInput<'_>, weighting: Weighting, tile: Tile) -> Result<WeightedLoss, ModelError> {
+    let HeadLoss { gradient, losses, cross_entropy, correct } =
+        head_loss(input.hidden, input.projection.head, input.labels, tile)?;
+    let (slots, device) = (input.slots, input.hidden.device());
+    let weights = match weighting {
+        Weighting::Decay(_) => Tensor::f_from_slice(&slots.weights)?.f_to(device)?,
+        Weighting::DPace(alpha) => {
+            let indices = Tensor::f_from_slice(&slots.indices)?.f_to(device)?;
+            d_pace(&cross_entropy, &indices, input.block_size as i64, alpha)?
+        }
+    };
+    let mut gradient = gradient;
+    Ok(WeightedLoss {
+        gradient: gradient.f_mul_(&weights.f_unsqueeze(1)?)?,
+        bias: None,
+        numerator: sum(&losses.f_mul(&weights)?)?,
+        denominator: slots.weights.iter().map(|&weight| f64::from(weight)).sum(),
+        weights,
+        losses,
+        correct,
+        acceptance: None,
+    })
+}
+
+fn soft(
+    input: &LossInput<'_>,
+    settings: &LossSettings,
+    tile: Tile,
+    acceptance: bool,
+) -> Result<WeightedLoss, ModelError> {
+    let head = input.projection.head;
+    let limit = (LOGITS_PER_TILE * tile.slots * tile.tokens / head.size()[0].max(1) as usize).max(1);
+    let mut chunks = Vec::new();
+    let mut rows_gradient = None::<Tensor>;
+    for part in whole_blocks(&input.slots.indices, input.block_size, limit) {
+        let (chunk, rows) = Chunk::new(input, part)?.loss(settings, acceptance)?;
+        match (&mut rows_gradient, rows) {
+            (Some(sum), Some(rows)) => drop(sum.f_add_(&rows)?),
+            (sum, rows) => *sum = sum.take().or(rows),
+        }
+        chunks.push(chunk);
+    }
+    let all = |of: fn(&ChunkLoss) -> &Tensor| {
+        Ok::<_, ModelError>(Tensor::f_cat(&chunks.iter().map(of).collect::<Vec<_>>(), 0)?)
+    };
+    let some = |of: fn(&ChunkLoss) -> Option<&Tensor>| {
+        let parts: Option<Vec<_>> = chunks.iter().map(of).collect();
+        parts.filter(|parts| !parts.is_empty()).map(|parts| Tensor::f_cat(&parts, 0)).transpose()
+    };
+    let slots = input.slots;
+    let codes = some(|chunk| chunk.codes.as_ref())?;
+    Ok(WeightedLoss {
+        gradient: all(|chunk| &chunk.gradient)?,
+        bias: codes.zip(rows_gradient).map(|(codes, rows)| LowRankGradient { codes, rows }),
+        numerator: chunks.iter().map(|chunk| chunk.numerator).sum(),
+        denominator: match settings.terms.by_block() {
+            true => blocks_of(&slots.indices, input.block_size).len() as f64,
+            false => slots.weights.iter().map(|&weight| f64::from(weight)).sum(),
+        },
+        weights: all(|chunk| &chunk.weights)?,
+        losses: all(|chunk| &chunk.losses)?,
+        correct: all(|chunk| &chunk.correct)?,
+        acceptance: some(|chunk| chunk.acceptance.as_ref())?,
+    })
+}
+
+/// Logits that are held at once, as a multiple of a tile.
+const LOGITS_PER_TILE: usize = 4;
+
+/// Number of trained slots of each block that has any, in order.
+fn blocks_of(indices: &[i64], block_size: usize) -> Vec<usize> {
+    let same = |a: &i64, b: &i64| a / block_size as i64 == b / block_size as i64;
+    indices.chunk_by(same).map(<[i64]>::len).collect()
+}
+
+/// Spans of at most `limit` slots that hold whole blocks; a larger block is a span by itself.
+fn whole_blocks(indices: &[i64], block_size: usize, limit: usize) -> Vec<Span> {
+    let (mut spans, mut start, mut len) = (Vec::new(), 0, 0);
+    for count in blocks_of(indices, block_size) {
+        if len > 0 && len + count > limit {
+            spans.push(Span { start: start as i64, len: len as i64 });
+            (start, len) = (start + len, 0);
+        }
+        len += count;
+    }
+    if len > 0 {
+        spans.push(Span { start: start as i64, len: len as i64 });
+    }
+    spans
+}
+
+/// Slots of some whole blocks.
+struct Chunk<'a> {
+    head: &'a Tensor,
+    rows: Option<&'a Tensor>,
+    hidden: Tensor,
+    codes: Option<Tensor>,
+    labels: Labels,
+    /// Data's tokens, `[slots, 1]`.
+    tokens: Tensor,
+    decay: Tensor,
+    /// Index of each slot from the chunk's first block on.
+    indices: Tensor,
+    blocks: i64,
+    block_size: i64,
+}
+
+struct ChunkLoss {
+    gradient: Tensor,
+    codes: Option<Tensor>,
+    numerator: f64,
+    weights: Tensor,
+    losses: Tensor,
+    correct: Tensor,
+    acceptance: Option<Tensor>,
+}
+
+/// Distribution of the teacher over the vocabulary.
+struct Teacher {
+    /// Probabilities, `[slots, vocab]`.
+    p: Tensor,
+    /// Their logarithms; `None` if some are zero.
+    log_p: Option<Tensor>,
+    /// First label, `[slots, 1]`.
+    first: Tensor,
+}
+
+impl<'a> Chunk<'a> {
+    fn new(input: &LossInput<'a>, part: Span) -> Result<Chunk<'a>, ModelError> {
+        let device = input.hidden.device();
+        let range = part.start as usize..(part.start + part.len) as usize;
+        let slots = &input.slots.indices[range.clone()];
+        let size = input.block_size as i64;
+        let first = slots.first().map_or(0, |slot| slot / size * size);
+        let indices: Vec<i64> = slots.iter().map(|slot| slot - first).collect();
+        let bias = input.projection.bias.as_ref();
+        Ok(Chunk {
+            head: input.projection.head,
+            rows: bias.map(|bias| bias.rows),
+            hidden: part.of(input.hidden, 0)?,
+            codes: bias.map(|bias| part.of(bias.codes, 0)).transpose()?,
+            labels: match input.labels {
+                Labels::Tokens { ids, probabilities } => {
+                    Labels::Tokens { ids: part.of(ids, 0)?, probabilities: part.of(probabilities, 0)? }
+                }
+                Labels::States { states, index } => {
+                    Labels::States { states: states.shallow_clone(), index: part.of(index, 0)? }
+                }
+            },
+            tokens: Tensor::f_from_slice(&input.slots.tokens[range.clone()])?.f_to(device)?.f_unsqueeze(1)?,
+            decay: Tensor::f_from_slice(&input.slots.weights[range])?.f_to(device)?,
+            blocks: indices.last().map_or(0, |last| last / size + 1),
+            indices: Tensor::f_from_slice(&indices)?.f_to(device)?,
+            block_size: size,
+        })
+    }
+
+    /// Log-probabilities of the drafter, `[slots, vocab]` in at least fp32.
+    fn log_q(&self) -> Result<Tensor, ModelError> {
+        let mut logits = self.hidden.f_mm(&self.head.f_transpose(0, 1)?)?;
+        if let (Some(codes), Some(rows)) = (&self.codes, self.rows) {
+            logits = logits.f_addmm_(codes, &rows.f_transpose(0, 1)?)?;
+        }
+        normalised(logits)
+    }
+
+    fn teacher(&self, like: &Tensor) -> Result<Teacher, ModelError> {
+        match &self.labels {
+            Labels::Tokens { ids, probabilities } => {
+                let p = like.f_zeros_like()?.f_scatter_add_(1, ids, &probabilities.f_to_kind(like.f_kind()?)?)?;
+                Ok(Teacher { p, log_p: None, first: ids.f_narrow(1, 0, 1)? })
+            }
+            Labels::States { states, index } => {
+                let log_p = normalised(states.f_index_select(0, index)?.f_mm(&self.head.f_transpose(0, 1)?)?)?;
+                let first = argmax(&log_p)?.f_unsqueeze(1)?;
+                Ok(Teacher { p: log_p.f_exp()?, log_p: Some(log_p), first })
+            }
+        }
+    }
+
+    /// Loss and gradients; the last is that of the bias's rows.
+    fn loss(&self, settings: &LossSettings, acceptance: bool) -> Result<(ChunkLoss, Option<Tensor>), ModelError> {
+        let terms = &settings.terms;
+        let log_q = self.log_q()?;
+        let Teacher { p, log_p, first } = self.teacher(&log_q)?;
+        let kind = log_q.f_kind()?;
+        let total = |x: &Tensor| Ok::<_, ModelError>(x.f_sum_dim_intlist(&[1i64][..], true, kind)?);
+        let scaled = |x: &Tensor, weight: f64| x.f_mul_scalar(weight);
+
+        let label = match settings.ce_label {
+            CeLabel::Label => first,
+            CeLabel::Data => self.tokens.shallow_clone(),
+        };
+        let label_log_q = log_q.f_gather(1, &label, false)?;
+        let correct = label_log_q.f_ge_tensor(&log_q.f_amax(&[1i64][..], true)?)?.f_squeeze_dim(1)?;
+        let cross_entropy = label_log_q.f_neg()?;
+        let weights = match settings.weighting {
+            Weighting::Decay(_) => self.decay.f_to_kind(kind)?,
+            Weighting::DPace(alpha) => d_pace(&cross_entropy.f_squeeze_dim(1)?, &self.indices, self.block_size, alpha)?,
+        };
+
+        let q = log_q.f_exp()?;
+        let alpha = match acceptance || terms.tv > 0.0 || terms.lk > 0.0 || terms.e2e_tv > 0.0 {
+            true => Some(total(&p.f_minimum(&q)?)?),
+            false => None,
+        };
+        // Slopes of the slot's loss: by the cross-entropy, the divergences, and the acceptance.
+        let zero = || cross_entropy.f_zeros_like();
+        let (mut by_kl, mut by_tv) = (zero()?.f_add_scalar(terms.kl)?, zero()?.f_add_scalar(terms.tv)?);
+        let mut losses = scaled(&cross_entropy, terms.ce)?;
+        if let Some(alpha) = &alpha {
+            let tv = alpha.f_neg()?.f_add_scalar(1.0)?;
+            let lambda = alpha.f_mul_scalar(-terms.lk_eta)?.f_exp()?;
+            by_kl = by_kl.f_add(&scaled(&lambda, terms.lk)?)?;
+            by_tv = by_tv.f_add(&scaled(&lambda.f_neg()?.f_add_scalar(1.0)?, terms.lk)?)?;
+            losses = losses.f_add(&by_tv.f_mul(&tv)?)?;
+        }
+        if terms.needs_kl() {
+            losses = losses.f_add(&by_kl.f_mul(&self.divergence(&p, log_p.as_ref(), &log_q)?)?)?;
+        }
+        let weight = weights.f_unsqueeze(1)?;
+        let by_ce = scaled(&weight, terms.ce)?;
+        (by_kl, by_tv) = (by_kl.f_mul(&weight)?, by_tv.f_mul(&weight)?);
+
+        let mut numerator = 0.0;
+        if let Some(alpha) = alpha.as_ref().filter(|_| terms.e2e_tv > 0.0) {
+            let of_blocks = block_loss(&alpha.f_squeeze_dim(1)?, &self.indices, self.blocks, self.block_size)?;
+            let share = self.block_weights(terms, kind)?.f_mul_scalar(terms.e2e_tv)?;
+            numerator += sum(&of_blocks.losses.f_mul(&share)?)?;
+            let block = self.indices.f_floor_divide_scalar(self.block_size)?;
+            let slopes = of_blocks.slopes.f_mul(&share.f_index_select(0, &block)?)?;
+            by_tv = by_tv.f_add(&slopes.f_unsqueeze(1)?)?;
+        }
+
+        // d ce = q - label, d kl = q - p, d tv = -q ([q < p] - sum q [q < p]), d reverse kl = q (ln q - ln p - reverse kl).
+        let mut slope = by_ce.f_add(&by_kl)?.f_expand_as(&q)?.f_contiguous()?;
+        if alpha.is_some() {
+            let below = q.f_lt_tensor(&p)?.f_to_kind(kind)?;
+            let under = total(&q.f_mul(&below)?)?;
+            slope = slope.f_add_(&by_tv.f_mul(&under)?)?.f_sub_(&below.f_mul(&by_tv)?)?;
+        }
+        if terms.reverse_kl > 0.0 {
+            let log_p = log_p.as_ref().ok_or_else(|| {
+                ModelError::Input("the reverse divergence needs a teacher with a probability for every token".into())
+            })?;
+            let ratio = log_q.f_sub(log_p)?;
+            let reverse = total(&q.f_mul(&ratio)?)?;
+            losses = losses.f_add(&scaled(&reverse, terms.reverse_kl)?)?;
+            let by_reverse = scaled(&weight, terms.reverse_kl)?;
+            slope = slope.f_add_(&ratio.f_sub(&reverse)?.f_mul_(&by_reverse)?)?;
+        }
+        let mut gradient = slope.f_mul_(&q)?;
+        if terms.needs_kl() {
+            gradient = gradient.f_sub_(&p.f_mul(&by_kl)?)?;
+        }
+        if terms.ce > 0.0 {
+            gradient = gradient.f_scatter_add_(1, &label, &by_ce.f_neg()?)?;
+        }
+
+        let narrow = gradient.f_to_kind(self.hidden.f_kind()?)?;
+        let codes = self.rows.map(|rows| narrow.f_mm(rows)).transpose()?;
+        let rows = self.codes.as_ref().map(|codes| narrow.f_transpose(0, 1)?.f_mm(codes)).transpose()?;
+        let losses = losses.f_squeeze_dim(1)?;
+        numerator += sum(&losses.f_mul(&weights)?)?;
+        let loss = ChunkLoss {
+            gradient: narrow.f_mm(self.head)?.f_to_kind(kind)?,
+            codes: codes.map(|codes| codes.f_to_kind(kind)).transpose()?,
+            numerator,
+            weights,
+            losses,
+            correct,
+            acceptance: alpha.map(|alpha| alpha.f_squeeze_dim(1)).transpose()?,
+        };
+        Ok((loss, rows.map(|rows| rows.f_to_kind(kind)).transpose()?))
+    }
+
+    /// `KL(p || q)` of each slot, `[slots, 1]`.
+    fn divergence(&self, p: &Tensor, log_p: Option<&Tensor>, log_q: &Tensor) -> Result<Tensor, ModelError> {
+        let kind = log_q.f_kind()?;
+        let terms = match (log_p, &self.labels) {
+            (Some(log_p), _) => log_p.f_sub(log_q)?.f_mul_(p)?,
+            (None, Labels::Tokens { ids, probabilities }) => {
+                let p = probabilities.f_to_kind(kind)?;
+                p.f_xlogy(&p)?.f_sub(&p.f_mul(&log_q.f_gather(1, ids, false)?)?)?
+            }
+            (None, Labels::States { .. }) => p.f_xlogy(p)?.f_sub(&p.f_mul(log_q)?)?,
+        };
+        Ok(terms.f_sum_dim_intlist(&[1i64][..], true, kind)?)
+    }
+
+    /// Weight of each block in the term by block: 1 if it is alone, else the decay weights of the block's slots.
+    fn block_weights(&self, terms: &LossTerms, kind: Kind) -> Result<Tensor, ModelError> {
+        let zeros = Tensor::f_zeros([self.blocks], (kind, self.hidden.device()))?;
+        if terms.by_block() {
+            return Ok(zeros.f_ones_like()?);
+        }
+        let mut zeros = zeros;
+        let block = self.indices.f_floor_divide_scalar(self.block_size)?;
+        Ok(zeros.f_index_add_(0, &block, &self.decay.f_to_kind(kind)?)?)
+    }
+}
+
+/// Log-softmax over the last dimension, in at least fp32.
+fn normalised(logits: Tensor) -> Result<Tensor, ModelError> {
+    let mut logits = logits.f_to_kind(wide(logits.f_kind()?))?;
+    let sum = logits.f_logsumexp(&[-1i64][..], true)?;
+    Ok(logits.f_sub_(&sum)?)
+}
+
+fn sum(x: &Tensor) -> Result<f64, ModelError> {
+    Ok(x.f_sum(Kind::Double)?.f_double_value(&[])?)
+}

@@ -1,0 +1,153 @@
+//! Step of the golden folder: packed rows, anchors of kept blocks, the target's last states, and a drafter.
+
+pub use crate::golden::files::{close, close_to_largest, ints, number, tensor};
+use draftmill::hf::config::TargetConfig;
+use draftmill::hf::draft::DraftConfig;
+use draftmill::hf::tensors::TensorFiles;
+use draftmill::model::batch::{Packed, TargetLabels};
+use draftmill::model::drafter::anchors::Anchors;
+use draftmill::model::drafter::{DraftOptions, Drafter, Shared};
+use draftmill::model::params::{Gradient, ParamSet, load_params};
+use draftmill_actors::messages::engine::MicroReport;
+use serde_json::Value;
+use std::path::PathBuf;
+use tch::{Device, Kind, Tensor};
+
+/// Limits of the golden README.
+pub const LOSS: f64 = 3e-6;
+pub const SLOT: f64 = 2e-5;
+pub const GRADIENT: f64 = 3e-5;
+
+pub fn path(name: &str) -> PathBuf {
+    let default = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden-heads");
+    std::env::var_os("DRAFTMILL_GOLDEN_HEADS").map_or_else(default, PathBuf::from).join(name)
+}
+
+pub fn open(name: &str) -> TensorFiles {
+    TensorFiles::open_file(&path(name)).unwrap()
+}
+
+pub fn json(name: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(path(name)).unwrap()).unwrap()
+}
+
+/// Inputs of a step without padding.
+pub struct Case {
+    pub json: Value,
+    pub files: TensorFiles,
+    pub anchors: Anchors,
+    /// Kept blocks among all blocks of the file.
+    pub kept: Tensor,
+    hidden: Tensor,
+    ids: Vec<i32>,
+    loss_mask: Vec<u8>,
+    lengths: Vec<u32>,
+    labels: Option<TargetLabels>,
+}
+
+impl Case {
+    /// Reads `<name>.json` and `<name>.safetensors`. The rows have the lengths of the target's inputs.
+    pub fn load(name: &str) -> Case {
+        let (json, files) = (json(&format!("{name}.json")), open(&format!("{name}.safetensors")));
+        let attended = ints(&open("target_io.safetensors"), "attention_mask");
+        let padded = tensor(&files, "context_hidden");
+        let states =
+            files.names().any(|name| name == "target_last_hidden").then(|| tensor(&files, "target_last_hidden"));
+        let (rows, width) = (padded.size()[0], padded.size()[1]);
+        let (ids, mask) = (ints(&files, "input_ids"), ints(&files, "loss_mask"));
+        let (anchors, keep) = (ints(&files, "anchors"), ints(&files, "block_keep"));
+        let kept = tensor(&files, "block_keep").flatten(0, -1).nonzero().flatten(0, -1);
+        let mut case = Case {
+            json,
+            files,
+            anchors: Anchors::default(),
+            kept,
+            hidden: Tensor::new(),
+            ids: Vec::new(),
+            loss_mask: Vec::new(),
+            lengths: Vec::new(),
+            labels: None,
+        };
+        let (mut features, mut last) = (Vec::new(), Vec::new());
+        for row in 0..rows {
+            let cells = (row * width) as usize..((row + 1) * width) as usize;
+            let len = attended[cells.clone()].iter().filter(|&&x| x != 0).count();
+            case.ids.extend(ids[cells.clone()][..len].iter().map(|&id| id as i32));
+            case.loss_mask.extend(mask[cells][..len].iter().map(|&x| x as u8));
+            case.lengths.push(len as u32);
+            features.push(padded.get(row).narrow(0, 0, len as i64));
+            last.extend(states.as_ref().map(|states| states.get(row).narrow(0, 0, len as i64)));
+        }
+        case.hidden = Tensor::cat(&features, 0);
+        case.labels = states.is_some().then(|| TargetLabels::States(Tensor::cat(&last, 0)));
+        let blocks = anchors.len() / rows as usize;
+        case.anchors.rows = (anchors.chunks(blocks).zip(keep.chunks(blocks)))
+            .map(|(row, keep)| row.iter().zip(keep).filter(|(_, keep)| **keep != 0).map(|(a, _)| *a as u32).collect())
+            .collect();
+        case
+    }
+
+    pub fn packed(&self) -> Packed<'_> {
+        Packed {
+            target_labels: self.labels.as_ref(),
+            ..Packed::of_ids(&self.hidden, &self.ids, &self.loss_mask, &self.lengths)
+        }
+    }
+
+    /// Slots of kept blocks alone, `[kept blocks, slots, ..]`, from `[rows, blocks, slots, ..]`.
+    pub fn kept(&self, x: &Tensor) -> Tensor {
+        x.flatten(0, 1).index_select(0, &self.kept)
+    }
+
+    /// Values of the file for kept blocks, flat over their slots.
+    pub fn want(&self, name: &str) -> Tensor {
+        self.kept(&tensor(&self.files, name)).flatten(0, 1)
+    }
+
+    pub fn step(&self, drafter: &Drafter) -> (MicroReport, Gradient) {
+        let (report, gradient) = drafter.loss_and_gradient(&self.packed(), &self.anchors).unwrap();
+        (report, gradient.unwrap())
+    }
+}
+
+/// Weights of a drafter folder.
+pub fn weights(folder: &str) -> (DraftConfig, ParamSet) {
+    let config = DraftConfig::load(&path(folder)).unwrap();
+    let weights = load_params(&config, &TensorFiles::open(&path(folder)).unwrap()).unwrap();
+    (config, weights)
+}
+
+pub fn shared() -> Shared {
+    let target = TargetConfig::load(&path("target")).unwrap();
+    Shared::load(&target, &TensorFiles::open(&path("target")).unwrap(), Kind::Float, Device::Cpu).unwrap()
+}
+
+pub fn drafter(config: DraftConfig, weights: ParamSet, options: DraftOptions) -> Drafter {
+    let mut drafter = Drafter::new(config, shared(), options).unwrap();
+    drafter.load_weights(weights).unwrap();
+    drafter
+}
+
+/// Compares every gradient whose name begins with `prefix`; returns their number.
+pub fn check_gradients(files: &TensorFiles, prefix: &str, gradient: &Gradient, denominator: f64) -> usize {
+    let names: Vec<&str> = files.names().filter_map(|name| name.strip_prefix(prefix)).collect();
+    assert!(!names.is_empty(), "{prefix}: the folder has no gradient");
+    for name in &names {
+        let want = tensor(files, &format!("{prefix}{name}"));
+        let got = gradient.get(name).unwrap_or_else(|| panic!("{prefix}: no gradient of {name}")) / denominator;
+        close_to_largest(&format!("{prefix}{name}"), &got, &want, GRADIENT);
+    }
+    names.len()
+}
+
+/// Compares the norm of the whole gradient.
+pub fn check_norm(what: &str, gradient: &Gradient, denominator: f64, want: &Value) {
+    let square = |x: &Tensor| f64::try_from((x / denominator).square().sum(Kind::Double)).unwrap();
+    let norm = gradient.tensors().iter().map(square).sum::<f64>().sqrt();
+    near(&format!("{what} gradient norm"), norm / number(want), 1.0, GRADIENT);
+}
+
+pub fn near(what: &str, got: f64, want: f64, limit: f64) {
+    println!("{what}: {got} for {want}");
+    assert!((got - want).abs() <= limit, "{what}: {got}, expected {want}");
+}
