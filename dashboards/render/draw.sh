@@ -127,7 +127,8 @@ browse() {
   fail "the page did not come to an end: $(grep -o 'failed: .*' page.html)"
 }
 browse 1000
-if empty=$(grep -o 'data-empty="[^"]*"' page.html); then fail "panels without data: $empty"; fi
+# A machine without a GPU has no memory of one.
+if empty=$(grep -o 'data-empty="[^"]*"' page.html | grep -v '"GPU memory"'); then fail "panels without data: $empty"; fi
 browse "$(grep -o 'data-height="[0-9]*' page.html | grep -o '[0-9]*$')"
 pngquant --force --speed 1 --strip --output "$root/dashboards/$picture" 128 "$work/full.png"
 say "dashboards/$picture, $(stat -c %s "$root/dashboards/$picture") bytes"

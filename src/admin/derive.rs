@@ -90,6 +90,7 @@ impl StatusBuilder {
             training: Training {
                 loss: last(m::LOSS),
                 accuracy: last(m::ACCURACY),
+                leading_run: last(m::LEADING_RUN),
                 acceptance: samples.get(m::EVAL_ACCEPTANCE).filter(|tokens| *tokens > 0.0),
                 acceptance_curve: info.acceptance.as_ref().map_or_else(Vec::new, |acceptance| acceptance.curve.clone()),
                 learning_rate: last(m::LEARNING_RATE),

@@ -79,6 +79,8 @@ pub struct Progress {
 pub struct Training {
     pub loss: Option<f64>,
     pub accuracy: Option<f64>,
+    /// Mean leading correct run of a block, in tokens.
+    pub leading_run: Option<f64>,
     /// Tokens per verification of the last evaluation.
     pub acceptance: Option<f64>,
     /// Tokens per verification by step.

@@ -32,6 +32,11 @@ pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Resu
     differ("drafter.kv_heads", init.num_key_value_heads, shape.num_key_value_heads);
     differ("drafter.head_dim", init.head_dim, shape.head_dim);
     differ("drafter.intermediate_size", init.intermediate_size, shape.intermediate_size);
+    if init.head.name() != shape.head.name() {
+        sets.push(format!("drafter.head = \"{}\"", init.head.name()));
+    } else if init.head != shape.head {
+        sets.push(format!("the keys of drafter.head as in its config.json: {:?}", init.head));
+    }
     if init.target_layer_ids != shape.target_layer_ids {
         sets.push(format!("target.layer_ids = {:?}", init.target_layer_ids));
     }

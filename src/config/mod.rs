@@ -9,6 +9,7 @@ mod example;
 mod init;
 mod load;
 pub mod log_filter;
+mod loss;
 pub mod mask;
 mod problem;
 mod resolve;
@@ -22,6 +23,7 @@ pub use self::{
     example::{annotated, changes, differences, example},
     init::start_from,
     load::{Written, read_text},
+    loss::{LK_ETA, LossTerms},
     problem::{Problem, Problems},
     resolve::{Config, Data, Drafter, Eval, Plan, Run, Target, resolve},
     retention::RetentionPolicy,

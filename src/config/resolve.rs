@@ -3,15 +3,17 @@
 use super::{
     RetentionPolicy,
     load::Written,
+    loss::LossTerms,
     problem::Problems,
     rules::broken_rules,
     values::{
-        Collectives, Dtype, Engine, HiddenFields, InitMethod, Labels, LeadingAssistant, Overlong, SlotWeights, TopK,
-        UnknownRole,
+        CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels, LeadingAssistant,
+        MarkovHead, Overlong, SlotWeights, TopK, UnknownRole,
     },
     wire::{self, Wire},
 };
 use crate::common::{device::Device, token::Token};
+use crate::hf::head::{ConfidenceInput, Dflash2Config, DsparkConfig, HeadConfig, MarkovKind};
 use draftmill_actors::{messages::engine::FeatureDtype, planner::plan::JobOrder};
 use std::{collections::BTreeSet, path::PathBuf};
 
@@ -108,6 +110,11 @@ pub struct Drafter {
     pub loss_decay_gamma: Option<f64>,
     /// Alpha of D-PACE; `None`: D-PACE is off.
     pub d_pace: Option<f64>,
+    pub head: HeadConfig,
+    /// With `lk_eta`.
+    pub loss: LossTerms,
+    pub ce_label: CeLabel,
+    pub confidence_loss_weight: f64,
     pub recompute_layers: bool,
     /// Labels from the target; `None`: the tokens of the data are the labels.
     pub labels: Option<TopK>,
@@ -177,7 +184,12 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
     let first = target.devices.first().copied().unwrap_or(Device::Cpu);
     let every = |steps: u64| (steps > 0).then_some(steps);
     let target_dtype = target.dtype.or(|| default_dtype(&target.devices));
-    let gamma = drafter.loss_decay_gamma.or(|| published_gamma(drafter.block_size));
+    let (head, ce_label) = (head(&drafter), ce_label(&drafter));
+    let loss = LossTerms { lk_eta: drafter.lk_eta, ..loss(&drafter) };
+    let gamma = match drafter.slot_weights {
+        SlotWeights::None => 0.0,
+        _ => drafter.loss_decay_gamma.or(|| published_gamma(drafter.block_size)),
+    };
     let threads = run.threads.given().map(|&threads| threads as usize);
     Ok(Config {
         run: Run {
@@ -233,6 +245,10 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             mask_token_id: drafter.mask_token_id.given().copied(),
             loss_decay_gamma: (gamma > 0.0).then_some(gamma),
             d_pace: (drafter.slot_weights == SlotWeights::DPace).then_some(drafter.d_pace_alpha),
+            head,
+            loss,
+            ce_label,
+            confidence_loss_weight: drafter.confidence_loss_weight,
             recompute_layers: drafter.recompute_layers,
             labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k),
             prefetch: drafter.prefetch,
@@ -294,6 +310,42 @@ impl wire::Checkpoint {
 /// Returns bf16 if all devices are GPUs, else f32.
 fn default_dtype(devices: &[Device]) -> Dtype {
     if devices.contains(&Device::Cpu) { Dtype::F32 } else { Dtype::Bf16 }
+}
+
+/// Returns the draft head with its settings.
+fn head(drafter: &wire::Drafter) -> HeadConfig {
+    match drafter.head {
+        Head::Dflash => HeadConfig::Dflash,
+        Head::Dspark => HeadConfig::Dspark(DsparkConfig {
+            markov: match drafter.markov_head {
+                MarkovHead::Vanilla => MarkovKind::Vanilla,
+                MarkovHead::Gated => MarkovKind::Gated,
+                MarkovHead::Rnn => MarkovKind::Rnn,
+            },
+            rank: drafter.markov_rank as usize,
+            confidence: match drafter.confidence_head {
+                ConfidenceHead::Markov => Some(ConfidenceInput::HiddenAndMarkov),
+                ConfidenceHead::Hidden => Some(ConfidenceInput::Hidden),
+                ConfidenceHead::None => None,
+            },
+        }),
+        Head::Dflash2 => HeadConfig::Dflash2(Dflash2Config {
+            conv_taps: drafter.conv_taps as usize,
+            conv_group: drafter.conv_group as usize,
+            selector_rank: drafter.selector_rank as usize,
+            selector_top_k: drafter.selector_top_k as usize,
+        }),
+    }
+}
+
+/// Returns the loss; "auto" is DSpark's recipe for its head, else the divergence.
+fn loss(drafter: &wire::Drafter) -> LossTerms {
+    drafter.loss.or(|| if drafter.head == Head::Dspark { LossTerms::DSPARK } else { LossTerms::KL })
+}
+
+/// Returns the token of the cross-entropy; "auto" is the data's for DSpark, as in its recipe.
+fn ce_label(drafter: &wire::Drafter) -> CeLabel {
+    drafter.ce_label.or(|| if drafter.head == Head::Dspark { CeLabel::Data } else { CeLabel::Labels })
 }
 
 /// Returns gamma of the DFlash paper (4 at block size 8, 5 at 10, 7 at 16), or that of the nearest published size.

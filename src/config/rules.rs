@@ -4,7 +4,7 @@ use super::{
     load::Written,
     log_filter,
     problem::{Problem, Problems},
-    values::{Auto, ByteSize, Dtype, InitMethod, Labels, TimeSpan, TopK},
+    values::{Auto, ByteSize, ConfidenceHead, Dtype, Head, InitMethod, Labels, TimeSpan, TopK},
     wire::Wire,
 };
 use crate::common::text::grouped;
@@ -232,6 +232,47 @@ impl Audit<'_> {
             "is out of range: at 0 an untrained drafter would have weights of almost 0 and learn nothing",
             "choose a number above 0 and at most 1",
         );
+        self.require(
+            drafter.lk_eta.is_finite() && drafter.lk_eta >= 0.0,
+            "drafter.lk_eta",
+            "is out of range",
+            "choose a number of at least 0, such as 3",
+        );
+        self.require(
+            drafter.confidence_loss_weight.is_finite() && drafter.confidence_loss_weight >= 0.0,
+            "drafter.confidence_loss_weight",
+            "is out of range",
+            "choose a number of at least 0, such as 1",
+        );
+        let whole = drafter.labels == Labels::Target && drafter.label_top_k == TopK::All;
+        self.require(
+            whole || drafter.loss.given().is_none_or(|loss| loss.reverse_kl == 0.0),
+            "drafter.loss",
+            "has the reverse divergence, which needs a probability for every token",
+            "set drafter.labels = \"target\" and drafter.label_top_k = \"all\", or choose \"kl\"",
+        );
+        let reads_markov = drafter.confidence_head == ConfidenceHead::Markov;
+        self.require(
+            drafter.head != Head::Dspark || drafter.markov_rank > 0 || !reads_markov,
+            "drafter.markov_rank",
+            "is 0, but the confidence head reads the Markov embedding",
+            "choose a rank above 0, or set drafter.confidence_head = \"hidden\"",
+        );
+        for (key, value, most) in [
+            ("drafter.markov_rank", drafter.markov_rank, 1 << 14),
+            ("drafter.conv_taps", drafter.conv_taps, 64),
+            ("drafter.conv_group", drafter.conv_group, 1 << 14),
+            ("drafter.selector_rank", drafter.selector_rank, 1 << 14),
+            ("drafter.selector_top_k", drafter.selector_top_k, 1024),
+        ] {
+            let least = u32::from(key != "drafter.markov_rank");
+            self.require(
+                (least..=most).contains(&value),
+                key,
+                "is out of range",
+                format!("choose from {least} to {most}"),
+            );
+        }
         self.require(
             drafter.init_method == InitMethod::Random || drafter.layers >= 2,
             "drafter.init_method",

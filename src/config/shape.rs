@@ -8,6 +8,7 @@ use super::{
 use crate::hf::{
     config::TargetConfig,
     draft::{DraftConfig, default_target_layer_ids},
+    head::{Dflash2Config, HeadConfig},
 };
 use draftmill_actors::{
     messages::engine::FeatureDtype,
@@ -54,6 +55,7 @@ pub fn draft_config(
     };
     let mask = drafter.mask_token_id.unwrap_or(mask_token_id);
     let mut shape = DraftConfig::for_target(target, layers, ids, drafter.block_size as usize, mask);
+    shape.head = drafter.head;
     shape.intermediate_size = or(drafter.intermediate_size, target.intermediate_size);
     shape.num_attention_heads = or(drafter.heads, target.num_attention_heads);
     shape.num_key_value_heads = or(drafter.kv_heads, target.num_key_value_heads);
@@ -82,6 +84,22 @@ pub fn draft_config(
             format!("is more than the {} tokens of the target's vocabulary", target.vocab_size),
             "choose a smaller number, or \"all\"",
         ));
+    }
+    if let HeadConfig::Dflash2(Dflash2Config { conv_group, selector_top_k, .. }) = shape.head {
+        if conv_group > 0 && !shape.hidden_size.is_multiple_of(conv_group) {
+            problems.push(written.problem(
+                "drafter.conv_group",
+                format!("does not divide the target's width of {}", shape.hidden_size),
+                "choose a divisor, such as 16",
+            ));
+        }
+        if selector_top_k > target.vocab_size {
+            problems.push(written.problem(
+                "drafter.selector_top_k",
+                format!("is more than the {} tokens of the target's vocabulary", target.vocab_size),
+                "choose a smaller number",
+            ));
+        }
     }
     if problems.is_empty() {
         // Rules of the file format. The checks above report the same mistakes with the keys of this configuration.

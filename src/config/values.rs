@@ -150,6 +150,49 @@ words! {
         Decay = "decay",
         /// D-PACE: the slot's effect on the expected number of accepted tokens.
         DPace = "d-pace",
+        /// Equal weights.
+        None = "none",
+    }
+}
+words! {
+    /// Token of the cross-entropy, of D-PACE and of accuracy.
+    #[derive(Default)]
+    CeLabel {
+        /// First label of `drafter.labels`: the data's token, or the target's most likely one.
+        #[default]
+        Labels = "labels",
+        /// The data's token.
+        Data = "data",
+    }
+}
+words! {
+    /// Draft head.
+    Head {
+        /// DFlash: slots behind the anchor predict their own positions.
+        Dflash = "dflash",
+        /// DSpark: all slots predict the position after them, with a bias from the token before.
+        Dspark = "dspark",
+        /// DFlash 2: convolutions around each sublayer, and a selector among the most likely tokens.
+        Dflash2 = "dflash2",
+    }
+}
+words! {
+    /// Form of DSpark's Markov head.
+    MarkovHead {
+        Vanilla = "vanilla",
+        Gated = "gated",
+        Rnn = "rnn",
+    }
+}
+words! {
+    /// Input of DSpark's confidence head.
+    ConfidenceHead {
+        /// Hidden state and the Markov embedding of the token before.
+        Markov = "markov",
+        /// Hidden state alone.
+        Hidden = "hidden",
+        /// No confidence head.
+        None = "none",
     }
 }
 words! {

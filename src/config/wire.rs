@@ -3,9 +3,11 @@
 //! `sections!` generates one serde struct per section, and the table [`FIELDS`]. The annotated example, the suggestions
 //! for unknown keys and the reload check use the table.
 
+use super::loss::{LK_ETA, LossTerms};
 use super::values::{
-    Auto, ByteSize, Collectives, Dtype, Engine, HiddenFields, InitMethod, Labels, LeadingAssistant, Lengths, Listen,
-    LogFormat, Overlong, PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
+    Auto, ByteSize, CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels,
+    LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, Overlong, PoolAtShutdown, Schedule, SlotWeights,
+    TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::JobOrder, pool::DrawPolicy};
@@ -201,7 +203,7 @@ sections! {
         Restart replay_window: Auto<u32> = Auto::Auto;
     }
 
-    /// The drafter (DFlash). Keys that are "auto" take their value from the target.
+    /// The drafter. Keys that are "auto" take their value from the target.
     drafter: Drafter {
         /// One drafter per entry: "cpu", "cuda" or "cuda:N". "cpu" may be repeated.
         Restart devices: Vec<Device> = vec![Device::Cpu];
@@ -216,7 +218,27 @@ sections! {
         Live paused: Vec<u32> = vec![];
         /// Number of decoder layers. 5 is the value of the DFlash paper.
         Restart layers: u32 = 5;
-        /// Tokens of a block: one known token and block_size - 1 predicted ones.
+        /// Draft head: "dflash"; "dspark" = each token of a block is drafted with a bias from the token before it;
+        /// "dflash2" = convolutions within a block, and a selector among the most likely tokens.
+        Restart head: Head = Head::Dflash;
+        /// For head = "dspark": form of the bias, "vanilla", "gated" or "rnn". vLLM serves "vanilla" only.
+        Restart markov_head: MarkovHead = MarkovHead::Vanilla;
+        /// For head = "dspark": rank of the bias. 0 = no bias.
+        Restart markov_rank: u32 = 256;
+        /// For head = "dspark": head that predicts the acceptance of each slot, from the hidden state and the embedding of
+        /// the token before ("markov"), from the hidden state ("hidden"), or "none".
+        Restart confidence_head: ConfidenceHead = ConfidenceHead::Markov;
+        /// For head = "dspark": weight of the confidence head's loss.
+        Restart confidence_loss_weight: f64 = 1.0;
+        /// For head = "dflash2": positions that a convolution mixes.
+        Restart conv_taps: u32 = 2;
+        /// For head = "dflash2": channels with a common dynamic kernel. Must divide the target's width.
+        Restart conv_group: u32 = 16;
+        /// For head = "dflash2": rank of the selector.
+        Restart selector_rank: u32 = 256;
+        /// For head = "dflash2": number of most likely tokens from which the selector chooses.
+        Restart selector_top_k: u32 = 16;
+        /// Slots of a block. With head = "dspark" each predicts a token; otherwise the first one is given.
         Restart block_size: u32 = 16;
         /// Blocks per sample, at random positions that change with every pass. 512 is the value of the DFlash paper.
         Live anchors: u32 = 512;
@@ -235,8 +257,18 @@ sections! {
         /// Dtype of forward and backward. Weights and moments are always f32. "auto" = f32 if any entry of devices is a
         /// CPU, else bf16.
         Restart dtype: Auto<Dtype> = Auto::Auto;
+        /// Loss of a slot, by the target's probabilities p and the drafter's q: "ce" = cross-entropy of one token, "kl" =
+        /// KL(p, q), "reverse-kl" = KL(q, p), "tv" = total variation, which is one minus the acceptance, "lk" = from kl to tv
+        /// as acceptance grows, "e2e-tv" = expected accepted tokens of a block; or weights, as { ce = 0.1, tv = 1.8 }. With
+        /// one label, kl is the cross-entropy. "auto" = { ce = 0.1, tv = 1.8 } for head = "dspark", else "kl".
+        Restart loss: Auto<LossTerms> = Auto::Auto;
+        /// For loss = "lk": decay of kl's weight exp(-lk_eta x acceptance).
+        Restart lk_eta: f64 = LK_ETA;
+        /// Token of "ce", of accuracy and of "d-pace": "data" = the data's token, "labels" = the first label. "auto" = "data"
+        /// for head = "dspark", else "labels".
+        Restart ce_label: Auto<CeLabel> = Auto::Auto;
         /// Weight of a slot in the loss: "decay" = by the distance from the anchor, "d-pace" = by the slot's effect on the
-        /// expected number of accepted tokens (arXiv 2605.18810).
+        /// expected number of accepted tokens (arXiv 2605.18810), "none" = equal weights.
         Restart slot_weights: SlotWeights = SlotWeights::Decay;
         /// For slot_weights = "decay": slot k of a block has weight exp(-(k-1)/gamma). 0 = equal weights. "auto" = 4 for
         /// blocks of up to 8, 5 for up to 12, 7 for longer ones.

@@ -10,7 +10,7 @@ use crate::{
     common::exit::{Exit, Failure},
     export,
     hf::{config::TargetConfig, layout::DraftFolder, validate::Severity},
-    inference::{self, Proposer, Response, Session, Settings, slot_accuracy},
+    inference::{self, Proposer, Response, Session, Settings, SlotAccuracy, slot_accuracy},
     model::{ModelError, drafter::Drafter, libtorch::open_device, params::folder_params},
 };
 use tch::Kind;
@@ -51,7 +51,8 @@ pub fn evaluate(options: &EvalOptions, prompts: Vec<Prompt>, done: &mut dyn FnMu
             format!("every prompt exceeds the {most} positions of the target; give shorter prompts"),
         ));
     }
-    let block_size = drafter.config().block_size;
+    let config = drafter.config();
+    let (block_size, proposed) = (config.block_size, config.head.proposed_tokens(config.block_size));
     Ok(Report {
         target: options.target.display().to_string(),
         draft: options.draft.display().to_string(),
@@ -60,8 +61,8 @@ pub fn evaluate(options: &EvalOptions, prompts: Vec<Prompt>, done: &mut dyn FnMu
         temperature: options.temperature,
         seed: options.seed,
         skipped_too_long: skipped,
-        all: Stats::new(&records.iter().collect::<Vec<_>>(), block_size),
-        categories: Stats::by_category(&records, block_size),
+        all: Stats::new(&records.iter().collect::<Vec<_>>(), proposed),
+        categories: Stats::by_category(&records, proposed),
     })
 }
 
@@ -96,7 +97,7 @@ fn respond(
     let target = &bench.target;
     let (drafted, seconds) = timed(Session::begin(target, Some(drafter), prompt, settings, stream)?)?;
     let (plain, plain_seconds) = timed(Session::<Drafter>::begin(target, None, prompt, settings, stream)?)?;
-    let slots = slot_accuracy(target, drafter, prompt, &plain.tokens)?;
+    let SlotAccuracy { slots, runs } = slot_accuracy(target, drafter, prompt, &plain.tokens)?;
     let record = Record {
         category,
         steps: drafted.steps.iter().map(Step::from).collect(),
@@ -106,6 +107,7 @@ fn respond(
         plain_seconds,
         identical: (settings.temperature == 0.0).then_some(drafted.tokens == plain.tokens),
         slots: slots.iter().map(|slot| (slot.right, slot.tried)).collect(),
+        runs: (runs.tokens, runs.blocks),
     };
     Ok((record, plain.tokens))
 }

@@ -15,7 +15,7 @@ use crate::{
     model::{
         ModelError, SlotCount,
         batch::{Packed, Rows},
-        drafter::{Drafter, anchors::Anchors},
+        drafter::{Drafter, anchors::Anchors, head::LossOptions},
         libtorch::{open_device, use_all_cores},
         params::{Weights, init_params, load_params},
     },
@@ -93,6 +93,8 @@ pub struct Setup {
     pub kind: Kind,
     pub draft: DraftConfig,
     pub gamma: Option<f64>,
+    /// Loss of training.
+    pub loss: LossOptions,
     pub seed: u64,
     /// Label probabilities of the loss; `None` for hard labels.
     pub labels: Option<TopK>,
@@ -219,6 +221,7 @@ fn report(evaluation: &Evaluation, best: Option<(u64, f64)>) {
     if let Some(held_out) = &evaluation.held_out {
         gauge!(m::EVAL_LOSS).set(held_out.loss);
         gauge!(m::EVAL_ACCURACY).set(held_out.accuracy);
+        gauge!(m::EVAL_LEADING_RUN).set(held_out.leading_run.unwrap_or(0.0));
         for (index, accuracy) in held_out.accuracy_by_position.iter().enumerate() {
             gauge!(m::EVAL_POSITION_ACCURACY, "position" => (index + 1).to_string()).set(accuracy.unwrap_or(0.0));
         }
@@ -228,6 +231,7 @@ fn report(evaluation: &Evaluation, best: Option<(u64, f64)>) {
             loss = format!("{:.3}", held_out.loss),
             accuracy = format!("{:.3}", held_out.accuracy),
             predicted = format!("{:.2}", held_out.predicted_acceptance.unwrap_or(0.0)),
+            leading_run = format!("{:.2}", held_out.leading_run.unwrap_or(0.0)),
             "evaluated on held-out samples"
         );
     }
@@ -271,9 +275,10 @@ impl Worker {
     }
 
     fn load(&self) -> Result<Models, ModelError> {
-        let Setup { eval, target, kind, draft, seed, store, .. } = &self.setup;
+        let Setup { eval, target, kind, draft, seed, store, loss, .. } = &self.setup;
         let bench = LoadedTarget::load(target, *kind, self.device)?;
-        let drafter = bench.drafter(draft.clone(), init_params(draft, *seed)?, None)?;
+        let mut drafter = bench.drafter(draft.clone(), init_params(draft, *seed)?, None)?;
+        drafter.set_loss(*loss);
         let count = store.len(Split::Validation);
         // Evenly spaced, since a store has its input files in order.
         let spread = |wanted: usize| (0..wanted.min(count)).map(move |i| i * count / wanted.min(count));
@@ -294,8 +299,7 @@ impl Worker {
 
     /// Loss and accuracy as in training, sample by sample.
     fn held_out(&self, Models { bench, drafter, samples, .. }: &Models) -> Result<HeldOut, ModelError> {
-        let (mut sum, mut slots) =
-            (MicroReport::default(), vec![SlotCount::default(); drafter.config().block_size - 1]);
+        let (mut sum, mut slots) = (MicroReport::default(), vec![SlotCount::default(); proposed(drafter)]);
         for &sample in samples {
             let (ids, mask) = self.setup.store.sample(Split::Validation, sample);
             let lengths = [ids.len() as u32];
@@ -326,6 +330,7 @@ impl Worker {
             accuracy: sum.accuracy(),
             predicted_acceptance: stats::predicted(&accuracy_by_position),
             accuracy_by_position,
+            leading_run: Some(sum.leading_run()),
         })
     }
 
@@ -343,7 +348,7 @@ impl Worker {
             };
             records.extend(responses.iter().map(record));
         }
-        let all = Stats::new(&records.iter().collect::<Vec<_>>(), drafter.config().block_size);
+        let all = Stats::new(&records.iter().collect::<Vec<_>>(), proposed(drafter));
         let acceptance = all.acceptance_pooled.zip(all.acceptance_mean);
         Ok(acceptance.map(|(acceptance, acceptance_mean)| Decoded {
             responses: all.responses,
@@ -371,4 +376,8 @@ fn read_prompts(bench: &LoadedTarget, file: &std::path::Path, wanted: usize) -> 
     let chosen = (0..wanted.min(count)).map(|i| &prompts[i * count / wanted.min(count)]);
     let ids = chosen.map(|prompt| chat.prompt(&prompt.conversation).map_err(unusable));
     ids.collect()
+}
+/// Number of tokens that a block of `drafter` proposes.
+fn proposed(drafter: &Drafter) -> usize {
+    drafter.config().head.proposed_tokens(drafter.config().block_size)
 }

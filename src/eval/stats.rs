@@ -28,6 +28,8 @@ pub struct Record {
     pub identical: Option<bool>,
     /// Correct and total predictions of each slot after the anchor, given the true context.
     pub slots: Vec<(u64, u64)>,
+    /// Tokens of the leading correct runs of blocks at all positions of the plain response, and number of blocks.
+    pub runs: (u64, u64),
 }
 
 /// Statistics of a set of responses. Acceptance is the number of tokens per verification, including the target's own token.
@@ -48,6 +50,9 @@ pub struct Stats {
     /// 1 + the sum of the cumulative products of `accuracy_by_position`: the acceptance if slots failed independently and blocks
     /// started at any position.
     pub predicted_acceptance: Option<f64>,
+    /// Mean leading correct run of a block at any position of the plain response, in tokens: measured block by block. With
+    /// greedy decoding it is the number of drafted tokens that the target accepts there.
+    pub leading_run: Option<f64>,
     /// `acceptance_pooled` - `predicted_acceptance`.
     pub measured_minus_predicted: Option<f64>,
     /// Number of steps that produce 1, 2, ... tokens.
@@ -86,18 +91,18 @@ pub struct Report {
 }
 
 impl Stats {
-    /// Computes the statistics of `records`. `block_size` includes the anchor.
-    pub fn new(records: &[&Record], block_size: usize) -> Stats {
+    /// Computes the statistics of `records`. A block proposes `proposed` tokens.
+    pub fn new(records: &[&Record], proposed: usize) -> Stats {
         let steps: Vec<Step> = records.iter().flat_map(|record| record.steps.iter().copied()).collect();
         let produced = |steps: &[Step]| steps.iter().map(|step| step.produced).sum::<usize>() as f64;
         // A response that ends with its first token has no step and no acceptance.
         let means: Vec<f64> =
             records.iter().filter_map(|record| ratio(produced(&record.steps), record.steps.len() as f64)).collect();
-        let by_position = (1..block_size).map(|k| {
+        let by_position = (1..=proposed).map(|k| {
             let tried = steps.iter().filter(|step| step.drafted >= k).count();
             ratio(steps.iter().filter(|step| step.accepted >= k).count() as f64, tried as f64)
         });
-        let accuracy: Vec<Option<f64>> = (0..block_size - 1)
+        let accuracy: Vec<Option<f64>> = (0..proposed)
             .map(|slot| {
                 let counts = records.iter().filter_map(|record| record.slots.get(slot));
                 let (right, tried) = counts.fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
@@ -119,10 +124,14 @@ impl Stats {
             acceptance_by_position: by_position.collect(),
             accuracy_by_position: accuracy,
             predicted_acceptance,
+            leading_run: {
+                let (tokens, blocks) = records.iter().fold((0, 0), |sum, r| (sum.0 + r.runs.0, sum.1 + r.runs.1));
+                ratio(tokens as f64, blocks as f64)
+            },
             measured_minus_predicted: acceptance_pooled
                 .zip(predicted_acceptance)
                 .map(|(measured, predicted)| measured - predicted),
-            tokens_per_step: (1..=block_size)
+            tokens_per_step: (1..=proposed + 1)
                 .map(|tokens| steps.iter().filter(|step| step.produced == tokens).count())
                 .collect(),
             greedy_identical: (!compared.is_empty()).then(|| compared.iter().all(|&same| same)),
@@ -134,7 +143,7 @@ impl Stats {
     }
 
     /// Computes the statistics by category, sorted by name; empty if no prompt has a category.
-    pub fn by_category(records: &[Record], block_size: usize) -> Vec<Category> {
+    pub fn by_category(records: &[Record], proposed: usize) -> Vec<Category> {
         let mut groups: BTreeMap<&str, Vec<&Record>> = BTreeMap::new();
         for record in records {
             if let Some(category) = &record.category {
@@ -143,7 +152,7 @@ impl Stats {
         }
         let stats = |(category, records): (&str, Vec<&Record>)| Category {
             category: category.into(),
-            stats: Stats::new(&records, block_size),
+            stats: Stats::new(&records, proposed),
         };
         groups.into_iter().map(stats).collect()
     }
@@ -184,6 +193,7 @@ mod tests {
             plain_seconds: 3.0,
             identical: Some(true),
             slots: vec![(3, 4), (1, 2)],
+            runs: (4, 4),
         };
         let two = Record {
             category: Some("b".into()),
@@ -194,6 +204,7 @@ mod tests {
             plain_seconds: 0.5,
             identical: Some(false),
             slots: vec![(0, 2), (1, 2)],
+            runs: (1, 4),
         };
         [one, two, Record { identical: Some(true), slots: vec![(0, 0); 2], ..Record::default() }]
     }
@@ -201,9 +212,10 @@ mod tests {
     #[test]
     fn both_means_and_all_other_stats() {
         let records = records();
-        let all = Stats::new(&records.iter().collect::<Vec<_>>(), 3);
+        let all = Stats::new(&records.iter().collect::<Vec<_>>(), 2);
         assert_eq!((all.responses, all.steps, all.tokens), (3, 4, 7));
         assert_eq!(all.acceptance_mean, Some((2.0 + 1.0) / 2.0));
+        assert_eq!(all.leading_run, Some(5.0 / 8.0));
         assert_eq!(all.acceptance_pooled, Some(7.0 / 4.0));
         assert_eq!(all.acceptance_by_position, [Some(2.0 / 4.0), Some(2.0 / 3.0)]);
         assert_eq!(all.accuracy_by_position, [Some(0.5), Some(0.5)]);
@@ -217,7 +229,7 @@ mod tests {
 
     #[test]
     fn categories_have_separate_stats() {
-        let categories = Stats::by_category(&records(), 3);
+        let categories = Stats::by_category(&records(), 2);
         let shown: Vec<_> = categories.iter().map(|c| (c.category.as_str(), c.stats.acceptance_pooled)).collect();
         assert_eq!(shown, [("a", Some(2.0)), ("b", Some(1.0))]);
         assert_eq!(categories[0].stats.greedy_identical, Some(true));
@@ -225,7 +237,7 @@ mod tests {
 
     #[test]
     fn no_responses_have_no_stats() {
-        let none = Stats::new(&[], 4);
+        let none = Stats::new(&[], 3);
         assert_eq!((none.acceptance_mean, none.predicted_acceptance, none.greedy_identical), (None, None, None));
         assert_eq!(none.acceptance_by_position, [None; 3]);
     }

@@ -23,13 +23,18 @@ impl fmt::Display for Report {
             "  acceptance  {} tokens per step pooled, {} as mean of the responses (at most {})",
             two(all.acceptance_pooled),
             two(all.acceptance_mean),
-            self.block_size
+            all.tokens_per_step.len()
         )?;
         writeln!(
             f,
             "  predicted   {} from slot accuracies (1 + sum of cumulative products), difference {}",
             two(all.predicted_acceptance),
             all.measured_minus_predicted.map_or("-".into(), |off| format!("{off:+.2}"))
+        )?;
+        writeln!(
+            f,
+            "  leading run {} drafted tokens right without a gap, mean over all positions",
+            two(all.leading_run)
         )?;
         writeln!(
             f,

@@ -122,7 +122,7 @@ pub fn export_checkpoint(dir: &Path, out: &Path, options: &ExportOptions) -> Res
         }
         Ok(())
     })?;
-    let serve = |target: &PathBuf| ServeCommands::new(out, target, options.layout, draft.block_size);
+    let serve = |target: &PathBuf| ServeCommands::new(out, target, options.layout, &draft);
     let serve = options.target.as_ref().map(serve);
     Ok(ExportReport { step: Some(from.state.step), self_check, serve, ..written })
 }
@@ -162,7 +162,7 @@ pub fn import_folder(dir: &Path, target: Option<&Path>, out: &Path, force: bool)
     }
     let tensors = draft_tensors(&folder.files, &folder.config)?;
     let written = write_folder(out, force, &folder.config.to_json(), &tensors, folder.config.dtype, |_| Ok(()))?;
-    let serve = target.map(|target| ServeCommands::new(out, target, Layout::Zlab, folder.config.block_size));
+    let serve = target.map(|target| ServeCommands::new(out, target, Layout::Zlab, &folder.config));
     Ok(ExportReport { serve, ..written })
 }
 

@@ -1,6 +1,9 @@
 //! Command lines of the engines that serve an export.
 
-use crate::{common::text::shell_word, hf::layout::Layout};
+use crate::{
+    common::text::shell_word,
+    hf::{draft::DraftConfig, head::HeadConfig, layout::Layout},
+};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -16,18 +19,24 @@ pub struct ServeCommands {
 
 impl ServeCommands {
     /// Commands for the export in `dir` with the target in `target`.
-    pub fn new(dir: &Path, target: &Path, layout: Layout, block_size: usize) -> ServeCommands {
-        let (draft, target) = (dir.display().to_string(), shell_word(&target.display().to_string()));
+    pub fn new(dir: &Path, target: &Path, layout: Layout, draft: &DraftConfig) -> ServeCommands {
+        let head = &draft.head;
+        let (folder, target) = (dir.display().to_string(), shell_word(&target.display().to_string()));
         // Written by hand for the order of the keys; the folder is the only value that needs an escape.
         let speculative = format!(
-            r#"{{"method": "dflash", "model": {}, "num_speculative_tokens": {}}}"#,
-            serde_json::Value::from(draft.as_str()),
-            block_size.saturating_sub(1)
+            r#"{{"method": "{}", "model": {}, "num_speculative_tokens": {}}}"#,
+            head.name(),
+            serde_json::Value::from(folder.as_str()),
+            head.proposed_tokens(draft.block_size)
         );
+        let (algorithm, more) = match head {
+            HeadConfig::Dspark(_) => ("DSPARK", format!(" --speculative-dspark-block-size {}", draft.block_size)),
+            HeadConfig::Dflash | HeadConfig::Dflash2(_) => ("DFLASH", String::new()),
+        };
         let sglang = format!(
-            "python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \
-             --speculative-draft-model-path {}",
-            shell_word(&draft)
+            "python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
+             --speculative-draft-model-path {}{more}",
+            shell_word(&folder)
         );
         ServeCommands {
             vllm: format!("vllm serve {target} --speculative-config {}", shell_word(&speculative)),
@@ -45,12 +54,40 @@ impl ServeCommands {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hf::{
+        config::TargetConfig,
+        head::{DsparkConfig, MarkovKind},
+    };
+
+    fn draft(head: HeadConfig, block_size: usize) -> DraftConfig {
+        let target = TargetConfig::from_json(&serde_json::json!({
+            "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 9,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 128,
+            "rope_theta": 5e5,
+        }));
+        DraftConfig { head, ..DraftConfig::for_target(&target.unwrap(), 2, vec![1, 3], block_size, 49) }
+    }
+
+    /// DSpark proposes a token from every slot, and each engine has another name and flag for it.
+    #[test]
+    fn dspark_is_served_with_all_tokens_of_a_block() {
+        let head = HeadConfig::Dspark(DsparkConfig { markov: MarkovKind::Vanilla, rank: 8, confidence: None });
+        let commands = ServeCommands::new(Path::new("e"), Path::new("t"), Layout::Zlab, &draft(head, 7));
+        assert!(commands.vllm.contains(r#"{"method": "dspark", "model": "e", "num_speculative_tokens": 7}"#));
+        let sglang = commands.sglang.unwrap();
+        assert!(
+            sglang.contains("--speculative-algorithm DSPARK") && sglang.ends_with("-dspark-block-size 7"),
+            "{sglang}"
+        );
+    }
 
     /// vllm#56692's thread and Draftmill's own trial: without the method vLLM 0.32 accepted 0 of 1008 drafted tokens and said
     /// nothing, and with 15 tokens for a block of 8 it drafted from slots that were never trained.
     #[test]
     fn commands_have_the_method_and_one_token_less_than_a_block() {
-        let commands = |layout| ServeCommands::new(Path::new("runs/a/export"), Path::new("models/t"), layout, 8);
+        let commands = |layout| {
+            ServeCommands::new(Path::new("runs/a/export"), Path::new("models/t"), layout, &draft(HeadConfig::Dflash, 8))
+        };
         let zlab = commands(Layout::Zlab);
         assert_eq!(
             zlab.vllm,
@@ -70,7 +107,8 @@ mod tests {
     #[test]
     fn a_shell_hands_over_every_path_as_it_is() {
         for path in ["a b", "it's", "say \"hi\"", "$HOME `x` \\", "line\nbreak", "-f*?", "ä", "\u{1b}[31m"] {
-            let commands = ServeCommands::new(Path::new(path), Path::new(path), Layout::Zlab, 16);
+            let commands =
+                ServeCommands::new(Path::new(path), Path::new(path), Layout::Zlab, &draft(HeadConfig::Dflash, 16));
             let words = |command: &str| {
                 let script = format!("for word in {command}; do printf '%s\\0' \"$word\"; done");
                 let out = std::process::Command::new("bash").args(["-c", &script]).output().unwrap().stdout;

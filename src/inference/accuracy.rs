@@ -4,10 +4,19 @@ use super::sampling::most_likely;
 use crate::model::batch::Packed;
 use crate::model::drafter::Drafter;
 use crate::model::drafter::anchors::Anchors;
-use crate::model::drafter::head;
+use crate::model::drafter::head::{self, runs::Runs};
 use crate::model::ops::{HEAD_ROWS, spans};
 use crate::model::target::Target;
 use crate::model::{ModelError, SlotCount};
+
+/// Predictions of a drafter along a response of the target.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SlotAccuracy {
+    /// Correct and total predictions of each predicting slot.
+    pub slots: Vec<SlotCount>,
+    /// Leading correct runs of the blocks at all positions: along a greedy response, the tokens that verification accepts.
+    pub runs: Runs,
+}
 
 /// Counts, for each predicting slot, how often drafter and target predict the same
 /// token.
@@ -22,13 +31,14 @@ pub fn slot_accuracy(
     drafter: &Drafter,
     prompt: &[u32],
     response: &[u32],
-) -> Result<Vec<SlotCount>, ModelError> {
+) -> Result<SlotAccuracy, ModelError> {
     let _no_grad = tch::no_grad_guard();
     let config = drafter.config();
     let (size, first_slot) = (config.block_size, config.head.first_slot());
     let mut counts = vec![SlotCount::default(); size - first_slot];
+    let mut runs = Runs::default();
     if response.len() < 2 {
-        return Ok(counts);
+        return Ok(SlotAccuracy { slots: counts, runs });
     }
     let ids: Vec<i32> = prompt.iter().chain(response).map(|&id| id as i32).collect();
     let seen = target.extend(&mut target.cache(), &ids, &config.target_layer_ids)?;
@@ -56,11 +66,15 @@ pub fn slot_accuracy(
         .collect();
     let guesses = head::predict(config, drafter.params(), drafter.shared(), &hidden, &previous)?;
     for (anchor, block) in guesses.chunks(size).enumerate() {
+        runs.blocks += 1;
+        let mut leads = true;
         for (slot, guess) in block.iter().enumerate().skip(first_slot) {
             let Some(label) = labels.get(anchor + distance(slot)) else { break };
+            leads &= guess == label;
+            runs.tokens += u64::from(leads);
             counts[slot - first_slot].tried += 1;
             counts[slot - first_slot].right += u64::from(guess == label);
         }
     }
-    Ok(counts)
+    Ok(SlotAccuracy { slots: counts, runs })
 }

@@ -8,7 +8,7 @@ mod proposer;
 mod sampling;
 mod session;
 
-pub use self::accuracy::slot_accuracy;
+pub use self::accuracy::{SlotAccuracy, slot_accuracy};
 pub use self::batch::{Answer, Batch};
 pub use self::proposer::{ContextCache, Proposer};
 pub use self::sampling::{Sampler, most_likely};

@@ -28,10 +28,13 @@ impl fmt::Display for Evaluation {
             write!(f, "; {acceptance:.3} tokens per step in {responses} decoded responses")?;
         }
         if let Some(held_out) = &self.held_out {
-            let HeldOut { loss, accuracy, samples, predicted_acceptance, .. } = held_out;
+            let HeldOut { loss, accuracy, samples, predicted_acceptance, leading_run, .. } = held_out;
             write!(f, "; loss {loss:.4} and accuracy {accuracy:.4} on {samples} held-out samples")?;
             if let Some(predicted) = predicted_acceptance {
                 write!(f, ", which predict {predicted:.3}")?;
+            }
+            if let Some(run) = leading_run {
+                write!(f, "; leading run {run:.3}")?;
             }
         }
         Ok(())
@@ -48,8 +51,12 @@ pub struct HeldOut {
     pub accuracy: f64,
     /// Accuracy by slot, from the first slot after the anchor.
     pub accuracy_by_position: Vec<Option<f64>>,
-    /// 1 + the sum of the cumulative products of `accuracy_by_position`.
+    /// 1 + the sum of the cumulative products of `accuracy_by_position`: an approximation, which takes the slots of a block
+    /// as independent.
     pub predicted_acceptance: Option<f64>,
+    /// Mean leading correct run of a block, in tokens, measured block by block; `None` in logs from before it was measured.
+    #[serde(default)]
+    pub leading_run: Option<f64>,
 }
 
 /// Evaluation by greedy speculative decoding.

@@ -39,7 +39,7 @@ pub fn serve(
     metrics::register(&metrics::Known {
         targets: config.target.devices.len(),
         drafters: config.drafter.devices.len(),
-        positions: config.drafter.block_size as usize - 1,
+        positions: config.drafter.head.proposed_tokens(config.drafter.block_size as usize),
         buckets: forecast.buckets.iter().map(|bucket| bucket.bound).collect(),
         gpus: forecast.gpus(),
         version: env!("CARGO_PKG_VERSION"),

@@ -1,7 +1,7 @@
 //! Configurations of the target and of the drafter, read from their folders without libtorch.
 
 use crate::{
-    hf::{config::TargetConfig, draft::DraftConfig, fingerprint},
+    hf::{config::TargetConfig, draft::DraftConfig, fingerprint, head::HeadConfig},
     run_dir::db::Identity,
 };
 use std::{io, path::Path};
@@ -41,6 +41,10 @@ impl Models {
                 d.mask_token_id
             )
         });
+        // Absent for DFlash, as in runs from before there were other heads.
+        if self.draft.head != HeadConfig::Dflash {
+            put("drafter.head", format!("{:?}", self.draft.head));
+        }
         Ok(())
     }
 }

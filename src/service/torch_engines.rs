@@ -21,7 +21,7 @@ use crate::{
     hf::{layout::DraftFolder, tensors::TensorFiles},
     model::{
         adamw::Hyper,
-        drafter::{DraftOptions, Shared},
+        drafter::{DraftOptions, Shared, head::LossOptions},
         libtorch::{open_device, set_threads},
         load::kind_of,
         loss::weighting::Weighting,
@@ -59,6 +59,7 @@ pub async fn load(
         kind: kind_of(config.target.dtype.into()),
         draft: models.draft.clone(),
         gamma: weighting(&config).gamma(),
+        loss: loss_options(&config),
         seed: config.run.seed,
         labels: config.drafter.labels,
         store,
@@ -126,6 +127,7 @@ fn load_blocking(
         let model = DraftOptions {
             kind,
             weighting: weighting(config),
+            loss: loss_options(config),
             recompute: config.drafter.recompute_layers,
             ..DraftOptions::new(device)
         };
@@ -163,6 +165,14 @@ fn load_blocking(
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
     Ok((EngineSet { targets, drafters, optimizer, evaluator: None }, weights))
+}
+
+fn loss_options(config: &Config) -> LossOptions {
+    LossOptions {
+        terms: config.drafter.loss,
+        ce_label: config.drafter.ce_label,
+        confidence_weight: config.drafter.confidence_loss_weight,
+    }
 }
 
 fn weighting(config: &Config) -> Weighting {

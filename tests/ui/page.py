@@ -152,6 +152,7 @@ def expected(status):
     training, pool = status["training"], status["pool"]
     if training["loss"] is not None:
         texts["[data-key='training.loss']"] = js_fixed(training["loss"], 3)
+        texts["[data-key='training.leading_run']"] = js_fixed(training["leading_run"], 2)
         texts["[data-key='training.accuracy']"] = f"{js_fixed(training['accuracy'] * 100, 1)}\u202f%"
     texts["#pool-bytes"] = size(pool["bytes"] + pool["reserved_bytes"] + pool["checked_out_bytes"])
     places = {"target": 0, "drafter": 0}

@@ -141,6 +141,8 @@ table! {
     LOSS = Gauge "draftmill_loss" ["nats"] {};
     /// Fraction of supervised positions that the last step predicted correctly.
     ACCURACY = Gauge "draftmill_accuracy" ["ratio"] {};
+    /// Mean leading correct run of the blocks of the last step: predictions from the first one on that are right without a gap.
+    LEADING_RUN = Gauge "draftmill_leading_run" ["tokens"] {};
     /// Learning rate of the last step.
     LEARNING_RATE = Gauge "draftmill_learning_rate" ["1"] {};
     /// Global gradient norm of the last step, before clipping.
@@ -184,6 +186,8 @@ table! {
     EVAL_LOSS = Gauge "draftmill_eval_loss" ["nats"] {};
     /// Fraction of supervised positions of held-out samples that were predicted correctly.
     EVAL_ACCURACY = Gauge "draftmill_eval_accuracy" ["ratio"] {};
+    /// Mean leading correct run of the blocks of held-out samples.
+    EVAL_LEADING_RUN = Gauge "draftmill_eval_leading_run" ["tokens"] {};
     /// The same fraction by position in the block; the first predicted token is 1.
     EVAL_POSITION_ACCURACY = Gauge "draftmill_eval_position_accuracy" ["ratio"] { position: [] };
     /// Tokens per verification that these accuracies predict.

@@ -237,6 +237,7 @@ impl<O: Optimizer> Trainer<O> {
             step,
             loss: sum.loss(),
             accuracy: sum.accuracy(),
+            leading_run: sum.leading_run(),
             learning_rate,
             micro_batches: state.micro_batches(),
             tokens: sum.tokens,

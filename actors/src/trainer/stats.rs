@@ -13,6 +13,9 @@ pub struct StepRecord {
     pub loss: f64,
     /// Fraction of supervised positions that were predicted correctly.
     pub accuracy: f64,
+    /// Mean leading correct run of a block, in tokens; 0 in logs from before it was measured.
+    #[serde(default)]
+    pub leading_run: f64,
     pub learning_rate: f64,
     /// Global gradient norm before clipping.
     pub grad_norm: f64,
@@ -35,6 +38,7 @@ pub(crate) struct Series {
     buckets: Gauge,
     loss: Gauge,
     accuracy: Gauge,
+    leading_run: Gauge,
     learning_rate: Gauge,
     grad_norm: Gauge,
     max_grad_norm: Gauge,
@@ -54,6 +58,7 @@ impl Series {
             buckets: gauge!(m::STEP_BUCKETS),
             loss: gauge!(m::LOSS),
             accuracy: gauge!(m::ACCURACY),
+            leading_run: gauge!(m::LEADING_RUN),
             learning_rate: gauge!(m::LEARNING_RATE),
             grad_norm: gauge!(m::GRAD_NORM),
             max_grad_norm: gauge!(m::MAX_GRAD_NORM),
@@ -81,6 +86,7 @@ impl Series {
         self.buckets.set(r.buckets as f64);
         self.loss.set(r.loss);
         self.accuracy.set(r.accuracy);
+        self.leading_run.set(r.leading_run);
         self.learning_rate.set(r.learning_rate);
         self.grad_norm.set(r.grad_norm);
         self.correct.increment((r.accuracy * r.supervised as f64).round() as u64);

@@ -176,6 +176,7 @@ async fn pool_training_and_checkpoint_equal_the_metrics() {
     let status = world.sample(|| {
         gauge!(m::LOSS).set(2.5);
         gauge!(m::ACCURACY).set(0.25);
+        gauge!(m::LEADING_RUN).set(1.5);
         gauge!(m::EVAL_ACCEPTANCE).set(2.75);
         gauge!(m::GRAD_NORM).set(f64::NAN);
         gauge!(m::POOL_BUCKET_BATCHES, "bucket" => "1").set(3.0);
@@ -188,7 +189,10 @@ async fn pool_training_and_checkpoint_equal_the_metrics() {
         counter!(m::CHECKPOINTS, "result" => "written").increment(1);
         counter!(m::JOBS, "outcome" => "skipped").increment(2);
     });
-    assert_eq!((status.training.loss, status.training.accuracy), (Some(2.5), Some(0.25)));
+    assert_eq!(
+        (status.training.loss, status.training.accuracy, status.training.leading_run),
+        (Some(2.5), Some(0.25), Some(1.5))
+    );
     assert_eq!((before.training.acceptance, status.training.acceptance), (None, Some(2.75)));
     assert!(before.training.acceptance_curve.is_empty());
     assert_eq!(status.training.acceptance_curve, [(0, 1.5), (60, 2.75)]);

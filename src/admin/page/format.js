@@ -60,6 +60,7 @@ const FORMATS = {
   "pool.max_bytes": bytes,
   "training.loss": (value) => value.toFixed(3),
   "training.accuracy": (value) => percent(value, 1),
+  "training.leading_run": (value) => value.toFixed(2),
   "training.acceptance": (value) => value.toFixed(2),
   "training.learning_rate": scientific,
   "training.grad_norm": rate,

@@ -145,6 +145,11 @@ impl Drafter {
         &self.options
     }
 
+    /// Replaces the loss of later batches.
+    pub fn set_loss(&mut self, loss: LossOptions) {
+        self.options.loss = loss;
+    }
+
     pub fn shared(&self) -> &Shared {
         &self.shared
     }

@@ -3,5 +3,6 @@
 mod acceptance;
 pub mod head_loss;
 pub mod soft_loss;
-pub mod terms;
 pub mod weighting;
+
+pub use crate::config::{CeLabel, LossTerms};

@@ -2,8 +2,8 @@
 
 use super::acceptance::block_loss;
 use super::head_loss::{HeadLoss, Labels, Tile, head_loss};
-use super::terms::{CeLabel, LossTerms};
 use super::weighting::{Weighting, d_pace};
+use super::{CeLabel, LossTerms};
 use crate::model::ModelError;
 use crate::model::drafter::anchors::Slots;
 use crate::model::ops::{Span, argmax, wide};
@@ -81,7 +81,7 @@ pub fn weighted_loss(
     tile: Tile,
     acceptance: bool,
 ) -> Result<WeightedLoss, ModelError> {
-    let divergence_alone = settings.terms == LossTerms::KL && settings.ce_label == CeLabel::Label;
+    let divergence_alone = settings.terms == LossTerms::KL && settings.ce_label == CeLabel::Labels;
     if divergence_alone && input.projection.bias.is_none() && !acceptance {
         return tiled(input, settings.weighting, tile);
     }
@@ -278,7 +278,7 @@ impl<'a> Chunk<'a> {
         let scaled = |x: &Tensor, weight: f64| x.f_mul_scalar(weight);
 
         let label = match settings.ce_label {
-            CeLabel::Label => first,
+            CeLabel::Labels => first,
             CeLabel::Data => self.tokens.shallow_clone(),
         };
         let label_log_q = log_q.f_gather(1, &label, false)?;

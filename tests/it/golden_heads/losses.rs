@@ -5,8 +5,8 @@ use draftmill::model::drafter::head::{LossOptions, layout};
 use draftmill::model::drafter::{DraftOptions, Drafter};
 use draftmill::model::loss::head_loss::{Labels, Tile};
 use draftmill::model::loss::soft_loss::{LossInput, LossSettings, Projection, WeightedLoss, weighted_loss};
-use draftmill::model::loss::terms::{CeLabel, LossTerms};
 use draftmill::model::loss::weighting::Weighting;
+use draftmill::model::loss::{CeLabel, LossTerms};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -23,7 +23,7 @@ fn known(json: &Value, name: &str) -> Option<(LossTerms, CeLabel)> {
         "e2e_tv" => LossTerms::only(|terms| terms.e2e_tv = 1.0),
         _ => return None,
     };
-    let label = if name == "ce_teacher_argmax" { CeLabel::Label } else { CeLabel::Data };
+    let label = if name == "ce_teacher_argmax" { CeLabel::Labels } else { CeLabel::Data };
     Some((terms, label))
 }
 

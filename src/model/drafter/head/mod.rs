@@ -15,7 +15,7 @@ use crate::model::ModelError;
 use crate::model::batch::Packed;
 use crate::model::loss::head_loss::Labels;
 use crate::model::loss::soft_loss::{LossInput, LossSettings, LowRank, Projection, WeightedLoss, weighted_loss};
-use crate::model::loss::terms::{CeLabel, LossTerms};
+use crate::model::loss::{CeLabel, LossTerms};
 use crate::model::ops::{HEAD_ROWS, argmax, linear, spans};
 use crate::model::params::ParamSet;
 use draftmill_actors::messages::engine::MicroReport;
@@ -32,7 +32,7 @@ pub struct LossOptions {
 
 impl Default for LossOptions {
     fn default() -> LossOptions {
-        LossOptions { terms: LossTerms::KL, ce_label: CeLabel::Label, confidence_weight: 1.0 }
+        LossOptions { terms: LossTerms::KL, ce_label: CeLabel::Labels, confidence_weight: 1.0 }
     }
 }
 
