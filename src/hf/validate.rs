@@ -6,6 +6,7 @@ use crate::hf::{
     Dtype,
     draft::DraftConfig,
     dtype_from_name, dtype_name,
+    head::{DsparkConfig, HeadConfig, MarkovKind},
     layout::{Layout, config_of, tensor_shapes},
     read_json,
     tensors::{RawDtype, TensorFiles},
@@ -58,7 +59,7 @@ const FORBIDDEN: [&str; 9] = [
 
 /// Keys that a loader needs in addition to those of `DraftConfig`.
 const REQUIRED: [(&str, &str); 9] = [
-    ("architectures", "write [\"DFlashDraftModel\"]"),
+    ("architectures", "write the architecture of the head, such as [\"DFlashDraftModel\"]"),
     ("model_type", "write \"qwen3\""),
     ("num_target_layers", "write the number of the target's layers; z-lab's loader fails without it"),
     ("layer_types", "write one entry for each layer; transformers derives other types from max_window_layers"),
@@ -71,7 +72,7 @@ const REQUIRED: [(&str, &str); 9] = [
 
 /// Keys that a reader of the speculators layout needs.
 const REQUIRED_BY_SPECULATORS: [(&str, &str); 7] = [
-    ("speculators_model_type", "write \"dflash\""),
+    ("speculators_model_type", "write \"dflash\", \"dspark\" or \"dflash2\""),
     ("speculators_config", "write the algorithm, the proposal methods and the verifier; vLLM reads them"),
     ("transformer_layer_config", "write the settings of the layers"),
     ("aux_hidden_state_layer_ids", "list the tapped layers, each one higher than in z-lab's layout"),
@@ -98,16 +99,34 @@ pub fn check(dir: &Path) -> Vec<Finding> {
 /// reports.
 pub fn engine_limits(dir: &Path) -> Vec<Finding> {
     let Some((_, config)) = check_config(dir, &mut Vec::new()) else { return Vec::new() };
+    head_dim_limits(&config).into_iter().chain(markov_limits(&config)).collect()
+}
+
+fn head_dim_limits(config: &DraftConfig) -> Option<Finding> {
     let (head, (multiple, largest)) = (config.head_dim, FLASH_HEADS);
     let engines = match (head.is_multiple_of(multiple) && head <= largest, CPU_HEADS.contains(&head)) {
-        (true, true) => return Vec::new(),
+        (true, true) => return None,
         (true, false) => "vLLM does not serve on a CPU",
         (false, true) => "flash attention does not serve on a GPU",
         (false, false) => "neither vLLM on a CPU nor flash attention on a GPU serves",
     };
     let served = CPU_HEADS.iter().filter(|&&head| head <= largest).map(usize::to_string).collect::<Vec<_>>();
     let remedy = format!("or train with a drafter.head_dim that engines serve: {}", served.join(", "));
-    vec![warning(CONFIG, "head_dim", format!("= {head}, which {engines}"), format!("use another engine, {remedy}"))]
+    Some(warning(CONFIG, "head_dim", format!("= {head}, which {engines}"), format!("use another engine, {remedy}")))
+}
+
+/// vLLM 0.33 computes the vanilla bias, whatever the form of the Markov head is.
+fn markov_limits(config: &DraftConfig) -> Option<Finding> {
+    let HeadConfig::Dspark(DsparkConfig { markov, rank, .. }) = config.head else { return None };
+    (rank > 0 && markov != MarkovKind::Vanilla).then(|| {
+        let value = format!("= {}, which vLLM computes as vanilla without a word", markov.name());
+        warning(
+            CONFIG,
+            "markov_head_type",
+            value,
+            "serve it with SGLang, or train with drafter.markov_head = \"vanilla\"",
+        )
+    })
 }
 
 fn error(file: &str, key: &str, value: impl fmt::Display, remedy: impl Into<String>) -> Finding {
@@ -183,7 +202,7 @@ fn check_config(dir: &Path, findings: &mut Vec<Finding>) -> Option<(Layout, Draf
             return None;
         }
     };
-    check_values(&config, &json, findings);
+    check_values(layout, &config, &json, findings);
     Some((layout, config))
 }
 
@@ -197,12 +216,17 @@ fn check_proposals(json: &Value, findings: &mut Vec<Finding>) {
             "write true or delete the key: vLLM makes every layer causal otherwise, full attention too (vllm#56692)";
         findings.push(warning(CONFIG, "sliding_window_non_causal", "= false", remedy));
     }
-    if proposed.is_none() || size.is_some_and(|size| proposed != size.checked_sub(1)) {
+    let given = u64::from(json["speculators_model_type"] != "dspark");
+    if proposed.is_none() || size.is_some_and(|size| proposed != size.checked_sub(given)) {
         let value = format!(
             "= {} with block_size = {}",
             json["speculators_config"]["proposal_methods"][0]["speculative_tokens"], json["block_size"]
         );
-        findings.push(error(CONFIG, "speculative_tokens", value, "write block_size - 1: the first slot is given"));
+        let remedy = match given {
+            0 => "write block_size: all slots predict",
+            _ => "write block_size - 1: the first slot is given",
+        };
+        findings.push(error(CONFIG, "speculative_tokens", value, remedy));
     }
 }
 
@@ -257,7 +281,7 @@ fn check_rope(json: &Value, findings: &mut Vec<Finding>) {
     }
 }
 
-fn check_values(config: &DraftConfig, json: &Value, findings: &mut Vec<Finding>) {
+fn check_values(layout: Layout, config: &DraftConfig, json: &Value, findings: &mut Vec<Finding>) {
     let layers = config.num_target_layers;
     let ids = &config.target_layer_ids;
     if ids.iter().any(|&id| id + 1 >= layers) {
@@ -280,9 +304,20 @@ fn check_values(config: &DraftConfig, json: &Value, findings: &mut Vec<Finding>)
         let value = format!("= {} ends a response", config.mask_token_id);
         findings.push(error(CONFIG, "mask_token_id", value, "use a token that never occurs in text, as in training"));
     }
-    if json.get("architectures").is_some_and(|a| *a != serde_json::json!(["DFlashDraftModel"])) {
+    let architecture = match layout {
+        Layout::Zlab => config.head.architecture(),
+        Layout::Speculators => config.head.speculators_architecture(),
+    };
+    if json.get("architectures").is_some_and(|a| *a != serde_json::json!([architecture])) {
         let value = format!("= {}", json["architectures"]);
-        findings.push(error(CONFIG, "architectures", value, "write [\"DFlashDraftModel\"]"));
+        findings.push(error(CONFIG, "architectures", value, format!("write [\"{architecture}\"]")));
+    }
+    // Engines read the settings of DSpark at the top level, where SpecForge does not write them.
+    if layout == Layout::Zlab {
+        for key in config.head.keys().0.keys().filter(|key| json.get(key.as_str()).is_none()) {
+            let remedy = "write it at the top level: engines do not read it in dflash_config";
+            findings.push(error(CONFIG, key, "is missing at the top level", remedy));
+        }
     }
 }
 

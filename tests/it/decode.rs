@@ -62,12 +62,13 @@ fn the_cached_target_says_what_the_whole_forward_says() {
 fn greedy_output_is_that_of_the_target_alone_token_for_token() {
     for seed in 0..6 {
         let world = World::random(seed, 24);
-        for size in [2, 5] {
-            let drafter = world.drafter(size, seed % 2 == 1, 23);
+        for (size, head) in [2, 5].into_iter().flat_map(|size| scene::heads().into_iter().map(move |head| (size, head)))
+        {
+            let drafter = world.drafter_with(head, size, seed % 2 == 1, 23);
             for prompt in world.prompts() {
                 let said = one(&world, &drafter, &prompt, &settings(20));
                 let alone = plain(&world.target, &prompt, &settings(20), 0).unwrap();
-                assert_eq!(said.tokens, alone.tokens, "seed {seed}, block {size}");
+                assert_eq!(said.tokens, alone.tokens, "seed {seed}, block {size}, {head:?}");
                 assert_eq!(said.tokens, without_cache(&world, &prompt, 20), "seed {seed}, block {size}");
                 assert!(alone.steps.iter().all(|step| (step.drafted, step.produced) == (0, 1)));
             }

@@ -31,6 +31,8 @@ mod generate;
 mod golden;
 #[cfg(feature = "torch")]
 mod golden_heads;
+#[cfg(feature = "torch")]
+mod heads;
 mod identity;
 mod import;
 mod imports;

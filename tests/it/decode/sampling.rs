@@ -2,6 +2,7 @@
 //! seeds against exact probabilities.
 
 use super::scene::World;
+use draftmill::hf::head::HeadConfig;
 use draftmill::inference::{Sampler, Settings, speculative};
 use draftmill::model::batch::Rows;
 use tch::{Kind, Tensor};
@@ -59,11 +60,18 @@ fn a_token_that_was_drafted_and_verified_has_the_targets_distribution() {
     }
 }
 
-/// Joint distribution of the two tokens of a step that drafts two.
+/// Joint distribution of the two tokens of a step that drafts two, with each head: the logits that a token is verified
+/// with are those that it was drawn from.
 #[test]
 fn whole_responses_have_the_targets_distribution() {
+    for head in super::scene::heads() {
+        responses_have_the_targets_distribution(head);
+    }
+}
+
+fn responses_have_the_targets_distribution(head: HeadConfig) {
     let world = World::random(41, 5);
-    let drafter = world.drafter(3, false, 4);
+    let drafter = world.drafter_with(head, 3 - usize::from(head.predicts_from_anchor()), false, 4);
     let prompt = vec![1, 3, 0];
     let temperature = 1.3;
     let texts: Vec<[u32; 4]> = (0..625).map(|n| [n / 125, n / 25 % 5, n / 5 % 5, n % 5]).collect();
@@ -84,5 +92,5 @@ fn whole_responses_have_the_targets_distribution() {
         drafted += said.steps.iter().map(|step| step.drafted).sum::<usize>();
     }
     assert!(accepted > drafted / 10 && accepted < drafted * 9 / 10, "both ways are taken: {accepted} of {drafted}");
-    fits("responses", &found, &expected);
+    fits(&format!("responses of {head:?}"), &found, &expected);
 }

@@ -2,6 +2,7 @@
 
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
+use draftmill::hf::head::{ConfidenceInput, DsparkConfig, HeadConfig, MarkovKind};
 use draftmill::hf::tensors::{RawDtype, TensorFiles};
 use draftmill::inference::{ContextCache, Draw, Proposal, Proposer};
 use draftmill::model::ModelError;
@@ -82,13 +83,26 @@ impl World {
 
     /// Drafter with random weights of the same scale.
     pub fn drafter(&self, block_size: usize, sliding: bool, mask_token_id: u32) -> Drafter {
+        self.drafter_with(HeadConfig::Dflash, block_size, sliding, mask_token_id)
+    }
+
+    /// Drafter with a head whose own weights are random too, unlike those at the start of training.
+    pub fn drafter_with(&self, head: HeadConfig, block_size: usize, sliding: bool, mask_token_id: u32) -> Drafter {
         let mut config = DraftConfig::for_target(self.target.config(), 2, vec![2, 0], block_size, mask_token_id);
         if sliding {
             config.layer_types[1] = LayerType::Sliding;
             config.sliding_window = Some(4);
         }
+        config.head = head;
         let pairs = init_params(&config, self.seed).unwrap().into_pairs();
-        let scaled = pairs.into_iter().map(|(name, x)| (name, if x.dim() == 1 { x } else { x * 12.0 }));
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed + 7);
+        let scaled = pairs.into_iter().map(|(name, x)| {
+            if x.abs().max().double_value(&[]) == 0.0 {
+                let values: Vec<f32> = (0..x.numel()).map(|_| rng.random_range(-0.6f32..0.6)).collect();
+                return (name, Tensor::from_slice(&values).reshape(x.size()));
+            }
+            (name, if x.dim() == 1 { x } else { x * 12.0 })
+        });
         self.with(config, ParamSet::new(scaled.collect()))
     }
 
@@ -104,6 +118,18 @@ impl World {
         drafter.load_weights(weights).unwrap();
         drafter
     }
+}
+
+/// Each head, with small settings.
+pub fn heads() -> Vec<HeadConfig> {
+    let dspark = |markov, rank, confidence| HeadConfig::Dspark(DsparkConfig { markov, rank, confidence });
+    vec![
+        HeadConfig::Dflash,
+        dspark(MarkovKind::Vanilla, 6, Some(ConfidenceInput::HiddenAndMarkov)),
+        dspark(MarkovKind::Gated, 6, Some(ConfidenceInput::Hidden)),
+        dspark(MarkovKind::Rnn, 6, None),
+        dspark(MarkovKind::Vanilla, 0, None),
+    ]
 }
 
 /// Drafter that knows the text. `right` maps the anchor's position in the response to the number of correct tokens. An

@@ -1,0 +1,150 @@
+//! Draft heads and losses through the binary: training, resume, evaluation, export, import.
+
+use crate::train::{Run, text};
+use serde_json::Value;
+use std::path::Path;
+
+/// Settings of a run that every head and loss below can train.
+const TAUGHT: [&str; 8] = [
+    "data.validation_fraction=0.3",
+    "drafter.labels=target",
+    "drafter.label_top_k=all",
+    "run.epochs=8",
+    "eval.max_new_tokens=8",
+    "eval.max_share=1.0",
+    "drafter.markov_rank=8",
+    "checkpoint.every_steps=5",
+];
+
+fn trained(sets: &[&str]) -> Run {
+    let run = Run::new(&[&TAUGHT, sets].concat());
+    let output = run.train(&[]);
+    assert_eq!(output.status.code(), Some(0), "{sets:?}: {}", text(&output));
+    run
+}
+
+fn evaluations(run: &Run) -> Vec<Value> {
+    let history = draftmill::run_dir::eval_log::read(&run.dir()).unwrap();
+    history.0.into_iter().map(|evaluation| serde_json::to_value(evaluation).unwrap()).collect()
+}
+
+#[test]
+fn each_loss_is_learned() {
+    for loss in ["ce", "kl", "reverse-kl", "tv", "lk", "e2e-tv", "{ ce = 0.1, tv = 1.8 }", "{ kl = 1.0, e2e-tv = 0.5 }"]
+    {
+        let run = trained(&[&format!("drafter.loss={loss}")]);
+        let evaluations = evaluations(&run);
+        let value = |evaluation: &Value| evaluation["held_out"]["loss"].as_f64().unwrap();
+        let (first, last) = (value(&evaluations[0]), value(evaluations.last().unwrap()));
+        assert!(last < first, "{loss}: {first} -> {last}");
+    }
+}
+
+/// Each form of DSpark trains, is evaluated by decoding, and its export serves as it was trained (the self-test of
+/// `train` refuses another result).
+#[test]
+fn each_form_of_dspark_trains_and_is_exported() {
+    for sets in [
+        &["drafter.markov_head=vanilla"][..],
+        &["drafter.markov_head=gated", "drafter.confidence_head=hidden"],
+        &["drafter.markov_head=rnn", "drafter.slot_weights=none"],
+        &["drafter.markov_rank=0", "drafter.confidence_head=none", "drafter.slot_weights=d-pace"],
+    ] {
+        let run = trained(&[&["drafter.head=dspark"], sets].concat());
+        let evaluations = evaluations(&run);
+        let last = evaluations.last().unwrap();
+        let positions = last["held_out"]["accuracy_by_position"].as_array().unwrap();
+        // All slots of a block of 4 predict, and the target adds its own token.
+        assert_eq!(positions.len(), 4, "{last}");
+        assert!((0.0..=4.0).contains(&last["held_out"]["leading_run"].as_f64().unwrap()), "{last}");
+        assert!((1.0..=5.0).contains(&last["decoded"]["acceptance"].as_f64().unwrap()), "{last}");
+        let export = run.dir().join("export");
+        let checked = run.plain(&["export", "--check", export.to_str().unwrap()]);
+        assert_eq!(checked.status.code(), Some(0), "{sets:?}: {}", text(&checked));
+        let config = config(&export);
+        assert_eq!(
+            (&config["architectures"][0], &config["sample_from_anchor"]),
+            (&"Qwen3DSparkModel".into(), &true.into())
+        );
+    }
+}
+
+fn config(folder: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap()
+}
+
+/// One head in either layout is the same bits again, and another run starts from it.
+#[test]
+fn dspark_goes_through_both_layouts_and_starts_a_run() {
+    let run = trained(&["drafter.head=dspark", "drafter.markov_head=gated"]);
+    let dir = run.dir();
+    let target = std::path::absolute("tests/golden/target_qwen3").unwrap();
+    let (run_dir, target) = (dir.to_str().unwrap(), target.to_str().unwrap());
+    let folder = |name: &str| dir.join(name).to_str().unwrap().to_owned();
+    let (zlab, speculators, again) = (folder("zlab"), folder("speculators"), folder("again"));
+    for (format, out) in [("zlab", &zlab), ("speculators", &speculators)] {
+        let written = run.plain(&[
+            "export", "--run", run_dir, "--out", out, "--format", format, "--target", target, "--dtype", "f32",
+        ]);
+        assert_eq!(written.status.code(), Some(0), "{}", text(&written));
+        assert!(text(&written).contains(r#""method": "dspark""#), "{}", text(&written));
+    }
+    let imported = run.plain(&["import", "--draft", &speculators, "--target", target, "--out", &again]);
+    assert_eq!(imported.status.code(), Some(0), "{}", text(&imported));
+    for name in ["config.json", "model.safetensors"] {
+        let bytes = |folder: &str| std::fs::read(Path::new(folder).join(name)).unwrap();
+        assert!(bytes(&zlab) == bytes(&again), "{name}");
+    }
+    let start = format!("drafter.init_from={zlab}");
+    let refused = Run::new(&[&TAUGHT[..], &[&start]].concat()).train(&[]);
+    assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
+    assert!(text(&refused).contains("drafter.head = \"dspark\""), "{}", text(&refused));
+    let on = trained(&["drafter.head=dspark", "drafter.markov_head=gated", &start]);
+    let loss = |run: &Run, at: usize| {
+        let all = evaluations(run);
+        all[at.min(all.len() - 1)]["held_out"]["loss"].as_f64().unwrap()
+    };
+    assert!(loss(&on, 0) < loss(&run, 0), "{} and {}", loss(&on, 0), loss(&run, 0));
+}
+
+/// A run that was stopped has the weights of one that was not, bit for bit, and keeps its head.
+#[test]
+fn a_stopped_run_resumes_with_the_same_bits_and_head() {
+    let sets =
+        ["drafter.head=dspark", "drafter.markov_head=rnn", "pool.draw_policy=replay", "drafter.devices=[\"cpu\"]"];
+    let whole = trained(&sets);
+    let mut stopped = Run::new(&[&TAUGHT[..], &sets].concat());
+    let mut child = stopped.train_until(6);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    stopped.sets.push("drafter.markov_head=gated".into());
+    let refused = stopped.train(&[]);
+    stopped.sets.pop();
+    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
+    assert!(text(&refused).contains("drafter.head"), "{}", text(&refused));
+    assert_eq!(stopped.train(&[]).status.code(), Some(0));
+    let weights = |run: &Run| std::fs::read(run.dir().join("export/model.safetensors")).unwrap();
+    assert!(weights(&whole) == weights(&stopped));
+}
+
+#[test]
+fn settings_that_cannot_work_are_refused_by_name() {
+    for (sets, key) in [
+        (&["drafter.loss=huber"][..], "drafter.loss"),
+        (&["drafter.loss=reverse-kl"], "drafter.loss"),
+        (&["drafter.loss={ kl = -1.0 }"], "drafter.loss"),
+        (&["drafter.lk_eta=-1.0"], "drafter.lk_eta"),
+        (&["drafter.head=eagle"], "drafter.head"),
+        (&["drafter.head=dspark", "drafter.markov_rank=0"], "drafter.markov_rank"),
+        (&["drafter.markov_rank=999999"], "drafter.markov_rank"),
+        (&["drafter.head=dflash2", "drafter.conv_group=7"], "drafter.conv_group"),
+        (&["drafter.head=dflash2", "drafter.selector_top_k=1000"], "drafter.selector_top_k"),
+        (&["drafter.confidence_loss_weight=nan"], "drafter.confidence_loss_weight"),
+    ] {
+        let run = Run::new(&["run.epochs=1"]);
+        let more: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        let refused = run.draftmill("check", &more).output().unwrap();
+        assert_eq!(refused.status.code(), Some(3), "{sets:?}: {}", text(&refused));
+        assert!(text(&refused).contains(key), "{sets:?}: {}", text(&refused));
+    }
+}
