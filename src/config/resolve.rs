@@ -8,7 +8,7 @@ use super::{
     rules::broken_rules,
     values::{
         CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels, LeadingAssistant,
-        MarkovHead, Overlong, SlotWeights, TopK, UnknownRole,
+        MarkovHead, MissingLabel, Overlong, SlotWeights, TopK, UnknownRole,
     },
     wire::{self, Wire},
 };
@@ -115,6 +115,8 @@ pub struct Drafter {
     pub loss: LossTerms,
     pub ce_label: CeLabel,
     pub confidence_loss_weight: f64,
+    pub selector_loss_weight: f64,
+    pub selector_missing_label: MissingLabel,
     pub recompute_layers: bool,
     /// Labels from the target; `None`: the tokens of the data are the labels.
     pub labels: Option<TopK>,
@@ -249,6 +251,8 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             loss,
             ce_label,
             confidence_loss_weight: drafter.confidence_loss_weight,
+            selector_loss_weight: drafter.selector_loss_weight,
+            selector_missing_label: drafter.selector_missing_label,
             recompute_layers: drafter.recompute_layers,
             labels: (drafter.labels == Labels::Target).then_some(drafter.label_top_k),
             prefetch: drafter.prefetch,

@@ -244,6 +244,18 @@ impl Audit<'_> {
             "is out of range",
             "choose a number of at least 0, such as 1",
         );
+        self.require(
+            drafter.selector_loss_weight.is_finite() && drafter.selector_loss_weight >= 0.0,
+            "drafter.selector_loss_weight",
+            "is out of range",
+            "choose a number of at least 0, such as 1",
+        );
+        self.require(
+            drafter.init_method == InitMethod::Random || drafter.head == Head::Dflash,
+            "drafter.init_method",
+            "the least-squares fit is made for the slots of DFlash",
+            "choose \"random\", or drafter.head = \"dflash\"",
+        );
         let whole = drafter.labels == Labels::Target && drafter.label_top_k == TopK::All;
         self.require(
             whole || drafter.loss.given().is_none_or(|loss| loss.reverse_kl == 0.0),

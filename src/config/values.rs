@@ -185,6 +185,17 @@ words! {
     }
 }
 words! {
+    /// Treatment of a slot whose label is not among the candidates of DFlash 2's selector.
+    #[derive(Default)]
+    MissingLabel {
+        /// The selector does not train there, and its mean is over the other slots (Automodel).
+        #[default]
+        Skip = "skip",
+        /// The label replaces the least likely candidate (speculators).
+        Inject = "inject",
+    }
+}
+words! {
     /// Input of DSpark's confidence head.
     ConfidenceHead {
         /// Hidden state and the Markov embedding of the token before.

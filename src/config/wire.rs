@@ -6,8 +6,8 @@
 use super::loss::{LK_ETA, LossTerms};
 use super::values::{
     Auto, ByteSize, CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels,
-    LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, Overlong, PoolAtShutdown, Schedule, SlotWeights,
-    TimeSpan, TopK, UnknownRole,
+    LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, MissingLabel, Overlong, PoolAtShutdown, Schedule,
+    SlotWeights, TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::JobOrder, pool::DrawPolicy};
@@ -238,6 +238,11 @@ sections! {
         Restart selector_rank: u32 = 256;
         /// For head = "dflash2": number of most likely tokens from which the selector chooses.
         Restart selector_top_k: u32 = 16;
+        /// For head = "dflash2": weight of the selector's loss.
+        Restart selector_loss_weight: f64 = 1.0;
+        /// For head = "dflash2": a slot whose label is not among the candidates. "skip" = the selector does not train there,
+        /// "inject" = the label replaces the least likely candidate.
+        Restart selector_missing_label: MissingLabel = MissingLabel::Skip;
         /// Slots of a block. With head = "dspark" each predicts a token; otherwise the first one is given.
         Restart block_size: u32 = 16;
         /// Blocks per sample, at random positions that change with every pass. 512 is the value of the DFlash paper.

@@ -108,7 +108,8 @@ impl Drafter {
         let context = layers.context(context)?;
         let mut x = self.shared().embedding.f_index_select(0, &ids)?;
         for (index, (layer, &layer_type)) in layers.layers.iter().zip(&config.layer_types).enumerate() {
-            let inner = layer.inner(&x)?;
+            let normed = layer.inner(&x)?;
+            let inner = layer.attended(&normed)?;
             let queries = layer.queries(&inner, &slot_table)?.f_unsqueeze(0)?.f_transpose(1, 2)?;
             let (before, own) = (layer.keys_values(&context, &context_table)?, layer.keys_values(&inner, &slot_table)?);
             let keys = Tensor::f_cat(&[before.0, own.0], 0)?;
@@ -116,7 +117,7 @@ impl Drafter {
             let (keys, values) = cache.write(index, &keys, &values)?;
             let mask = sliding.as_ref().filter(|_| layer_type == LayerType::Sliding);
             let mixed = attention(&queries, &keys, &values, mask, false)?;
-            x = layer.finish(&x, &mixed.f_transpose(1, 2)?.f_reshape([size, -1])?)?;
+            x = layer.finish(&x, &normed, &mixed.f_transpose(1, 2)?.f_reshape([size, -1])?)?;
         }
         // Commits the context only; the keys of the block after it are overwritten by the next call.
         cache.commit(fresh);

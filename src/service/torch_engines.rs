@@ -172,6 +172,8 @@ fn loss_options(config: &Config) -> LossOptions {
         terms: config.drafter.loss,
         ce_label: config.drafter.ce_label,
         confidence_weight: config.drafter.confidence_loss_weight,
+        selector_weight: config.drafter.selector_loss_weight,
+        selector_missing: config.drafter.selector_missing_label,
     }
 }
 

@@ -2,6 +2,7 @@
 //! settings and numbers are read from the files, so `DRAFTMILL_GOLDEN_HEADS` may name any folder of the same layout.
 
 mod case;
+mod dflash2;
 mod dspark;
 mod eal;
 mod layouts;

@@ -143,6 +143,10 @@ pub struct MicroReport {
     pub run_tokens: f64,
     /// Blocks with a supervised position.
     pub run_blocks: f64,
+    /// Supervised positions whose label is among the candidates of a selector; 0 without a selector.
+    pub candidate_hits: f64,
+    /// As `run_tokens`, by the most likely tokens before the selector; 0 without a selector.
+    pub unary_run_tokens: f64,
     /// Trained blocks.
     pub anchors: u64,
     /// Real context tokens of the micro-batch.
@@ -157,6 +161,8 @@ impl MicroReport {
         self.supervised += other.supervised;
         self.run_tokens += other.run_tokens;
         self.run_blocks += other.run_blocks;
+        self.candidate_hits += other.candidate_hits;
+        self.unary_run_tokens += other.unary_run_tokens;
         self.anchors += other.anchors;
         self.tokens += other.tokens;
     }

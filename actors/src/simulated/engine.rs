@@ -272,6 +272,7 @@ impl DraftEngine for SimDrafter {
             run_blocks: blocks as f64,
             anchors: blocks,
             tokens,
+            ..MicroReport::default()
         })
     }
 

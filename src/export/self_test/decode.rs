@@ -160,7 +160,8 @@ fn compare(target: &Target, drafters: [&Drafter; 2], prompt: &[u32]) -> Result<O
         let mut next = prompt.iter().copied().cycle();
         let mut draw = |logits: &Tensor| Ok(next.by_ref().take(logits.size()[0] as usize).collect());
         let proposal = drafter.propose(&mut memory, &seen.taps, prompt[0], usize::MAX, &mut draw)?;
-        logits.push(proposal.logits.f_to_kind(Kind::Double)?);
+        // A selector's logits are minus infinity outside its candidates.
+        logits.push(proposal.logits.f_to_kind(Kind::Double)?.f_nan_to_num(0.0, 0.0, 0.0)?);
     }
     if logits[0].size() != logits[1].size() {
         return Ok(None);

@@ -28,7 +28,8 @@ impl Drafter {
         let mut x = self.shared().embedding.f_index_select(0, &ids)?;
         let by_head = |x: &Tensor| x.f_unsqueeze(0)?.f_transpose(1, 2);
         for (layer, &layer_type) in layers.layers.iter().zip(&config.layer_types) {
-            let inner = layer.inner(&x)?;
+            let normed = layer.inner(&x)?;
+            let inner = layer.attended(&normed)?;
             let queries = layer.queries(&inner, &slot_table)?;
             let (before, own) = (layer.keys_values(&context, &context_table)?, layer.keys_values(&inner, &slot_table)?);
             let keys = Tensor::f_cat(&[before.0, own.0], 0)?;
@@ -50,7 +51,7 @@ impl Drafter {
                 let mixed = attention(&query, &key, &value, None, false)?;
                 parts.push(mixed.f_transpose(1, 2)?.f_reshape([slots, -1])?);
             }
-            x = layer.finish(&x, &Tensor::f_cat(&parts, 0)?)?;
+            x = layer.finish(&x, &normed, &Tensor::f_cat(&parts, 0)?)?;
         }
         layers.normed(&x)
     }

@@ -1,5 +1,6 @@
 //! Plain form of the drafter's layers on flat lists of positions, for decoding and the reference implementation.
 
+use super::convolution::{Convolution, Side};
 use crate::hf::draft::{DraftConfig, layer_weight};
 use crate::model::ModelError;
 use crate::model::ops::{linear, rms_norm};
@@ -30,6 +31,8 @@ pub struct Layer {
     down: Tensor,
     head_dim: i64,
     eps: f64,
+    /// Convolutions around attention and MLP, and the slots of a block.
+    convolutions: Option<([Convolution; 2], i64)>,
 }
 
 impl Layers {
@@ -51,6 +54,8 @@ impl Layers {
                 down: part("mlp.down_proj")?,
                 head_dim: config.head_dim as i64,
                 eps: config.rms_norm_eps,
+                convolutions: Convolution::load(config, params, index, kind)?
+                    .map(|around| (around, config.block_size as i64)),
             })
         };
         Ok(Layers {
@@ -89,6 +94,14 @@ impl Layer {
         rms_norm(x, &self.input_norm, self.eps)
     }
 
+    /// Input of attention from normed slots `[slots, hidden]` of whole blocks: their convolution, if the head has it.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
+    pub fn attended(&self, inner: &Tensor) -> Result<Tensor, ModelError> {
+        self.convolved(0, Side::Before, inner, inner)
+    }
+
     /// Queries of normed slots, `[slots, heads, head_dim]`.
     ///
     /// # Errors
@@ -107,15 +120,25 @@ impl Layer {
         Ok((keys, self.heads(source, &self.v)?))
     }
 
-    /// Adds the attention output `[slots, heads * head_dim]` and then the MLP to the residual stream.
+    /// Adds the attention output `[slots, heads * head_dim]` and then the MLP to the residual stream. `inner` is the normed
+    /// input of attention.
     ///
     /// # Errors
     /// Returns an error if libtorch fails.
-    pub fn finish(&self, x: &Tensor, gathered: &Tensor) -> Result<Tensor, ModelError> {
-        let x = x.f_add(&linear(gathered, &self.o, None)?)?;
-        let inner = rms_norm(&x, &self.post_norm, self.eps)?;
+    pub fn finish(&self, x: &Tensor, inner: &Tensor, gathered: &Tensor) -> Result<Tensor, ModelError> {
+        let x = x.f_add(&self.convolved(0, Side::After, &linear(gathered, &self.o, None)?, inner)?)?;
+        let normed = rms_norm(&x, &self.post_norm, self.eps)?;
+        let inner = self.convolved(1, Side::Before, &normed, &normed)?;
         let gated = linear(&inner, &self.gate, None)?.f_silu()?.f_mul(&linear(&inner, &self.up, None)?)?;
-        Ok(x.f_add(&linear(&gated, &self.down, None)?)?)
+        Ok(x.f_add(&self.convolved(1, Side::After, &linear(&gated, &self.down, None)?, &normed)?)?)
+    }
+
+    /// Convolution of `x` with the kernels of the sublayer's normed input, or `x` itself.
+    fn convolved(&self, sublayer: usize, side: Side, x: &Tensor, normed: &Tensor) -> Result<Tensor, ModelError> {
+        match &self.convolutions {
+            None => Ok(x.shallow_clone()),
+            Some((around, size)) => around[sublayer].apply(side, x, &around[sublayer].kernels(normed)?, *size),
+        }
     }
 
     fn heads(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {

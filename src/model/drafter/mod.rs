@@ -2,6 +2,7 @@
 
 pub mod anchors;
 pub mod blocks;
+mod convolution;
 mod fused;
 pub mod head;
 pub mod held_out;

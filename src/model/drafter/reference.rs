@@ -160,14 +160,15 @@ impl Drafter {
         for (layer, &layer_type) in layers.layers.iter().zip(&config.layer_types) {
             let window = config.sliding_window.filter(|_| layer_type == LayerType::Sliding);
             let mask = dense.additive(size, window, &x)?;
-            let inner = layer.inner(&x)?;
+            let normed = layer.inner(&x)?;
+            let inner = layer.attended(&normed)?;
             let by_row = |x: &Tensor| x.f_reshape([rows, -1, x.size()[1], x.size()[2]]);
             let (before, own) = (layer.keys_values(&context, &context_table)?, layer.keys_values(&inner, &slot_table)?);
             let keys = Tensor::f_cat(&[by_row(&before.0)?, by_row(&own.0)?], 1)?.f_transpose(1, 2)?;
             let values = Tensor::f_cat(&[by_row(&before.1)?, by_row(&own.1)?], 1)?.f_transpose(1, 2)?;
             let queries = by_row(&layer.queries(&inner, &slot_table)?)?.f_transpose(1, 2)?;
             let mixed = attention(&queries, &keys, &values, Some(&mask), false)?;
-            x = layer.finish(&x, &mixed.f_transpose(1, 2)?.f_reshape([rows * slots, -1])?)?;
+            x = layer.finish(&x, &normed, &mixed.f_transpose(1, 2)?.f_reshape([rows * slots, -1])?)?;
             layer_outputs.push(x.f_detach()?.f_reshape([rows, slots, -1])?);
         }
         let hidden = layers.normed(&x)?;

@@ -2,7 +2,7 @@
 
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
-use draftmill::hf::head::{ConfidenceInput, DsparkConfig, HeadConfig, MarkovKind};
+use draftmill::hf::head::{ConfidenceInput, Dflash2Config, DsparkConfig, HeadConfig, MarkovKind};
 use draftmill::hf::tensors::{RawDtype, TensorFiles};
 use draftmill::inference::{ContextCache, Draw, Proposal, Proposer};
 use draftmill::model::ModelError;
@@ -129,6 +129,7 @@ pub fn heads() -> Vec<HeadConfig> {
         dspark(MarkovKind::Gated, 6, Some(ConfidenceInput::Hidden)),
         dspark(MarkovKind::Rnn, 6, None),
         dspark(MarkovKind::Vanilla, 0, None),
+        HeadConfig::Dflash2(Dflash2Config { conv_taps: 2, conv_group: 8, selector_rank: 5, selector_top_k: 3 }),
     ]
 }
 

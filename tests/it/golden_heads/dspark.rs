@@ -52,7 +52,12 @@ fn options(json: &Value, gamma: Option<f64>) -> DraftOptions {
     let terms = LossTerms::only(|terms| (terms.ce, terms.tv) = (ce, 2.0 * l1));
     DraftOptions {
         weighting: Weighting::Decay(gamma),
-        loss: LossOptions { terms, ce_label: CeLabel::Data, confidence_weight: number(&weights["confidence"]) },
+        loss: LossOptions {
+            terms,
+            ce_label: CeLabel::Data,
+            confidence_weight: number(&weights["confidence"]),
+            ..LossOptions::default()
+        },
         ..DraftOptions::new(Device::Cpu)
     }
 }

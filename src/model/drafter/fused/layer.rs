@@ -1,5 +1,6 @@
 //! Forward and backward of one drafter layer.
 
+use super::around::Around;
 use super::attention::{Gradients, Inputs, Output};
 use super::heads::Heads;
 use super::products::product;
@@ -8,6 +9,7 @@ use super::{mlp, norm};
 use crate::model::ModelError;
 use crate::model::drafter::AttentionBackend;
 use crate::model::drafter::blocks::LayerAttention;
+use crate::model::drafter::convolution::Convolution;
 use crate::model::ops::wide;
 use crate::model::rope::Rotation;
 use tch::Tensor;
@@ -57,6 +59,15 @@ pub struct SavedActivations {
     projected: Projected,
     attention: Output,
     gate_up: Tensor,
+    /// Outputs of attention and MLP before their convolutions, if there are any.
+    outputs: Option<[Tensor; 2]>,
+}
+
+impl SavedActivations {
+    /// Output of a sublayer before its convolution.
+    fn output(&self, sublayer: usize) -> Option<&Tensor> {
+        self.outputs.as_ref().map(|outputs| &outputs[sublayer])
+    }
 }
 
 /// Inputs of attention.
@@ -80,7 +91,9 @@ impl Layer<'_> {
     /// Residual stream `[slots, hidden]` after the layer; the last layer returns only the selected slots.
     pub fn forward(&self, x: Tensor) -> Result<(Tensor, SavedActivations), ModelError> {
         let (w, shape) = (self.weights, self.shape);
-        let (inner, scale) = norm::forward(&x, &w.input_norm, shape.eps)?;
+        let (normed, scale) = norm::forward(&x, &w.input_norm, shape.eps)?;
+        let around_attention = self.around(0, &normed)?;
+        let inner = around_attention.before(&normed)?;
         let qkv = self.spread(inner.f_linear(&w.qkv, None::<Tensor>)?)?;
         let heads = |raw: Tensor, weight: &Tensor, rotation: &Rotation| {
             Heads::forward(&raw, weight, shape.eps, rotation, shape.kv_heads)
@@ -94,26 +107,38 @@ impl Layer<'_> {
         let projected = Projected { qkv, queries, keys, context_keys };
         let attention = self.with_inputs(&projected, |inputs| inputs.forward())?;
         let gathered = self.select(self.flat(&attention.gathered)?)?.f_linear(&w.o, None::<Tensor>)?;
-        let middle = self.select(self.spread(x.shallow_clone())?)?.f_add(&gathered)?;
-        let (inner, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
-        let gate_up = inner.f_linear(&w.gate_up, None::<Tensor>)?;
-        let out = mlp::forward(&gate_up, &w.down)?.f_add_(&middle)?;
-        Ok((out, SavedActivations { x, scale, middle, middle_scale, projected, attention, gate_up }))
+        let middle = self.select(self.spread(x.shallow_clone())?)?.f_add(&around_attention.after(&gathered)?)?;
+        let (normed, middle_scale) = norm::forward(&middle, &w.post_norm, shape.eps)?;
+        let around_mlp = self.around(1, &normed)?;
+        let gate_up = around_mlp.before(&normed)?.f_linear(&w.gate_up, None::<Tensor>)?;
+        let output = mlp::forward(&gate_up, &w.down)?;
+        let (out, outputs) = match w.convolutions {
+            None => (output.shallow_clone().f_add_(&middle)?, None),
+            Some(_) => (around_mlp.after(&output)?.f_add_(&middle)?, Some([gathered, output])),
+        };
+        Ok((out, SavedActivations { x, scale, middle, middle_scale, projected, attention, gate_up, outputs }))
     }
 
     /// Gradients from that of the layer's output.
     pub fn backward(&self, saved: SavedActivations, d_out: &Tensor) -> Result<LayerGrads, ModelError> {
         let (w, shape) = (self.weights, self.shape);
         let kind = d_out.f_kind()?;
-        let inner = norm::apply(&saved.middle, &saved.middle_scale, &w.post_norm)?;
-        let mlp = mlp::backward(d_out, &saved.gate_up, &inner, w)?;
-        let (d_middle, d_post_norm) = norm::backward(&mlp.inner, &saved.middle, &saved.middle_scale, &w.post_norm)?;
+        let normed = norm::apply(&saved.middle, &saved.middle_scale, &w.post_norm)?;
+        let around_mlp = self.around(1, &normed)?;
+        let (d_output, after_mlp) = around_mlp.after_backward(saved.output(1), d_out)?;
+        let mlp = mlp::backward(&d_output, &saved.gate_up, &around_mlp.before(&normed)?, w)?;
+        let (d_normed, mlp_convolution) = around_mlp.before_backward(&normed, &mlp.inner, after_mlp)?;
+        let (d_middle, d_post_norm) = norm::backward(&d_normed, &saved.middle, &saved.middle_scale, &w.post_norm)?;
         let d_middle = d_middle.f_to_kind(kind)?.f_add_(d_out)?;
+
+        let normed = norm::apply(&saved.x, &saved.scale, &w.input_norm)?;
+        let around_attention = self.around(0, &normed)?;
+        let (d_attended, after_attention) = around_attention.after_backward(saved.output(0), &d_middle)?;
 
         let projected = &saved.projected;
         let slots = projected.qkv.size()[0];
-        let d_o = product(&d_middle, &self.select(self.flat(&saved.attention.gathered)?)?)?;
-        let d_gathered = self.by_head(&self.to_slots(d_middle.f_mm(&w.o)?, slots)?)?;
+        let d_o = product(&d_attended, &self.select(self.flat(&saved.attention.gathered)?)?)?;
+        let d_gathered = self.by_head(&self.to_slots(d_attended.f_mm(&w.o)?, slots)?)?;
         let gradients = self.with_inputs(projected, |inputs| inputs.backward(&saved.attention, &d_gathered))?;
         let Gradients { queries: d_queries, own: (d_keys, d_values), context: d_context } = gradients;
         let d_qkv = projected.qkv.f_empty_like()?;
@@ -137,10 +162,11 @@ impl Layer<'_> {
             }
             _ => None,
         };
-        let inner = norm::apply(&saved.x, &saved.scale, &w.input_norm)?;
         let d_qkv = self.collect(d_qkv)?;
-        let d_qkv_weight = product(&d_qkv, &inner)?;
-        let (dx, d_input_norm) = norm::backward(&d_qkv.f_mm(&w.qkv)?, &saved.x, &saved.scale, &w.input_norm)?;
+        let d_qkv_weight = product(&d_qkv, &around_attention.before(&normed)?)?;
+        let (d_normed, attention_convolution) =
+            around_attention.before_backward(&normed, &d_qkv.f_mm(&w.qkv)?, after_attention)?;
+        let (dx, d_input_norm) = norm::backward(&d_normed, &saved.x, &saved.scale, &w.input_norm)?;
         let x = match self.edges.first {
             true => None,
             false => Some(dx.f_to_kind(kind)?.f_add_(&self.to_slots(d_middle, slots)?)?),
@@ -157,20 +183,21 @@ impl Layer<'_> {
                 o: d_o,
                 gate_up: mlp.gate_up,
                 down: mlp.down,
+                convolutions: attention_convolution.zip(mlp_convolution).map(<[Convolution; 2]>::from),
             },
         })
     }
 
+    /// Convolutions around a sublayer with the kernels of its normed input.
+    fn around(&self, sublayer: usize, normed: &Tensor) -> Result<Around<'_>, ModelError> {
+        let convolution = self.weights.convolutions.as_ref().map(|around| &around[sublayer]);
+        let kernels = convolution.map(|convolution| convolution.kernels(normed)).transpose()?;
+        Ok(Around { convolution: convolution.zip(kernels), block_size: self.shape.block_size })
+    }
+
     /// Expands rows of the first layer's input to slots.
     fn spread(&self, rows: Tensor) -> Result<Tensor, ModelError> {
-        if !self.edges.first {
-            return Ok(rows);
-        }
-        let (blocks, width, size) = (rows.size()[0] - 1, rows.size()[1], self.shape.block_size);
-        let slots = Tensor::f_empty([blocks, size, width], (rows.f_kind()?, rows.device()))?;
-        slots.f_select(1, 0)?.f_copy_(&rows.f_narrow(0, 0, blocks)?)?;
-        slots.f_narrow(1, 1, size - 1)?.f_copy_(&rows.f_narrow(0, blocks, 1)?.f_unsqueeze(0)?)?;
-        Ok(slots.f_view([blocks * size, width])?)
+        if self.edges.first { spread(&rows, self.shape.block_size) } else { Ok(rows) }
     }
 
     /// Gradient of [`Layer::spread`].
@@ -260,4 +287,13 @@ impl Layer<'_> {
         let x = x.f_view([-1, kv_heads, heads / kv_heads, head_dim])?.f_transpose(0, 1)?;
         Ok(x.f_contiguous()?.f_view([kv_heads, -1, head_dim])?)
     }
+}
+
+/// Rows of all slots, `[blocks * block_size, width]`, from those of the anchors and, last, of the mask token.
+pub fn spread(rows: &Tensor, block_size: i64) -> Result<Tensor, ModelError> {
+    let (blocks, width) = (rows.size()[0] - 1, rows.size()[1]);
+    let slots = Tensor::f_empty([blocks, block_size, width], (rows.f_kind()?, rows.device()))?;
+    slots.f_select(1, 0)?.f_copy_(&rows.f_narrow(0, 0, blocks)?)?;
+    slots.f_narrow(1, 1, block_size - 1)?.f_copy_(&rows.f_narrow(0, blocks, 1)?.f_unsqueeze(0)?)?;
+    Ok(slots.f_view([blocks * block_size, width])?)
 }

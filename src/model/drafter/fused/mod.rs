@@ -4,6 +4,7 @@
 //! `layers` has the plain form of the same layers, for decoding and for the reference implementation that checks this
 //! one.
 
+mod around;
 mod attention;
 mod context;
 mod heads;
@@ -13,7 +14,7 @@ mod norm;
 mod products;
 mod weights;
 
-use self::layer::{EdgeLayers, Layer, SavedActivations, Shape};
+use self::layer::{EdgeLayers, Layer, SavedActivations, Shape, spread};
 use super::DraftOptions;
 use super::blocks::Blocks;
 use crate::hf::draft::DraftConfig;
@@ -99,7 +100,13 @@ impl<'a> FusedDrafter<'a> {
         let Tape { layers, last, scale, indices } = tape;
         let kind = last.f_kind()?;
         let (d_last, d_norm) = norm::backward(d_hidden, &last, &scale, &self.weights.norm)?;
-        let mut dx = Some(d_last.f_to_kind(kind)?);
+        let mut d_last = d_last.f_to_kind(kind)?;
+        if self.config.head.convolution().is_some() {
+            let slots = (self.blocks.ids.size()[0] - 1) * self.config.block_size as i64;
+            let mut all = Tensor::f_zeros([slots, d_last.size()[1]], (kind, d_last.device()))?;
+            d_last = all.f_index_copy_(0, &indices, &d_last)?;
+        }
+        let mut dx = Some(d_last);
         let shape = self.shape();
         let (mut layer_gradients, mut d_keys_values) = (Vec::new(), Vec::new());
         for (index, activations) in layers.into_iter().enumerate().rev() {
@@ -131,6 +138,10 @@ impl<'a> FusedDrafter<'a> {
         mut keep: impl FnMut(LayerActivations),
     ) -> Result<Tensor, ModelError> {
         let shape = self.shape();
+        let whole_blocks = self.config.head.convolution().is_some();
+        if whole_blocks {
+            x = spread(&x, shape.block_size)?;
+        }
         for index in 0..self.weights.layers.len() {
             let input = x.shallow_clone();
             let (out, saved) = self.layer(index, &shape, indices)?.forward(x)?;
@@ -141,7 +152,10 @@ impl<'a> FusedDrafter<'a> {
             });
             x = out;
         }
-        Ok(x)
+        match indices.filter(|_| whole_blocks) {
+            Some(indices) => Ok(x.f_index_select(0, indices)?),
+            None => Ok(x),
+        }
     }
 
     fn shape(&self) -> Shape<'_> {
@@ -171,9 +185,13 @@ impl<'a> FusedDrafter<'a> {
             attention: self.blocks.attention(self.config.layer_types[index]),
             by: self.options.attention,
             context: self.context.as_ref().map(part).transpose()?,
-            edges: EdgeLayers {
-                first: index == 0,
-                indices: indices.filter(|_| index + 1 == self.weights.layers.len()),
+            // A convolution needs all slots of its block.
+            edges: match self.config.head.convolution() {
+                Some(_) => EdgeLayers::default(),
+                None => EdgeLayers {
+                    first: index == 0,
+                    indices: indices.filter(|_| index + 1 == self.weights.layers.len()),
+                },
             },
         })
     }

@@ -1,7 +1,9 @@
 //! Fused weight matrices of the training path, and conversion of their gradients to single tensors.
 
 use crate::hf::draft::{DraftConfig, layer_weight};
+use crate::hf::head::{BASE_KERNEL, CONVOLUTIONS, KERNEL_PROJECTION, convolution_tensor};
 use crate::model::ModelError;
+use crate::model::drafter::convolution::Convolution;
 use crate::model::params::{Gradient, ParamSet};
 use tch::{Kind, Tensor};
 
@@ -27,17 +29,21 @@ pub struct LayerWeights {
     /// `[2 * intermediate, hidden]`
     pub gate_up: Tensor,
     pub down: Tensor,
+    /// Around attention and MLP, if the draft head has convolutions.
+    pub convolutions: Option<[Convolution; 2]>,
 }
 
 impl LayerWeights {
-    fn all(&self) -> [&Tensor; 8] {
-        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down } = self;
-        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down]
+    fn all(&self) -> impl Iterator<Item = &Tensor> {
+        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down, convolutions } = self;
+        let around = convolutions.iter().flatten().flat_map(|one| [&one.base, &one.projection]);
+        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down].into_iter().chain(around)
     }
 
-    fn all_mut(&mut self) -> [&mut Tensor; 8] {
-        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down } = self;
-        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down]
+    fn all_mut(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        let LayerWeights { input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down, convolutions } = self;
+        let around = convolutions.iter_mut().flatten().flat_map(|one| [&mut one.base, &mut one.projection]);
+        [input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down].into_iter().chain(around)
     }
 }
 
@@ -65,6 +71,7 @@ impl Weights {
                 o: part("self_attn.o_proj")?,
                 gate_up: joined(&GATE_UP)?,
                 down: part("mlp.down_proj")?,
+                convolutions: Convolution::load(config, params, index, kind)?,
             });
         }
         Ok(Weights {
@@ -96,7 +103,7 @@ impl WeightGradients {
     pub fn add(&mut self, other: WeightGradients) -> Result<(), ModelError> {
         let _ = self.norm.f_add_(&other.norm)?;
         for (layer, other) in self.layers.iter_mut().zip(&other.layers) {
-            for (sum, part) in layer.all_mut().into_iter().zip(other.all()) {
+            for (sum, part) in layer.all_mut().zip(other.all()) {
                 let _ = sum.f_add_(part)?;
             }
         }
@@ -129,6 +136,11 @@ impl WeightGradients {
             add("self_attn.k_norm", layer.k_norm);
             add("self_attn.o_proj", layer.o);
             add("mlp.down_proj", layer.down);
+            for (name, one) in CONVOLUTIONS.iter().zip(layer.convolutions.into_iter().flatten()) {
+                named.push((convolution_tensor(index, name, BASE_KERNEL), one.base));
+                named.push((convolution_tensor(index, name, KERNEL_PROJECTION), one.projection));
+            }
+            let mut add = |name: &str, x: Tensor| named.push((layer_weight(index, name), x));
             if let Some(context) = context_rows(index)? {
                 let all = layer.qkv.size()[0];
                 let _ = layer.qkv.f_narrow(0, all - 2 * kv_rows, 2 * kv_rows)?.f_add_(&context)?;

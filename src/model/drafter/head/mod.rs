@@ -6,9 +6,11 @@
 pub mod dspark;
 pub mod markov;
 pub mod runs;
+pub mod selector;
 
 use super::anchors::{BlockLayout, Slots};
 use super::{DraftOptions, Shared};
+use crate::config::MissingLabel;
 use crate::hf::draft::DraftConfig;
 use crate::hf::head::HeadConfig;
 use crate::model::ModelError;
@@ -28,11 +30,20 @@ pub struct LossOptions {
     pub ce_label: CeLabel,
     /// Weight of the confidence head's loss beside the terms.
     pub confidence_weight: f64,
+    /// Weight of the selector's loss beside the terms.
+    pub selector_weight: f64,
+    pub selector_missing: MissingLabel,
 }
 
 impl Default for LossOptions {
     fn default() -> LossOptions {
-        LossOptions { terms: LossTerms::KL, ce_label: CeLabel::Labels, confidence_weight: 1.0 }
+        LossOptions {
+            terms: LossTerms::KL,
+            ce_label: CeLabel::Labels,
+            confidence_weight: 1.0,
+            selector_weight: 1.0,
+            selector_missing: MissingLabel::Skip,
+        }
     }
 }
 
@@ -84,7 +95,8 @@ pub fn layout(config: &DraftConfig) -> BlockLayout {
 pub fn loss(input: &HeadInput<'_>) -> Result<HeadOutput, ModelError> {
     match input.config.head {
         HeadConfig::Dspark(config) => dspark::loss(input, &config),
-        HeadConfig::Dflash | HeadConfig::Dflash2(_) => plain_loss(input),
+        HeadConfig::Dflash2(config) => selector::loss(input, &config),
+        HeadConfig::Dflash => plain_loss(input),
     }
 }
 
@@ -106,6 +118,7 @@ pub fn propose(
     let hidden = hidden.f_narrow(0, config.head.first_slot() as i64, slots)?;
     match config.head {
         HeadConfig::Dspark(head) if slots > 0 => dspark::propose(&head, params, shared, &hidden, last, draw),
+        HeadConfig::Dflash2(head) if slots > 0 => selector::propose(&head, params, shared, &hidden, last, draw),
         _ => {
             let logits = linear(&hidden, &shared.head, None)?;
             Ok(Proposal { tokens: draw(&logits)?, logits, confidence: None })
@@ -136,6 +149,11 @@ pub fn predict(
     };
     let mut ids = Vec::new();
     for part in spans(hidden.size()[0], HEAD_ROWS) {
+        if let HeadConfig::Dflash2(head) = &config.head {
+            let previous = &previous[part.start as usize..(part.start + part.len) as usize];
+            ids.extend(selector::predict(head, params, shared, &part.of(hidden, 0)?, previous)?);
+            continue;
+        }
         let mut logits = linear(&part.of(hidden, 0)?, &shared.head, None)?;
         if let Some((codes, rows)) = &codes {
             logits = logits.f_addmm_(&part.of(codes, 0)?, &rows.f_transpose(0, 1)?)?;
