@@ -55,7 +55,7 @@ pub fn run(runtime: &Runtime, folder: &Path) -> Outcome<Costs> {
     let hyper = Hyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
     let devices = vec![Device::Cpu];
     let mut optimizer =
-        TorchOptimizer::new(&gigabyte(), hyper, Device::Cpu, devices, saving).failed("make an optimizer")?;
+        TorchOptimizer::new(&gigabyte(), hyper, None, Device::Cpu, devices, saving).failed("make an optimizer")?;
     let mut weights = gigabyte();
     let (mut steps, mut updates, mut beside) = (Vec::new(), Vec::new(), Vec::new());
     let (mut stalls, mut written) = (Vec::new(), Vec::new());

@@ -104,6 +104,7 @@ impl Audit<'_> {
             ("data.validation_fraction", w.data.validation_fraction),
             ("optimizer.beta1", w.optimizer.beta1),
             ("optimizer.beta2", w.optimizer.beta2),
+            ("optimizer.muon_momentum", w.optimizer.muon_momentum),
             ("simulate.job_failures", w.simulate.job_failures),
             ("simulate.micro_batch_failures", w.simulate.micro_batch_failures),
         ];
@@ -338,12 +339,25 @@ impl Audit<'_> {
         let optimizer = &self.written.wire.optimizer;
         let positive = [
             ("optimizer.learning_rate", optimizer.learning_rate),
+            ("optimizer.muon_rate_scale", optimizer.muon_rate_scale),
             ("optimizer.eps", optimizer.eps),
             ("optimizer.max_grad_norm", optimizer.max_grad_norm),
         ];
         for (key, value) in positive {
             self.require(value > 0.0 && value.is_finite(), key, "must be above 0", "remove the key for the default");
         }
+        self.require(
+            (1..=50).contains(&optimizer.muon_iterations),
+            "optimizer.muon_iterations",
+            "is out of range",
+            "choose from 1 to 50",
+        );
+        self.require(
+            optimizer.muon_weight_decay >= 0.0 && optimizer.muon_weight_decay.is_finite(),
+            "optimizer.muon_weight_decay",
+            "is out of range",
+            "choose a number of at least 0",
+        );
         self.require(
             optimizer.weight_decay >= 0.0 && optimizer.weight_decay.is_finite(),
             "optimizer.weight_decay",

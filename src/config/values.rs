@@ -207,6 +207,23 @@ words! {
     }
 }
 words! {
+    /// Optimizer.
+    OptimizerKind {
+        Adamw = "adamw",
+        /// Muon for matrices, AdamW for the rest.
+        Muon = "muon",
+    }
+}
+words! {
+    /// Size of Muon's update.
+    MuonScale {
+        /// Root mean square as of an update of AdamW: `0.2 sqrt(max(rows, columns))`.
+        MatchRmsAdamw = "match-rms-adamw",
+        /// `sqrt(max(1, rows / columns))`.
+        Original = "original",
+    }
+}
+words! {
     /// Learning rate after the warm-up.
     Schedule { Cosine = "cosine", Constant = "constant" }
 }

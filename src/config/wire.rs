@@ -6,8 +6,8 @@
 use super::loss::{LK_ETA, LossTerms};
 use super::values::{
     Auto, ByteSize, CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels,
-    LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, MissingLabel, Overlong, PoolAtShutdown, Schedule,
-    SlotWeights, TimeSpan, TopK, UnknownRole,
+    LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, MissingLabel, MuonScale, OptimizerKind, Overlong,
+    PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::JobOrder, pool::DrawPolicy};
@@ -301,8 +301,10 @@ sections! {
         Live replica_check_every: u64 = 500;
     }
 
-    /// AdamW on f32 weights, one update per step.
+    /// Optimizer on f32 weights, one update per step.
     optimizer: Optimizer {
+        /// "adamw", or "muon" = Muon for the matrices of the drafter and AdamW for the rest.
+        Restart kind: OptimizerKind = OptimizerKind::Adamw;
         /// Peak learning rate. 6e-4 is the value of the DFlash paper.
         Live learning_rate: f64 = 6e-4;
         /// Learning rate after the warm-up: "cosine" falls to min_learning_rate at the last step, "constant" stays.
@@ -319,6 +321,16 @@ sections! {
         Restart beta2: f64 = 0.999;
         /// Constant that is added to the square root of the second moment.
         Restart eps: f64 = 1e-8;
+        /// For kind = "muon": learning rate of matrices as a multiple of learning_rate.
+        Restart muon_rate_scale: f64 = 1.0;
+        /// For kind = "muon": decay rate of the momentum.
+        Restart muon_momentum: f64 = 0.95;
+        /// For kind = "muon": decoupled weight decay of matrices.
+        Restart muon_weight_decay: f64 = 0.1;
+        /// For kind = "muon": iterations of Newton-Schulz.
+        Restart muon_iterations: u32 = 5;
+        /// For kind = "muon": size of an update, "match-rms-adamw" or "original" = sqrt(max(1, rows / columns)).
+        Restart muon_scale: MuonScale = MuonScale::MatchRmsAdamw;
         /// Maximum global L2 norm of the gradient. A longer gradient is scaled down to it.
         Live max_grad_norm: f64 = 1.0;
         /// Micro-batches per active drafter in one step.

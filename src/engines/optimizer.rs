@@ -7,6 +7,7 @@ use crate::{
         ModelError,
         adamw::{AdamW, Hyper},
         load,
+        muon::Muon,
         params::{Gradient, ParamSet, Weights},
     },
     run_dir::checkpoint::{self, CheckpointError, NamedTensor, Verified},
@@ -14,7 +15,7 @@ use crate::{
 use draftmill_actors::messages::engine::{EngineError, Optimizer, StepReport, StepRequest, Writing};
 use tch::{Device, Kind};
 
-/// AdamW on one device. Each call is one unit of blocking work.
+/// Optimizer on one device. Each call is one unit of blocking work.
 pub struct TorchOptimizer {
     inner: Worker<Inner>,
     /// Device of drafter `i`.
@@ -38,11 +39,12 @@ impl TorchOptimizer {
     pub fn new(
         weights: &Weights,
         hyper: Hyper,
+        muon: Option<Muon>,
         device: Device,
         drafters: Vec<Device>,
         checkpoints: CheckpointWriter,
     ) -> Result<TorchOptimizer, ModelError> {
-        let adamw = AdamW::new(weights.deep_copy(device, Kind::Float)?, hyper)?;
+        let adamw = AdamW::new(weights.deep_copy(device, Kind::Float)?, hyper)?.with_muon(muon)?;
         Ok(TorchOptimizer::with_adamw(adamw, device, checkpoints, drafters))
     }
 
@@ -53,6 +55,7 @@ impl TorchOptimizer {
     pub fn resume(
         from: &Verified,
         hyper: Hyper,
+        muon: Option<Muon>,
         device: Device,
         drafters: Vec<Device>,
         checkpoints: CheckpointWriter,
@@ -60,7 +63,7 @@ impl TorchOptimizer {
         let set = |file| -> Result<ParamSet, ResumeError> { Ok(read(from, file)?.deep_copy(device, Kind::Float)?) };
         let masters = set(checkpoint::WEIGHTS)?;
         let (exp_avg, exp_avg_sq) = (set(checkpoint::FIRST_MOMENTS)?, set(checkpoint::SECOND_MOMENTS)?);
-        let adamw = AdamW::resume(masters, exp_avg, exp_avg_sq, from.state.step, hyper);
+        let adamw = AdamW::resume(masters, exp_avg, exp_avg_sq, from.state.step, hyper).with_muon(muon)?;
         Ok(TorchOptimizer::with_adamw(adamw, device, checkpoints, drafters))
     }
 }

@@ -1,7 +1,9 @@
-//! AdamW on fp32 master weights: decoupled weight decay, bias correction and clipping by the global norm.
+//! AdamW on fp32 master weights: decoupled weight decay, bias correction and clipping by the global norm. With Muon, the
+//! matrices are Muon's and AdamW updates the rest.
 
 use super::{
     ModelError,
+    muon::{Muon, is_matrix},
     params::{Gradient, ParamSet},
 };
 use draftmill_torch_ext::{PendingScalar, Update};
@@ -17,7 +19,8 @@ pub struct Hyper {
     pub weight_decay: f64,
 }
 
-/// AdamW state: master weights and moments. All three sets have the same names and shapes, in fp32 on one device.
+/// Optimizer state: master weights and moments, in fp32 on one device. Weights and first moments have the same names and
+/// shapes. Second moments have the same too, without the matrices of Muon, whose first moment is its momentum.
 pub struct AdamW {
     pub masters: ParamSet,
     /// Running mean of the gradient.
@@ -27,6 +30,7 @@ pub struct AdamW {
     /// Number of updates so far.
     pub steps: u64,
     hyper: Hyper,
+    muon: Option<Muon>,
     /// Disables the fused kernel.
     unfused: bool,
 }
@@ -38,12 +42,36 @@ impl AdamW {
     /// Returns an error if libtorch cannot allocate the moments.
     pub fn new(masters: ParamSet, hyper: Hyper) -> Result<AdamW, ModelError> {
         let (exp_avg, exp_avg_sq) = (masters.zeros_like()?, masters.zeros_like()?);
-        Ok(AdamW { masters, exp_avg, exp_avg_sq, steps: 0, hyper, unfused: false })
+        Ok(AdamW { masters, exp_avg, exp_avg_sq, steps: 0, hyper, muon: None, unfused: false })
     }
 
     /// Restores the state of a checkpoint.
     pub fn resume(masters: ParamSet, exp_avg: ParamSet, exp_avg_sq: ParamSet, steps: u64, hyper: Hyper) -> AdamW {
-        AdamW { masters, exp_avg, exp_avg_sq, steps, hyper, unfused: false }
+        AdamW { masters, exp_avg, exp_avg_sq, steps, hyper, muon: None, unfused: false }
+    }
+
+    /// Leaves matrices to Muon. Second moments of matrices are dropped.
+    ///
+    /// # Errors
+    /// `ModelError::Input` if a second moment of another tensor is absent.
+    pub fn with_muon(mut self, muon: Option<Muon>) -> Result<AdamW, ModelError> {
+        self.muon = muon;
+        let expected = self.masters.iter().filter(|(name, x)| !self.is_muons(name, x)).map(|(name, _)| name);
+        let expected: Vec<&str> = expected.collect();
+        if let Some(name) = expected.iter().find(|name| self.exp_avg_sq.get(name).is_none()) {
+            return Err(ModelError::Input(format!(
+                "the second moment of `{name}` is absent: these moments are of a run with another optimizer.kind"
+            )));
+        }
+        if expected.len() < self.exp_avg_sq.len() {
+            let kept = self.exp_avg_sq.iter().filter(|(name, _)| expected.contains(name));
+            self.exp_avg_sq = ParamSet::new(kept.map(|(name, x)| (name.to_owned(), x.copy())).collect());
+        }
+        Ok(self)
+    }
+
+    fn is_muons(&self, name: &str, tensor: &Tensor) -> bool {
+        self.muon.is_some() && is_matrix(name, &tensor.size())
     }
 
     /// Sets the weight decay of the next and later steps.
@@ -85,6 +113,7 @@ impl AdamW {
         if !fused {
             self.unfused_update(&gradient, norm, &update)?;
         }
+        self.muon_update(&gradient, norm, &update)?;
         self.steps = update.step;
         Ok(norm / denominator)
     }
@@ -104,12 +133,34 @@ impl AdamW {
     /// Updates with libtorch's fused kernel. Returns false if the kernel does not support these tensors; nothing is
     /// changed then.
     fn fused_update(&mut self, gradient: &mut Gradient, norm: &Tensor, update: &Update) -> Result<bool, ModelError> {
-        let (m, v) = (self.exp_avg.tensors_mut(), self.exp_avg_sq.tensors_mut());
-        match draftmill_torch_ext::fused_adamw(self.masters.tensors_mut(), gradient.tensors_mut(), m, v, norm, update) {
+        let own = self.own();
+        let part = |set: &ParamSet| own.iter().map(|&index| set.tensors()[index].shallow_clone()).collect::<Vec<_>>();
+        let (mut masters, mut m, mut g) = (part(&self.masters), part(&self.exp_avg), part(gradient));
+        let v = self.exp_avg_sq.tensors_mut();
+        match draftmill_torch_ext::fused_adamw(&mut masters, &mut g, &mut m, v, norm, update) {
             Ok(()) => Ok(true),
             Err(draftmill_torch_ext::Error::Unsuitable(_)) => Ok(false),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Positions of the tensors that AdamW updates.
+    fn own(&self) -> Vec<usize> {
+        let all = self.masters.iter().enumerate();
+        all.filter(|(_, (name, x))| !self.is_muons(name, x)).map(|(index, _)| index).collect()
+    }
+
+    /// Updates the matrices, if Muon is on. The gradient is divided and clipped like that of AdamW.
+    fn muon_update(&mut self, gradient: &Gradient, norm: f64, update: &Update) -> Result<(), ModelError> {
+        let Some(muon) = self.muon else { return Ok(()) };
+        let divisor = update.divisor(norm);
+        let matrices: Vec<bool> = self.masters.iter().map(|(name, x)| self.is_muons(name, x)).collect();
+        let weights = self.masters.tensors_mut().iter_mut().zip(self.exp_avg.tensors_mut());
+        for ((weights, gradient), _) in weights.zip(gradient.tensors()).zip(matrices).filter(|(_, matrix)| *matrix) {
+            let (weight, momentum) = weights;
+            muon.update(weight, momentum, &gradient.f_div_scalar(divisor)?, update.learning_rate)?;
+        }
+        Ok(())
     }
 
     /// Updates with plain operations on any device and dtype.
@@ -118,9 +169,9 @@ impl AdamW {
         let divisor = update.divisor(norm);
         let exponent = i32::try_from(step).unwrap_or(i32::MAX);
         let (correction1, correction2) = (1.0 - beta1.powi(exponent), 1.0 - beta2.powi(exponent));
-        let moments = self.exp_avg.tensors_mut().iter_mut().zip(self.exp_avg_sq.tensors_mut());
-        for ((master, gradient), (m, v)) in self.masters.tensors_mut().iter_mut().zip(gradient.tensors()).zip(moments) {
-            let g = gradient.f_div_scalar(divisor)?;
+        for (index, v) in self.own().into_iter().zip(self.exp_avg_sq.tensors_mut()) {
+            let (master, m) = (&mut self.masters.tensors_mut()[index], &mut self.exp_avg.tensors_mut()[index]);
+            let g = gradient.tensors()[index].f_div_scalar(divisor)?;
             if weight_decay != 0.0 {
                 let _ = master.f_mul_scalar_(1.0 - lr * weight_decay)?;
             }

@@ -6,6 +6,7 @@ pub mod drafter;
 pub mod libtorch;
 pub mod load;
 pub mod loss;
+pub mod muon;
 pub mod ops;
 pub mod params;
 pub mod rope;

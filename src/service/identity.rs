@@ -3,7 +3,7 @@
 use super::{Failed, models::Models};
 use crate::{
     common::exit::{Exit, Failure},
-    config::{Config, Labels, TopK},
+    config::{Config, Labels, OptimizerKind, TopK},
     data::Store,
     run_dir::db::Identity,
 };
@@ -30,6 +30,10 @@ pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&M
         identity.insert(name.into(), value);
     }
     // Only non-default values, so that older runs can resume.
+    // Absent for AdamW, as in runs from before there was another optimizer.
+    if config.optimizer.kind == OptimizerKind::Muon {
+        identity.insert("optimizer.kind".into(), config.optimizer.kind.to_string());
+    }
     if let Some(each) = config.drafter.labels {
         identity.insert("drafter.labels".into(), Labels::Target.to_string());
         if each != TopK::Tokens(1) {

@@ -25,6 +25,7 @@ use crate::{
         libtorch::{open_device, set_threads},
         load::kind_of,
         loss::weighting::Weighting,
+        muon::Muon,
         params::{Weights, folder_params, init_params},
     },
     run_dir::{checkpoint::Verified, eval_log::EvalLog},
@@ -137,11 +138,12 @@ fn load_blocking(
 
     let config::Optimizer { beta1, beta2, eps, weight_decay, .. } = config.optimizer;
     let hyper = Hyper { beta1, beta2, eps, weight_decay };
+    let muon = muon(&config.optimizer);
     let (run, seed) = (folder.run_id()?, config.run.seed);
     let checkpoints = CheckpointWriter { folder: folder.checkpoints(), settings, seed, run, draft: draft.clone() };
     let on = drafter_devices.clone();
     let optimizer = match from {
-        Some(from) => TorchOptimizer::resume(from, hyper, device, on, checkpoints).failed(Exit::Model)?,
+        Some(from) => TorchOptimizer::resume(from, hyper, muon, device, on, checkpoints).failed(Exit::Model)?,
         None => {
             let weights = match &config.drafter.init_from {
                 Some(folder) => {
@@ -158,13 +160,23 @@ fn load_blocking(
                     }
                 }
             };
-            TorchOptimizer::new(&weights, hyper, device, on, checkpoints).failed(Exit::Model)?
+            TorchOptimizer::new(&weights, hyper, muon, device, on, checkpoints).failed(Exit::Model)?
         }
     };
     let optimizer = optimizer.with_exchange(exchange);
     let weights = drafter_devices.iter().map(|&device| optimizer.masters_on(device).failed(Exit::Model));
     let weights = weights.collect::<Result<_, _>>()?;
     Ok((EngineSet { targets, drafters, optimizer, evaluator: None }, weights))
+}
+
+fn muon(optimizer: &config::Optimizer) -> Option<Muon> {
+    (optimizer.kind == config::OptimizerKind::Muon).then_some(Muon {
+        momentum: optimizer.muon_momentum,
+        weight_decay: optimizer.muon_weight_decay,
+        iterations: optimizer.muon_iterations,
+        rate: optimizer.muon_rate_scale,
+        scale: optimizer.muon_scale,
+    })
 }
 
 fn loss_options(config: &Config) -> LossOptions {

@@ -7,3 +7,4 @@ mod dspark;
 mod eal;
 mod layouts;
 mod losses;
+mod muon;

@@ -107,24 +107,57 @@ fn dspark_goes_through_both_layouts_and_starts_a_run() {
     assert!(loss(&on, 0) < loss(&run, 0), "{} and {}", loss(&on, 0), loss(&run, 0));
 }
 
-/// A run that was stopped has the weights of one that was not, bit for bit, and keeps its head.
+/// DFlash 2 trains with both treatments of a missing label, and its export serves as it was trained.
 #[test]
-fn a_stopped_run_resumes_with_the_same_bits_and_head() {
-    let sets =
-        ["drafter.head=dspark", "drafter.markov_head=rnn", "pool.draw_policy=replay", "drafter.devices=[\"cpu\"]"];
+fn dflash2_trains_and_is_exported() {
+    for missing in ["skip", "inject"] {
+        let sets =
+            ["drafter.head=dflash2", "drafter.conv_group=8", "drafter.selector_rank=6", "drafter.selector_top_k=5"];
+        let run = trained(&[&sets[..], &[&format!("drafter.selector_missing_label={missing}")]].concat());
+        let evaluations = evaluations(&run);
+        let loss = |at: usize| evaluations[at]["held_out"]["loss"].as_f64().unwrap();
+        assert!(loss(evaluations.len() - 1) < loss(0), "{missing}: {evaluations:?}");
+        let export = run.dir().join("export");
+        let checked = run.plain(&["export", "--check", export.to_str().unwrap()]);
+        assert_eq!(checked.status.code(), Some(0), "{missing}: {}", text(&checked));
+        let config = config(&export);
+        assert_eq!(config["architectures"][0], "DFlash2DraftModel");
+        assert_eq!(config["dflash_config"]["selector_top_k"], 5);
+    }
+}
+
+/// A run that was stopped has the weights of one that was not, bit for bit, and keeps its head and its optimizer.
+#[test]
+fn a_stopped_run_resumes_with_the_same_bits_head_and_optimizer() {
+    for (sets, other, key) in [
+        (&["drafter.head=dspark", "drafter.markov_head=rnn"][..], "drafter.markov_head=gated", "drafter.head"),
+        (&["optimizer.kind=muon"], "optimizer.kind=adamw", "optimizer.kind"),
+        (
+            &["drafter.head=dflash2", "drafter.conv_group=8", "optimizer.kind=muon"],
+            "drafter.conv_group=24",
+            "drafter.head",
+        ),
+    ] {
+        resumes(sets, other, key);
+    }
+}
+
+/// Checks that a killed run ends with the weights of a whole one, and that the setting `other` is refused under `key`.
+fn resumes(sets: &[&str], other: &str, key: &str) {
+    let sets = [&["pool.draw_policy=replay", "drafter.devices=[\"cpu\"]"], sets].concat();
     let whole = trained(&sets);
     let mut stopped = Run::new(&[&TAUGHT[..], &sets].concat());
     let mut child = stopped.train_until(6);
     child.kill().unwrap();
     child.wait().unwrap();
-    stopped.sets.push("drafter.markov_head=gated".into());
+    stopped.sets.push(other.into());
     let refused = stopped.train(&[]);
     stopped.sets.pop();
-    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused));
-    assert!(text(&refused).contains("drafter.head"), "{}", text(&refused));
+    assert_eq!(refused.status.code(), Some(3), "{other}: {}", text(&refused));
+    assert!(text(&refused).contains(key), "{other}: {}", text(&refused));
     assert_eq!(stopped.train(&[]).status.code(), Some(0));
     let weights = |run: &Run| std::fs::read(run.dir().join("export/model.safetensors")).unwrap();
-    assert!(weights(&whole) == weights(&stopped));
+    assert!(weights(&whole) == weights(&stopped), "{sets:?}");
 }
 
 #[test]

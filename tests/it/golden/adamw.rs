@@ -95,7 +95,7 @@ fn optimizer(folder: &Path) -> TorchOptimizer {
     let case = Case::load();
     let drafter = case.drafter(case.config(), case.gamma());
     let hyper = hyper(&case.json["adamw"]["hyperparameters"]);
-    TorchOptimizer::new(drafter.params(), hyper, Device::Cpu, vec![Device::Cpu; 3], saving(folder)).unwrap()
+    TorchOptimizer::new(drafter.params(), hyper, None, Device::Cpu, vec![Device::Cpu; 3], saving(folder)).unwrap()
 }
 
 fn gradient(scale: f64) -> (f64, Gradient) {
@@ -209,7 +209,8 @@ async fn specforge_464_a_resumed_optimizer_goes_on_with_the_same_bits() {
     let from = Verified::open(&dir.path().join("step-2")).unwrap();
     assert_eq!((from.state.step, &from.draft), (2, &Case::load().config()));
     let hyper = hyper(&Case::load().json["adamw"]["hyperparameters"]);
-    let mut resumed = TorchOptimizer::resume(&from, hyper, Device::Cpu, vec![Device::Cpu], saving(dir.path())).unwrap();
+    let mut resumed =
+        TorchOptimizer::resume(&from, hyper, None, Device::Cpu, vec![Device::Cpu], saving(dir.path())).unwrap();
     for step in 3..=4 {
         let (denominator, part) = gradient(step as f64);
         resumed.step(vec![part], request(step, denominator)).await.unwrap();
@@ -231,7 +232,7 @@ async fn specforge_587_no_resume_without_its_moments() {
     let from = Verified::open(&dir.path().join("step-2")).unwrap();
     let hyper = hyper(&Case::load().json["adamw"]["hyperparameters"]);
     let saving = saving(again.path());
-    let mut resumed = TorchOptimizer::resume(&from, hyper, Device::Cpu, vec![Device::Cpu], saving).unwrap();
+    let mut resumed = TorchOptimizer::resume(&from, hyper, None, Device::Cpu, vec![Device::Cpu], saving).unwrap();
     resumed.save(2).await.unwrap().await.unwrap();
     for file in [WEIGHTS, FIRST_MOMENTS, SECOND_MOMENTS] {
         let path = dir.path().join("step-2").join(file);

@@ -204,7 +204,7 @@ async fn train(slow: usize, flawed: Option<usize>) -> Trained {
         draft: config.clone(),
     };
     let weights = init_params(&config, 5).unwrap();
-    let optimizer = TorchOptimizer::new(&weights, hyper, Device::Cpu, vec![Device::Cpu; 2], saving).unwrap();
+    let optimizer = TorchOptimizer::new(&weights, hyper, None, Device::Cpu, vec![Device::Cpu; 2], saving).unwrap();
     let (look, seen) = channel();
     let (done, _) = watch::channel(0);
     let (mut drafters, mut jobs): (Vec<Paced>, Vec<Receiver<JobId>>) = Default::default();
