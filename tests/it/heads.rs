@@ -155,7 +155,8 @@ fn resumes(sets: &[&str], other: &str, key: &str) {
     stopped.sets.pop();
     assert_eq!(refused.status.code(), Some(3), "{other}: {}", text(&refused));
     assert!(text(&refused).contains(key), "{other}: {}", text(&refused));
-    assert_eq!(stopped.train(&[]).status.code(), Some(0));
+    let resumed = stopped.train(&[]);
+    assert_eq!(resumed.status.code(), Some(0), "{sets:?}: {}", text(&resumed));
     let weights = |run: &Run| std::fs::read(run.dir().join("export/model.safetensors")).unwrap();
     assert!(weights(&whole) == weights(&stopped), "{sets:?}");
 }
