@@ -11,6 +11,8 @@ mod extract;
 mod free;
 #[cfg(feature = "torch")]
 mod gpu;
+#[cfg(feature = "torch")]
+mod heads;
 mod ledger;
 mod machine;
 #[cfg(feature = "torch")]
@@ -78,6 +80,8 @@ fn main() -> ExitCode {
         }
         #[cfg(feature = "torch")]
         ["--step", ref options @ ..] => step::run(options),
+        #[cfg(feature = "torch")]
+        ["--heads", ref options @ ..] => heads::run(options),
         #[cfg(feature = "torch")]
         ["--optimizer", ref options @ ..] => optimizer::run(options),
         #[cfg(feature = "torch")]

@@ -145,7 +145,7 @@ impl Report<'_> {
         let line = self.measure("optimizer", "--optimizer", &size.shape(size.anchors[0]));
         self.table.row("update_seconds", number(&line["fused"]["seconds"]), Reported, "fused AdamW and clip".into());
         let note = "plain operations to the fused kernel";
-        self.table.row("update_plain_to_fused", number(&line["plain_over_fused"]), Reported, note.into());
+        self.table.row("update_plain_to_fused", number(&line["ratios"]["plain_over_fused"]), Reported, note.into());
     }
 
     fn extraction(&mut self, size: &Size) {

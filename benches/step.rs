@@ -134,7 +134,7 @@ impl Micro {
     }
 
     /// Micro-batch with random label probabilities of a target.
-    fn with_labels(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
+    pub fn with_labels(self, labels: Option<TopK>, config: &DraftConfig) -> Micro {
         let tokens = self.ids.len();
         let target_labels = labels.map(|labels| match labels {
             TopK::Tokens(each) => {

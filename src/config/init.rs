@@ -1,7 +1,11 @@
 //! Check of the drafter in `drafter.init_from`: its sizes and tapped layers must match the configuration.
 
 use super::{load::Written, problem::Problems};
-use crate::hf::{HfError, draft::DraftConfig, layout::DraftFolder};
+use crate::hf::{
+    HfError,
+    draft::{DraftConfig, LayerType},
+    layout::DraftFolder,
+};
 use std::path::Path;
 
 /// Returns the shape of a run that starts from the drafter in `folder`: `shape` with the folder's rotary base and epsilon.
@@ -37,6 +41,16 @@ pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Resu
     } else if init.head != shape.head {
         sets.push(format!("the keys of drafter.head as in its config.json: {:?}", init.head));
     }
+    if init.layer_types != shape.layer_types {
+        let kinds = init.layer_types.iter().map(|kind| match kind {
+            LayerType::Full => "\"full\"",
+            LayerType::Sliding => "\"sliding\"",
+        });
+        sets.push(format!("drafter.layer_types = [{}]", kinds.collect::<Vec<_>>().join(", ")));
+    }
+    if let (Some(window), true) = (init.sliding_window, init.sliding_window != shape.sliding_window) {
+        sets.push(format!("drafter.sliding_window = {window}"));
+    }
     if init.target_layer_ids != shape.target_layer_ids {
         sets.push(format!("target.layer_ids = {:?}", init.target_layer_ids));
     }
@@ -49,10 +63,6 @@ pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Resu
         let message =
             format!("this drafter belongs to another target: its `{key}` is {found}, this target has {wanted}");
         return Err(problem(message, "use a drafter of the model in target.dir".into()));
-    }
-    if init.slides() {
-        let message = "this drafter has sliding attention layers, and a run trains full attention layers only".into();
-        return Err(problem(message, "use a drafter with full attention in all layers".into()));
     }
     if !sets.is_empty() {
         return Err(problem(

@@ -7,8 +7,8 @@ use super::{
     problem::Problems,
     rules::broken_rules,
     values::{
-        CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels, LeadingAssistant,
-        MarkovHead, MissingLabel, Overlong, SlotWeights, TopK, UnknownRole,
+        CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels, LayerAttention,
+        LeadingAssistant, MarkovHead, MissingLabel, Overlong, SlotWeights, TopK, UnknownRole,
     },
     wire::{self, Wire},
 };
@@ -111,6 +111,9 @@ pub struct Drafter {
     /// Alpha of D-PACE; `None`: D-PACE is off.
     pub d_pace: Option<f64>,
     pub head: HeadConfig,
+    /// `None`: full attention in all layers.
+    pub layer_types: Option<Vec<LayerAttention>>,
+    pub sliding_window: u32,
     /// With `lk_eta`.
     pub loss: LossTerms,
     pub ce_label: CeLabel,
@@ -248,6 +251,8 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             loss_decay_gamma: (gamma > 0.0).then_some(gamma),
             d_pace: (drafter.slot_weights == SlotWeights::DPace).then_some(drafter.d_pace_alpha),
             head,
+            layer_types: drafter.layer_types.given().cloned(),
+            sliding_window: drafter.sliding_window,
             loss,
             ce_label,
             confidence_loss_weight: drafter.confidence_loss_weight,

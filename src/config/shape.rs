@@ -1,13 +1,13 @@
 //! Settings that depend on the target: the drafter's shape, tapped layers, bytes per token, and limits of pool and step.
 
 use super::{
-    ByteSize, Config, Pool, TopK,
+    ByteSize, Config, LayerAttention, Pool, TopK,
     load::Written,
     problem::{Problem, Problems},
 };
 use crate::hf::{
     config::TargetConfig,
-    draft::{DraftConfig, default_target_layer_ids},
+    draft::{DraftConfig, LayerType, default_target_layer_ids},
     head::{Dflash2Config, HeadConfig},
 };
 use draftmill_actors::{
@@ -56,6 +56,14 @@ pub fn draft_config(
     let mask = drafter.mask_token_id.unwrap_or(mask_token_id);
     let mut shape = DraftConfig::for_target(target, layers, ids, drafter.block_size as usize, mask);
     shape.head = drafter.head;
+    if let Some(kinds) = &drafter.layer_types {
+        let kind = |kind: &LayerAttention| match kind {
+            LayerAttention::Full => LayerType::Full,
+            LayerAttention::Sliding => LayerType::Sliding,
+        };
+        shape.layer_types = kinds.iter().map(kind).collect();
+        shape.sliding_window = shape.slides().then_some(drafter.sliding_window as usize);
+    }
     shape.intermediate_size = or(drafter.intermediate_size, target.intermediate_size);
     shape.num_attention_heads = or(drafter.heads, target.num_attention_heads);
     shape.num_key_value_heads = or(drafter.kv_heads, target.num_key_value_heads);

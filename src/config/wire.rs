@@ -6,8 +6,8 @@
 use super::loss::{LK_ETA, LossTerms};
 use super::values::{
     Auto, ByteSize, CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels,
-    LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, MissingLabel, MuonScale, OptimizerKind, Overlong,
-    PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
+    LayerAttention, LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, MissingLabel, MuonScale, OptimizerKind,
+    Overlong, PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::JobOrder, pool::DrawPolicy};
@@ -243,6 +243,11 @@ sections! {
         /// For head = "dflash2": a slot whose label is not among the candidates. "skip" = the selector does not train there,
         /// "inject" = the label replaces the least likely candidate.
         Restart selector_missing_label: MissingLabel = MissingLabel::Skip;
+        /// Attention of each layer: "full" or "sliding", one entry per layer. z-lab's drafters for long contexts have sliding
+        /// layers. "auto" = "full" in all layers.
+        Restart layer_types: Auto<Vec<LayerAttention>> = Auto::Auto;
+        /// For sliding layers: positions that a slot sees, its own included.
+        Restart sliding_window: u32 = 2048;
         /// Slots of a block. With head = "dspark" each predicts a token; otherwise the first one is given.
         Restart block_size: u32 = 16;
         /// Blocks per sample, at random positions that change with every pass. 512 is the value of the DFlash paper.

@@ -41,6 +41,9 @@ impl Models {
                 d.mask_token_id
             )
         });
+        if let Some(window) = self.draft.sliding_window {
+            put("drafter.layer_types", format!("{:?}, window {window}", self.draft.layer_types));
+        }
         // Absent for DFlash, as in runs from before there were other heads.
         if self.draft.head != HeadConfig::Dflash {
             put("drafter.head", format!("{:?}", self.draft.head));

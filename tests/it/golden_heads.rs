@@ -8,3 +8,4 @@ mod eal;
 mod layouts;
 mod losses;
 mod muon;
+mod sliding;

@@ -126,6 +126,20 @@ fn dflash2_trains_and_is_exported() {
     }
 }
 
+/// Sliding layers are trained, exported, and kept by a run that starts from the export.
+#[test]
+fn sliding_layers_are_trained_and_exported() {
+    let sets = ["drafter.layer_types=[\"full\", \"sliding\"]", "drafter.sliding_window=6"];
+    let run = trained(&sets);
+    let export = run.dir().join("export");
+    let config = config(&export);
+    assert_eq!((&config["layer_types"][1], &config["sliding_window"]), (&"sliding_attention".into(), &6.into()));
+    let start = format!("drafter.init_from={}", export.display());
+    let refused = Run::new(&[&TAUGHT[..], &[&start]].concat()).train(&[]);
+    assert!(text(&refused).contains("drafter.layer_types = [\"full\", \"sliding\"]"), "{}", text(&refused));
+    trained(&[&sets[..], &[&start]].concat());
+}
+
 /// A run that was stopped has the weights of one that was not, bit for bit, and keeps its head and its optimizer.
 #[test]
 fn a_stopped_run_resumes_with_the_same_bits_head_and_optimizer() {

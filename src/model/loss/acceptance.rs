@@ -69,8 +69,8 @@ mod tests {
                 let of_block: Vec<i64> = (0..indices.len() as i64).filter(|&i| indices[i as usize] / 5 == block).collect();
                 let (mut product, mut sum) = (Tensor::from(1.0f64), Tensor::from(0.0f64));
                 for &slot in &of_block {
-                    product = product * alpha.get(slot);
-                    sum = sum + &product;
+                    product *= alpha.get(slot);
+                    sum += &product;
                 }
                 want.push(match of_block.len() {
                     0 => Tensor::from(0.0f64),

@@ -1,4 +1,4 @@
-//! Muon beside AdamW: five steps on given gradients, and the orthogonal matrix of each momentum.
+//! Muon with AdamW: five steps on given gradients, and the orthogonal matrix of each momentum.
 
 use super::case::*;
 use draftmill::config::MuonScale;

@@ -28,9 +28,9 @@ use tch::{Device, Tensor};
 pub struct LossOptions {
     pub terms: LossTerms,
     pub ce_label: CeLabel,
-    /// Weight of the confidence head's loss beside the terms.
+    /// Weight of the confidence head's loss in addition to the terms.
     pub confidence_weight: f64,
-    /// Weight of the selector's loss beside the terms.
+    /// Weight of the selector's loss in addition to the terms.
     pub selector_weight: f64,
     pub selector_missing: MissingLabel,
 }
