@@ -73,6 +73,29 @@ unsafe extern "C" {
         log_sum: *const f32,
         delta: *const f32,
     );
+    pub fn draftmill_softmax_entropy(scores: *mut f32, rows: i64, width: i64, entropy: *mut f32);
+    pub fn draftmill_compare_rows(
+        scores: *mut f32,
+        teacher: *const f32,
+        index: *const i64,
+        rows: i64,
+        width: i64,
+        max: *mut f32,
+        log_total: *mut f32,
+        cross: *mut f32,
+        shared: *mut f32,
+        under: *mut f32,
+    );
+    pub fn draftmill_slope_rows(
+        q: *mut f32,
+        teacher: *const f32,
+        index: *const i64,
+        rows: i64,
+        width: i64,
+        own: *const f32,
+        below: *const f32,
+        against: *const f32,
+    );
 }
 
 unsafe extern "C" {

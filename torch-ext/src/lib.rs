@@ -8,6 +8,7 @@
 #![cfg(feature = "torch")]
 
 mod attend;
+pub mod distributions;
 mod ffi;
 mod pinned_transfer;
 pub mod row_kernels;

@@ -171,4 +171,78 @@ WIDEST void draftmill_softmax_backward(
   }
 }
 
+// Softmax of each row in place, and its negative entropy, sum p ln p.
+WIDEST void draftmill_softmax_entropy(float* scores, int64_t rows, int64_t width, float* entropy) {
+  for (int64_t i = 0; i < rows; ++i, scores += width) {
+    float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
+    float total = 0.0f, weighted = 0.0f;
+#pragma omp simd reduction(+ : total, weighted)
+    for (int64_t k = 0; k < width; ++k) {
+      const float below = scores[k] - largest;
+      const float e = exp_f32(below);
+      total += e;
+      weighted += e > 0.0f ? e * below : 0.0f;
+      scores[k] = e;
+    }
+    const float inverse = 1.0f / total;
+#pragma omp simd
+    for (int64_t k = 0; k < width; ++k) scores[k] *= inverse;
+    entropy[i] = weighted * inverse - std::log(total);
+  }
+}
+
+// Statistics of the softmax q of each row against a teacher's probabilities p, row index[i] of `teacher`. Scores become q.
+// For each row: largest score; ln sum exp(score - largest); sum p (score - largest); sum min(p, q); sum of q where q < p.
+WIDEST void draftmill_compare_rows(
+    float* scores, const float* teacher, const int64_t* index, int64_t rows, int64_t width, float* max, float* log_total,
+    float* cross, float* shared, float* under) {
+  for (int64_t i = 0; i < rows; ++i, scores += width) {
+    const float* p = teacher + index[i] * width;
+    float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
+    float total = 0.0f, weighted = 0.0f;
+#pragma omp simd reduction(+ : total, weighted)
+    for (int64_t k = 0; k < width; ++k) {
+      const float below = scores[k] - largest;
+      const float e = exp_f32(below);
+      total += e;
+      weighted += p[k] > 0.0f ? p[k] * below : 0.0f;
+      scores[k] = e;
+    }
+    const float inverse = 1.0f / total;
+    float smaller = 0.0f, lower = 0.0f;
+#pragma omp simd reduction(+ : smaller, lower)
+    for (int64_t k = 0; k < width; ++k) {
+      const float q = scores[k] * inverse;
+      const bool less = q < p[k];
+      smaller += less ? q : p[k];
+      lower += less ? q : 0.0f;
+      scores[k] = q;
+    }
+    max[i] = largest;
+    log_total[i] = std::log(total);
+    cross[i] = weighted;
+    shared[i] = smaller;
+    under[i] = lower;
+  }
+}
+
+// q becomes q (own - [q < p] below) - against p, with the numbers of each row.
+WIDEST void draftmill_slope_rows(
+    float* q, const float* teacher, const int64_t* index, int64_t rows, int64_t width, const float* own,
+    const float* below, const float* against) {
+  for (int64_t i = 0; i < rows; ++i, q += width) {
+    const float* p = teacher + index[i] * width;
+    const float all = own[i], less = below[i], minus = against[i];
+#pragma omp simd
+    for (int64_t k = 0; k < width; ++k) {
+      const float factor = q[k] < p[k] ? all - less : all;
+      q[k] = q[k] * factor - minus * p[k];
+    }
+  }
+}
+
 }  // extern "C"

@@ -3,6 +3,7 @@
 mod acceptance;
 pub mod head_loss;
 pub mod soft_loss;
+mod teacher;
 pub mod weighting;
 
 pub use crate::config::{CeLabel, LossTerms};

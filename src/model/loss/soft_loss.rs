@@ -2,11 +2,12 @@
 
 use super::acceptance::block_loss;
 use super::head_loss::{HeadLoss, Labels, Tile, head_loss};
+use super::teacher::{Compared, Teacher};
 use super::weighting::{Weighting, d_pace};
 use super::{CeLabel, LossTerms};
 use crate::model::ModelError;
 use crate::model::drafter::anchors::Slots;
-use crate::model::ops::{Span, argmax, wide};
+use crate::model::ops::{Span, wide};
 use tch::{Kind, Tensor};
 
 /// Map from a slot to its logits: `head . hidden + rows . codes`.
@@ -205,16 +206,6 @@ struct ChunkLoss {
     acceptance: Option<Tensor>,
 }
 
-/// Distribution of the teacher over the vocabulary.
-struct Teacher {
-    /// Probabilities, `[slots, vocab]`.
-    p: Tensor,
-    /// Their logarithms; `None` if some are zero.
-    log_p: Option<Tensor>,
-    /// First label, `[slots, 1]`.
-    first: Tensor,
-}
-
 impl<'a> Chunk<'a> {
     fn new(input: &LossInput<'a>, part: Span) -> Result<Chunk<'a>, ModelError> {
         let device = input.hidden.device();
@@ -245,103 +236,70 @@ impl<'a> Chunk<'a> {
         })
     }
 
-    /// Log-probabilities of the drafter, `[slots, vocab]` in at least fp32.
-    fn log_q(&self) -> Result<Tensor, ModelError> {
+    /// Logits of the drafter, `[slots, vocab]` in at least fp32.
+    fn logits(&self) -> Result<Tensor, ModelError> {
         let mut logits = self.hidden.f_mm(&self.head.f_transpose(0, 1)?)?;
         if let (Some(codes), Some(rows)) = (&self.codes, self.rows) {
             logits = logits.f_addmm_(codes, &rows.f_transpose(0, 1)?)?;
         }
-        normalised(logits)
-    }
-
-    fn teacher(&self, like: &Tensor) -> Result<Teacher, ModelError> {
-        match &self.labels {
-            Labels::Tokens { ids, probabilities } => {
-                let p = like.f_zeros_like()?.f_scatter_add_(1, ids, &probabilities.f_to_kind(like.f_kind()?)?)?;
-                Ok(Teacher { p, log_p: None, first: ids.f_narrow(1, 0, 1)? })
-            }
-            Labels::States { states, index } => {
-                let log_p = normalised(states.f_index_select(0, index)?.f_mm(&self.head.f_transpose(0, 1)?)?)?;
-                let first = argmax(&log_p)?.f_unsqueeze(1)?;
-                Ok(Teacher { p: log_p.f_exp()?, log_p: Some(log_p), first })
-            }
-        }
+        Ok(logits.f_to_kind(wide(logits.f_kind()?))?)
     }
 
     /// Loss and gradients; the last is that of the bias's rows.
     fn loss(&self, settings: &LossSettings, acceptance: bool) -> Result<(ChunkLoss, Option<Tensor>), ModelError> {
         let terms = &settings.terms;
-        let log_q = self.log_q()?;
-        let Teacher { p, log_p, first } = self.teacher(&log_q)?;
-        let kind = log_q.f_kind()?;
-        let total = |x: &Tensor| Ok::<_, ModelError>(x.f_sum_dim_intlist(&[1i64][..], true, kind)?);
-        let scaled = |x: &Tensor, weight: f64| x.f_mul_scalar(weight);
-
+        let logits = self.logits()?;
+        let kind = logits.f_kind()?;
+        let teacher = Teacher::new(&self.labels, self.head)?;
         let label = match settings.ce_label {
-            CeLabel::Labels => first,
+            CeLabel::Labels => teacher.first.shallow_clone(),
             CeLabel::Data => self.tokens.shallow_clone(),
         };
-        let label_log_q = log_q.f_gather(1, &label, false)?;
-        let correct = label_log_q.f_ge_tensor(&log_q.f_amax(&[1i64][..], true)?)?.f_squeeze_dim(1)?;
-        let cross_entropy = label_log_q.f_neg()?;
+        let label_logit = logits.f_gather(1, &label, false)?;
+        let reverse = (terms.reverse_kl > 0.0).then(|| teacher.reverse(&logits)).transpose()?;
+        let Compared { q, max, log_sum, kl, alpha, under } = teacher.compare(logits)?;
+        let correct = label_logit.f_ge_tensor(&max)?.f_squeeze_dim(1)?;
+        let cross_entropy = log_sum.f_sub(&label_logit)?;
         let weights = match settings.weighting {
             Weighting::Decay(_) => self.decay.f_to_kind(kind)?,
             Weighting::DPace(alpha) => d_pace(&cross_entropy.f_squeeze_dim(1)?, &self.indices, self.block_size, alpha)?,
         };
 
-        let q = log_q.f_exp()?;
-        let alpha = match acceptance || terms.tv > 0.0 || terms.lk > 0.0 || terms.e2e_tv > 0.0 {
-            true => Some(total(&p.f_minimum(&q)?)?),
-            false => None,
-        };
-        // Slopes of the slot's loss: by the cross-entropy, the divergences, and the acceptance.
-        let zero = || cross_entropy.f_zeros_like();
-        let (mut by_kl, mut by_tv) = (zero()?.f_add_scalar(terms.kl)?, zero()?.f_add_scalar(terms.tv)?);
-        let mut losses = scaled(&cross_entropy, terms.ce)?;
-        if let Some(alpha) = &alpha {
-            let tv = alpha.f_neg()?.f_add_scalar(1.0)?;
-            let lambda = alpha.f_mul_scalar(-terms.lk_eta)?.f_exp()?;
-            by_kl = by_kl.f_add(&scaled(&lambda, terms.lk)?)?;
-            by_tv = by_tv.f_add(&scaled(&lambda.f_neg()?.f_add_scalar(1.0)?, terms.lk)?)?;
-            losses = losses.f_add(&by_tv.f_mul(&tv)?)?;
-        }
+        // Slopes of a slot's loss by the divergence and by the total variation. Lambda of LK is a constant.
+        let lambda = alpha.f_mul_scalar(-terms.lk_eta)?.f_exp()?;
+        let by_kl = lambda.f_mul_scalar(terms.lk)?.f_add_scalar(terms.kl)?;
+        let by_tv = lambda.f_neg()?.f_add_scalar(1.0)?.f_mul_scalar(terms.lk)?.f_add_scalar(terms.tv)?;
+        let tv = alpha.f_neg()?.f_add_scalar(1.0)?;
+        let mut losses = cross_entropy.f_mul_scalar(terms.ce)?.f_add_(&by_tv.f_mul(&tv)?)?;
         if terms.needs_kl() {
-            losses = losses.f_add(&by_kl.f_mul(&self.divergence(&p, log_p.as_ref(), &log_q)?)?)?;
+            losses = losses.f_add_(&by_kl.f_mul(&kl)?)?;
         }
         let weight = weights.f_unsqueeze(1)?;
-        let by_ce = scaled(&weight, terms.ce)?;
-        (by_kl, by_tv) = (by_kl.f_mul(&weight)?, by_tv.f_mul(&weight)?);
-
+        let (by_ce, by_kl) = (weight.f_mul_scalar(terms.ce)?, by_kl.f_mul(&weight)?);
+        let mut by_tv = by_tv.f_mul(&weight)?;
         let mut numerator = 0.0;
-        if let Some(alpha) = alpha.as_ref().filter(|_| terms.e2e_tv > 0.0) {
+        if terms.e2e_tv > 0.0 {
             let of_blocks = block_loss(&alpha.f_squeeze_dim(1)?, &self.indices, self.blocks, self.block_size)?;
             let share = self.block_weights(terms, kind)?.f_mul_scalar(terms.e2e_tv)?;
             numerator += sum(&of_blocks.losses.f_mul(&share)?)?;
             let block = self.indices.f_floor_divide_scalar(self.block_size)?;
             let slopes = of_blocks.slopes.f_mul(&share.f_index_select(0, &block)?)?;
-            by_tv = by_tv.f_add(&slopes.f_unsqueeze(1)?)?;
+            by_tv = by_tv.f_add_(&slopes.f_unsqueeze(1)?)?;
         }
 
         // d ce = q - label, d kl = q - p, d tv = -q ([q < p] - sum q [q < p]), d reverse kl = q (ln q - ln p - reverse kl).
-        let mut slope = by_ce.f_add(&by_kl)?.f_expand_as(&q)?.f_contiguous()?;
-        if alpha.is_some() {
-            let below = q.f_lt_tensor(&p)?.f_to_kind(kind)?;
-            let under = total(&q.f_mul(&below)?)?;
-            slope = slope.f_add_(&by_tv.f_mul(&under)?)?.f_sub_(&below.f_mul(&by_tv)?)?;
-        }
-        if terms.reverse_kl > 0.0 {
-            let log_p = log_p.as_ref().ok_or_else(|| {
-                ModelError::Input("the reverse divergence needs a teacher with a probability for every token".into())
-            })?;
-            let ratio = log_q.f_sub(log_p)?;
-            let reverse = total(&q.f_mul(&ratio)?)?;
-            losses = losses.f_add(&scaled(&reverse, terms.reverse_kl)?)?;
-            let by_reverse = scaled(&weight, terms.reverse_kl)?;
-            slope = slope.f_add_(&ratio.f_sub(&reverse)?.f_mul_(&by_reverse)?)?;
-        }
-        let mut gradient = slope.f_mul_(&q)?;
-        if terms.needs_kl() {
-            gradient = gradient.f_sub_(&p.f_mul(&by_kl)?)?;
+        let by_reverse = weight.f_mul_scalar(terms.reverse_kl)?;
+        let more = match &reverse {
+            Some((ratio, mean)) => {
+                losses = losses.f_add_(&mean.f_mul_scalar(terms.reverse_kl)?)?;
+                Some(ratio.f_sub(mean)?.f_mul_(&by_reverse)?.f_mul_(&q)?)
+            }
+            None => None,
+        };
+        let own = by_ce.f_add(&by_kl)?.f_add_(&by_tv.f_mul(&under)?)?;
+        let mut gradient = teacher.slope(q, &own, &by_tv.f_contiguous()?, &by_kl.f_contiguous()?)?;
+        if let Some(more) = more {
+            gradient = gradient.f_add_(&more)?;
         }
         if terms.ce > 0.0 {
             gradient = gradient.f_scatter_add_(1, &label, &by_ce.f_neg()?)?;
@@ -359,23 +317,9 @@ impl<'a> Chunk<'a> {
             weights,
             losses,
             correct,
-            acceptance: alpha.map(|alpha| alpha.f_squeeze_dim(1)).transpose()?,
+            acceptance: (acceptance || terms.e2e_tv > 0.0).then(|| alpha.f_squeeze_dim(1)).transpose()?,
         };
         Ok((loss, rows.map(|rows| rows.f_to_kind(kind)).transpose()?))
-    }
-
-    /// `KL(p || q)` of each slot, `[slots, 1]`.
-    fn divergence(&self, p: &Tensor, log_p: Option<&Tensor>, log_q: &Tensor) -> Result<Tensor, ModelError> {
-        let kind = log_q.f_kind()?;
-        let terms = match (log_p, &self.labels) {
-            (Some(log_p), _) => log_p.f_sub(log_q)?.f_mul_(p)?,
-            (None, Labels::Tokens { ids, probabilities }) => {
-                let p = probabilities.f_to_kind(kind)?;
-                p.f_xlogy(&p)?.f_sub(&p.f_mul(&log_q.f_gather(1, ids, false)?)?)?
-            }
-            (None, Labels::States { .. }) => p.f_xlogy(p)?.f_sub(&p.f_mul(log_q)?)?,
-        };
-        Ok(terms.f_sum_dim_intlist(&[1i64][..], true, kind)?)
     }
 
     /// Weight of each block in the term by block: 1 if it is alone, else the decay weights of the block's slots.
@@ -388,13 +332,6 @@ impl<'a> Chunk<'a> {
         let block = self.indices.f_floor_divide_scalar(self.block_size)?;
         Ok(zeros.f_index_add_(0, &block, &self.decay.f_to_kind(kind)?)?)
     }
-}
-
-/// Log-softmax over the last dimension, in at least fp32.
-fn normalised(logits: Tensor) -> Result<Tensor, ModelError> {
-    let mut logits = logits.f_to_kind(wide(logits.f_kind()?))?;
-    let sum = logits.f_logsumexp(&[-1i64][..], true)?;
-    Ok(logits.f_sub_(&sum)?)
 }
 
 fn sum(x: &Tensor) -> Result<f64, ModelError> {
