@@ -337,3 +337,6 @@ impl<'a> Chunk<'a> {
 fn sum(x: &Tensor) -> Result<f64, ModelError> {
     Ok(x.f_sum(Kind::Double)?.f_double_value(&[])?)
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,6 +7,7 @@ use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::batch::{Packed, TargetLabels};
 use draftmill::model::drafter::anchors::Anchors;
 use draftmill::model::drafter::{DraftOptions, Drafter, Shared};
+use draftmill::model::ops::rms_norm;
 use draftmill::model::params::{Gradient, ParamSet, load_params};
 use draftmill_actors::messages::engine::MicroReport;
 use serde_json::Value;
@@ -86,6 +87,44 @@ impl Case {
             .map(|(row, keep)| row.iter().zip(keep).filter(|(_, keep)| **keep != 0).map(|(a, _)| *a as u32).collect())
             .collect();
         case
+    }
+
+    /// Reads a case of speculators: rows packed one after another, and states of the target before its final norm.
+    pub fn packed_rows(name: &str) -> Case {
+        let (json, files) = (json(&format!("{name}.json")), open(&format!("{name}.safetensors")));
+        let documents = ints(&files, "document_ids");
+        let real = documents.iter().filter(|&&document| document >= 0).count();
+        let lengths: Vec<u32> = documents[..real].chunk_by(|a, b| a == b).map(|row| row.len() as u32).collect();
+        let rows = |name: &str| tensor(&files, name).squeeze_dim(0).narrow(0, 0, real as i64);
+        let target = TensorFiles::open(&path("target")).unwrap();
+        let eps = TargetConfig::load(&path("target")).unwrap().rms_norm_eps;
+        let norm = tensor(&target, "model.norm.weight");
+        let states = rms_norm(&rows("verifier_last_hidden_pre_norm"), &norm, eps).unwrap();
+        let kept: Vec<i64> =
+            (0i64..).zip(ints(&files, "anchor_valid")).filter(|(_, valid)| *valid != 0).map(|(at, _)| at).collect();
+        let anchors = ints(&files, "anchors");
+        let mut starts = vec![0];
+        starts.extend(lengths.iter().scan(0, |end, &len| {
+            *end += i64::from(len);
+            Some(*end)
+        }));
+        let of_row = |row: usize| {
+            let inside =
+                kept.iter().map(|&at| anchors[at as usize]).filter(|a| (starts[row]..starts[row + 1]).contains(a));
+            inside.map(|anchor| (anchor - starts[row]) as u32).collect::<Vec<u32>>()
+        };
+        let anchors = Anchors { rows: (0..lengths.len()).map(of_row).collect() };
+        Case {
+            hidden: rows("context_hidden"),
+            ids: ints(&files, "input_ids")[..real].iter().map(|&id| id as i32).collect(),
+            loss_mask: ints(&files, "loss_mask")[..real].iter().map(|&x| x as u8).collect(),
+            labels: Some(TargetLabels::States(states)),
+            kept: Tensor::from_slice(&kept),
+            anchors,
+            lengths,
+            json,
+            files,
+        }
     }
 
     pub fn packed(&self) -> Packed<'_> {

@@ -127,3 +127,37 @@ fn drafting_matches_block_by_block() {
         close("scores", &scores, &want, OUTPUT);
     }
 }
+
+/// speculators: labels are the target's most likely tokens, a missing label replaces the weakest candidate, and both terms
+/// are divided by the number of slots.
+#[test]
+fn speculators_injected_labels_match() {
+    let case = Case::packed_rows("dflash2_speculators");
+    let want = &case.json["cases"]["ce_decay"];
+    let (config, weights) = weights("dflash2_drafter");
+    let options = DraftOptions {
+        weighting: Weighting::Decay(case.json["gamma"].as_f64()),
+        loss: LossOptions {
+            terms: LossTerms::only(|terms| terms.ce = 1.0),
+            ce_label: CeLabel::Labels,
+            selector_weight: number(&want["selector_loss_alpha"]),
+            selector_missing: MissingLabel::Inject,
+            ..LossOptions::default()
+        },
+        ..DraftOptions::new(Device::Cpu)
+    };
+    let drafter = drafter(config, weights, options);
+    let (report, gradient) = case.step(&drafter);
+    let slots = report.supervised;
+    let metrics = &want["metrics"];
+    assert_eq!(slots, number(&metrics["full_acc_total"]));
+    near("loss", report.loss_numerator / slots, number(&want["loss"]), LOSS);
+    let HeadConfig::Dflash2(head) = drafter.config().head else { panic!("another head") };
+    let recall = format!("unary_candidate_recall_at_{}_sum", head.selector_top_k);
+    assert_eq!(report.candidate_hits, number(&metrics[recall.as_str()]));
+    // The folder's sum has the target's own token of each block.
+    assert_eq!(report.unary_run_tokens + report.run_blocks, number(&metrics["eal_sum"]));
+    assert_eq!(report.run_blocks, number(&metrics["eal_total"]));
+    check_norm("speculators", &gradient, slots, &want["grad_l2_norm"]);
+    check_gradients(&case.files, "grad.", &gradient, slots);
+}

@@ -4,11 +4,12 @@
 
 use super::runs::leading_runs;
 use super::{Draw, HeadInput, HeadOutput, Proposal, layout, output, terms_of};
-use crate::config::MissingLabel;
+use crate::config::{CeLabel, MissingLabel};
 use crate::hf::head::{Dflash2Config, PREDECESSORS, SELECTOR_PROJECTION, SUCCESSORS};
 use crate::model::ModelError;
+use crate::model::batch::TargetLabels;
 use crate::model::drafter::Shared;
-use crate::model::ops::{Span, linear, spans, wide};
+use crate::model::ops::{Span, argmax, linear, spans, wide};
 use crate::model::params::ParamSet;
 use tch::{Device, Kind, Tensor};
 
@@ -166,7 +167,7 @@ impl Selector {
         let (device, kind) = (hidden.device(), self.projection.f_kind()?);
         let on = |values: &[i64]| -> Result<Tensor, ModelError> { Ok(Tensor::f_from_slice(values)?.f_to(device)?) };
         let before: Vec<i64> = slots.previous_tokens.iter().map(|&at| input.batch.ids[at as usize].into()).collect();
-        let (before, labels) = (on(&before)?, on(&slots.tokens)?);
+        let before = on(&before)?;
         let weights = weights.f_to_kind(kind)?;
         let mut sums = SelectorLoss {
             numerator: 0.0,
@@ -184,7 +185,8 @@ impl Selector {
             let logits = linear(&part.of(hidden, 0)?, head, None)?;
             let previous = part.of(&before, 0)?;
             let candidates = self.candidates(&part.of(hidden, 0)?, &logits, &previous)?;
-            self.add(&mut sums, input, part, &logits, candidates, &previous, &part.of(&labels, 0)?, &weights)?;
+            let labels = labels_of(input, part)?;
+            self.add(&mut sums, input, part, &logits, candidates, &previous, &labels, &weights)?;
         }
         Ok(sums)
     }
@@ -263,6 +265,26 @@ impl Selector {
         candidates.unary = replace(&candidates.unary, logit)?;
         candidates.after = self.rows_of(&candidates.ids)?;
         Ok(())
+    }
+}
+
+/// Labels of some slots, `[slots]`: the tokens of `drafter.ce_label`, which accuracy counts too.
+fn labels_of(input: &HeadInput<'_>, part: Span) -> Result<Tensor, ModelError> {
+    let (slots, range) = (input.slots, part.start as usize..(part.start + part.len) as usize);
+    let device = input.hidden.device();
+    let on = |values: &[i64]| -> Result<Tensor, ModelError> { Ok(Tensor::f_from_slice(values)?.f_to(device)?) };
+    match (input.options.loss.ce_label, input.batch.target_labels) {
+        (CeLabel::Data, _) | (_, None) => on(&slots.tokens[range]),
+        (CeLabel::Labels, Some(TargetLabels::TopK(_))) => {
+            let first = slots.labels.chunks(slots.labels_per_slot.max(1)).map(|labels| labels[0]);
+            on(&first.skip(range.start).take(range.len()).collect::<Vec<_>>())
+        }
+        (CeLabel::Labels, Some(TargetLabels::States(states))) => {
+            let at = Tensor::f_from_slice(&slots.previous_tokens[range])?.f_to(states.device())?;
+            let head = &input.shared.head;
+            let states = states.f_index_select(0, &at)?.f_to_device(device)?.f_to_kind(head.f_kind()?)?;
+            argmax(&linear(&states, head, None)?)
+        }
     }
 }
 
