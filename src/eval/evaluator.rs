@@ -331,6 +331,8 @@ impl Worker {
             predicted_acceptance: stats::predicted(&accuracy_by_position),
             accuracy_by_position,
             leading_run: Some(sum.leading_run()),
+            candidate_recall: sum.candidate_recall(),
+            selector_gain: sum.selector_gain(),
         })
     }
 

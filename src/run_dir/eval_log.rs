@@ -57,6 +57,11 @@ pub struct HeldOut {
     /// Mean leading correct run of a block, in tokens, measured block by block; `None` in logs from before it was measured.
     #[serde(default)]
     pub leading_run: Option<f64>,
+    /// Fraction of labels among the candidates of a selector, and its gain in tokens of the leading run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub candidate_recall: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selector_gain: Option<f64>,
 }
 
 /// Evaluation by greedy speculative decoding.

@@ -117,6 +117,9 @@ fn dflash2_trains_and_is_exported() {
         let evaluations = evaluations(&run);
         let loss = |at: usize| evaluations[at]["held_out"]["loss"].as_f64().unwrap();
         assert!(loss(evaluations.len() - 1) < loss(0), "{missing}: {evaluations:?}");
+        let held_out = &evaluations[evaluations.len() - 1]["held_out"];
+        assert!((0.0..=1.0).contains(&held_out["candidate_recall"].as_f64().unwrap()), "{held_out}");
+        assert!(held_out["selector_gain"].as_f64().unwrap().abs() <= 3.0, "{held_out}");
         let export = run.dir().join("export");
         let checked = run.plain(&["export", "--check", export.to_str().unwrap()]);
         assert_eq!(checked.status.code(), Some(0), "{missing}: {}", text(&checked));

@@ -177,6 +177,17 @@ impl MicroReport {
         if self.run_blocks > 0.0 { self.run_tokens / self.run_blocks } else { 0.0 }
     }
 
+    /// Returns the fraction of supervised positions whose label is a candidate of the selector; `None` without a selector.
+    pub fn candidate_recall(&self) -> Option<f64> {
+        (self.candidate_hits > 0.0).then(|| self.candidate_hits / self.supervised)
+    }
+
+    /// Returns the mean tokens by which the selector lengthens the leading run of a block; `None` without a selector.
+    pub fn selector_gain(&self) -> Option<f64> {
+        let blocks = self.run_blocks;
+        (self.candidate_hits > 0.0 && blocks > 0.0).then(|| (self.run_tokens - self.unary_run_tokens) / blocks)
+    }
+
     /// Returns the fraction of correct supervised positions, in 0..=1; 0 without supervised positions.
     pub fn accuracy(&self) -> f64 {
         if self.supervised > 0.0 { self.correct / self.supervised } else { 0.0 }

@@ -143,6 +143,10 @@ table! {
     ACCURACY = Gauge "draftmill_accuracy" ["ratio"] {};
     /// Mean leading correct run of the blocks of the last step: predictions from the first one on that are right without a gap.
     LEADING_RUN = Gauge "draftmill_leading_run" ["tokens"] {};
+    /// Fraction of supervised positions of the last step whose label is a candidate of DFlash 2's selector; 0 without one.
+    CANDIDATE_RECALL = Gauge "draftmill_candidate_recall" ["ratio"] {};
+    /// Tokens by which DFlash 2's selector lengthens the leading run of a block in the last step; 0 without one.
+    SELECTOR_GAIN = Gauge "draftmill_selector_gain" ["tokens"] {};
     /// Learning rate of the last step.
     LEARNING_RATE = Gauge "draftmill_learning_rate" ["1"] {};
     /// Global gradient norm of the last step, before clipping.

@@ -238,6 +238,8 @@ impl<O: Optimizer> Trainer<O> {
             loss: sum.loss(),
             accuracy: sum.accuracy(),
             leading_run: sum.leading_run(),
+            candidate_recall: sum.candidate_recall(),
+            selector_gain: sum.selector_gain(),
             learning_rate,
             micro_batches: state.micro_batches(),
             tokens: sum.tokens,

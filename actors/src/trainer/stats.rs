@@ -16,6 +16,11 @@ pub struct StepRecord {
     /// Mean leading correct run of a block, in tokens; 0 in logs from before it was measured.
     #[serde(default)]
     pub leading_run: f64,
+    /// Fraction of labels among the candidates of a selector, and its gain in tokens of the leading run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub candidate_recall: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selector_gain: Option<f64>,
     pub learning_rate: f64,
     /// Global gradient norm before clipping.
     pub grad_norm: f64,
@@ -39,6 +44,8 @@ pub(crate) struct Series {
     loss: Gauge,
     accuracy: Gauge,
     leading_run: Gauge,
+    candidate_recall: Gauge,
+    selector_gain: Gauge,
     learning_rate: Gauge,
     grad_norm: Gauge,
     max_grad_norm: Gauge,
@@ -59,6 +66,8 @@ impl Series {
             loss: gauge!(m::LOSS),
             accuracy: gauge!(m::ACCURACY),
             leading_run: gauge!(m::LEADING_RUN),
+            candidate_recall: gauge!(m::CANDIDATE_RECALL),
+            selector_gain: gauge!(m::SELECTOR_GAIN),
             learning_rate: gauge!(m::LEARNING_RATE),
             grad_norm: gauge!(m::GRAD_NORM),
             max_grad_norm: gauge!(m::MAX_GRAD_NORM),
@@ -87,6 +96,8 @@ impl Series {
         self.loss.set(r.loss);
         self.accuracy.set(r.accuracy);
         self.leading_run.set(r.leading_run);
+        self.candidate_recall.set(r.candidate_recall.unwrap_or(0.0));
+        self.selector_gain.set(r.selector_gain.unwrap_or(0.0));
         self.learning_rate.set(r.learning_rate);
         self.grad_norm.set(r.grad_norm);
         self.correct.increment((r.accuracy * r.supervised as f64).round() as u64);

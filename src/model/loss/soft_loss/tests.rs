@@ -69,7 +69,7 @@ impl Scene {
             slots: &self.slots,
             block_size: self.block_size,
         };
-        // The acceptance keeps the divergence off its own path, which has tests of its own.
+        // Without the acceptance, the divergence alone takes the tiled path, which `head_loss` tests.
         weighted_loss(&input, settings, tile, true).unwrap()
     }
 
