@@ -189,7 +189,7 @@ sections! {
     pool: Pool {
         /// Limit of the pool's memory: reserved, waiting and checked-out batches together.
         Live max_bytes: ByteSize = ByteSize(4 << 30);
-        /// Limit of the number of batches, counted in the same way.
+        /// Limit of the number of reserved and waiting batches. Checked-out batches do not count.
         Live max_batches: u32 = 16;
         /// Number of ready batches that a draw waits for. More ready batches mix more lengths into a step.
         Live min_ready: u32 = 4;

@@ -16,7 +16,10 @@ fn example_is_true() {
     let text = std::fs::read_to_string(&path).unwrap();
     let stale =
         text.lines().zip(config::example().lines()).find(|(old, new)| old != new).map(|(old, _)| old.to_owned());
-    assert!(text == config::example(), "stale at {stale:?}: run UPDATE_EXPECT=1 cargo test example_is_true");
+    assert!(
+        text == config::example(),
+        "stale at {stale:?}: run UPDATE_EXPECT=1 cargo test --no-default-features --test it example_is_true"
+    );
     assert_eq!(config::load(Some(&path), &[]).unwrap().written.wire, Wire::default());
 }
 

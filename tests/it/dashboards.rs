@@ -59,7 +59,7 @@ fn the_dashboard_is_what_its_source_says() {
     }
     assert!(
         read("draftmill.json") == text,
-        "dashboards/draftmill.json is stale: UPDATE_EXPECT=1 cargo test the_dashboard_is"
+        "dashboards/draftmill.json is stale: UPDATE_EXPECT=1 cargo test --no-default-features --test it the_dashboard_is"
     );
 }
 

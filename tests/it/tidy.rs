@@ -113,7 +113,10 @@ fn documents_have_the_tables_that_the_code_generates() {
             fs::write(root().join(file), &text).unwrap();
         }
         let table_is_there = text.contains(&table);
-        assert!(table_is_there, "the {name} of {file} are stale: UPDATE_EXPECT=1 cargo test documents_have");
+        assert!(
+            table_is_there,
+            "the {name} of {file} are stale: UPDATE_EXPECT=1 cargo test --no-default-features --test it documents_have"
+        );
     }
 }
 
