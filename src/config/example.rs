@@ -7,7 +7,8 @@ use toml::Table;
 
 /// Header of `configs/example.toml`.
 pub const EXAMPLE_HEAD: &str = "\
-# Every key with its default. Generated from src/config/wire.rs, do not edit: UPDATE_EXPECT=1 cargo test --no-default-features --test it example_is_true
+# Every key with its default. Generated from src/config/wire.rs, do not edit:
+# UPDATE_EXPECT=1 cargo test --no-default-features --test it example_is_true
 # Sizes and times have units: \"2 GiB\", \"30s\". \"auto\" = the value is derived as the comment describes.
 # To override a key on the command line: --set section.key=value
 # A running service applies a change of a \"live\" key when the file is saved. A \"restart\" key needs a new start.
