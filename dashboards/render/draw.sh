@@ -8,7 +8,7 @@
 # SECONDS_WATCHED=100 takes the picture sooner; the default is 390.
 set -euo pipefail
 seconds=${SECONDS_WATCHED:-390}
-row='What the drafter is worth'
+row='Drafter on held-out data'
 if [ "${1:-}" = --real ]; then
   kind=real picture=acceptance.png rows="only=$row" features=()
 else
@@ -21,6 +21,7 @@ width=1680
 
 say() { echo "draw.sh: $*" >&2; }
 fail() { say "$*"; exit 1; }
+grep -q "^title = \"$row" "$root/dashboards/draftmill.toml" || fail "the dashboard has no row \"$row\""
 for tool in cargo node npm prometheus chromium pngquant; do
   command -v $tool >/dev/null || fail "$tool is missing; install it (Debian: apt-get install nodejs npm prometheus chromium pngquant fonts-inter)"
 done
