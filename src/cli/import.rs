@@ -7,7 +7,6 @@ use crate::{
         text::counted,
     },
     export,
-    hf::draft::DraftConfig,
     import::{ImportOptions, import_gguf},
 };
 use std::path::Path;
@@ -25,14 +24,7 @@ fn drafter(args: &ImportArgs, dir: &Path) -> Result<(), Failure> {
     let report = export::import_folder(dir, args.target.as_deref(), &args.out, args.force);
     let report = report.map_err(Failure::of(Exit::Model))?;
     let out = report.dir.display();
-    let written = DraftConfig::load(&report.dir).map_err(Failure::of(Exit::Model))?;
-    let next = match written.slides() {
-        true => {
-            "This drafter has sliding attention layers: draftmill eval and inference engines accept it, training does not"
-                .into()
-        }
-        false => format!("Next: draftmill train --set drafter.init_from={out}"),
-    };
+    let next = format!("Next: draftmill train --set drafter.init_from={out}");
     output::print(&format!(
         "{out}: {}, {} in {}\n\n{next}\n",
         counted(report.tensors as u64, "tensor"),

@@ -291,10 +291,10 @@ fn a_second_process_on_the_same_run_is_refused() {
     child.wait().unwrap();
 }
 
-/// Such a drafter can be evaluated and served; the import does not suggest a training that would refuse it.
+/// A run that starts from it has the same layers; another one is refused with the keys to set.
 #[cfg(feature = "torch")]
 #[test]
-fn a_drafter_that_slides_is_imported_and_not_trained_on() {
+fn a_drafter_that_slides_is_imported_and_trained_on() {
     let run = Run::new(&["run.max_steps=1"]);
     assert!(run.train(&[]).status.success());
     let (export, out) = (run.dir().join("export"), run.dir().join("imported"));
@@ -312,12 +312,15 @@ fn a_drafter_that_slides_is_imported_and_not_trained_on() {
     (config["use_sliding_window"], config["sliding_window"]) = (true.into(), 8.into());
     std::fs::write(&file, config.to_string()).unwrap();
     let out = run.dir().join("sliding");
-    let told = import(&out);
-    assert!(told.contains("training does not") && !told.contains("Next:"), "{told}");
+    assert!(import(&out).contains("Next: draftmill train"));
     let init = format!("drafter.init_from={}", out.display());
     let refused = Run::new(&[&init]).train(&[]);
     assert_eq!(refused.status.code(), Some(5), "{}", text(&refused));
-    assert!(text(&refused).contains("has sliding attention layers"), "{}", text(&refused));
+    let remedy = "drafter.layer_types = [\"sliding\", \"full\"], drafter.sliding_window = 8";
+    assert!(text(&refused).contains(remedy), "{}", text(&refused));
+    let kinds = "drafter.layer_types=[\"sliding\", \"full\"]";
+    let trained = Run::new(&[&init, kinds, "drafter.sliding_window=8", "run.max_steps=2"]).train(&[]);
+    assert_eq!(trained.status.code(), Some(0), "{}", text(&trained));
 }
 
 /// A run starts from the weights of another run's export, in either layout, and only if they match.
