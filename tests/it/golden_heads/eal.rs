@@ -2,7 +2,7 @@
 
 use super::case::*;
 use draftmill::model::drafter::anchors::BlockLayout;
-use draftmill::model::drafter::head::runs::{leading_runs, leading_runs_over_gaps};
+use draftmill::model::drafter::head::runs::{Runs, leading_runs};
 
 /// Compares the runs of blocks `[blocks, slots]`, and returns (sum with gaps as ends, sum over gaps, blocks).
 fn check(predicted: &[i64], labels: &[i64], mask: &[i64], ends: &[i64], skips: &[i64]) -> (u64, u64, u64) {
@@ -51,4 +51,16 @@ fn runs_of_the_model_match_for_both_kinds_of_labels() {
         assert_eq!((run + blocks) as f64, number(&want["speculators_sum_with_bonus"]));
         assert_eq!((over + blocks) as f64, number(&want["automodel_sum_with_bonus"]));
     }
+}
+
+/// Automodel's definition: a slot that is not supervised neither ends a run nor counts.
+fn leading_runs_over_gaps(indices: &[i64], correct: &[bool], layout: &BlockLayout) -> Runs {
+    let size = layout.size as i64;
+    let mut runs = Runs::default();
+    let slots: Vec<(i64, bool)> = indices.iter().copied().zip(correct.iter().copied()).collect();
+    for block in slots.chunk_by(|a, b| a.0 / size == b.0 / size) {
+        runs.tokens += block.iter().take_while(|(_, right)| *right).count() as u64;
+        runs.blocks += 1;
+    }
+    runs
 }

@@ -28,15 +28,3 @@ pub fn leading_runs(indices: &[i64], correct: &[bool], layout: &BlockLayout) -> 
     }
     runs
 }
-
-/// As [`leading_runs`], but a slot that is not supervised neither ends a run nor counts, as in Automodel.
-pub fn leading_runs_over_gaps(indices: &[i64], correct: &[bool], layout: &BlockLayout) -> Runs {
-    let size = layout.size as i64;
-    let mut runs = Runs::default();
-    let slots: Vec<(i64, bool)> = indices.iter().copied().zip(correct.iter().copied()).collect();
-    for block in slots.chunk_by(|a, b| a.0 / size == b.0 / size) {
-        runs.tokens += block.iter().take_while(|(_, right)| *right).count() as u64;
-        runs.blocks += 1;
-    }
-    runs
-}
