@@ -17,14 +17,14 @@ struct Scene {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Kindly {
+enum LabelKind {
     One,
     TopK,
     States,
 }
 
 impl Scene {
-    fn new(seed: i64, kind: Kind, labels: Kindly, trained: &[bool], block_size: usize, scale: f64) -> Scene {
+    fn new(seed: i64, kind: Kind, labels: LabelKind, trained: &[bool], block_size: usize, scale: f64) -> Scene {
         tch::manual_seed(seed);
         let options = (Kind::Double, Device::Cpu);
         let random = |rows: i64, columns: i64| (Tensor::randn([rows, columns], options) * scale).to_kind(kind);
@@ -33,14 +33,14 @@ impl Scene {
         let count = indices.len() as i64;
         let ids = |columns: i64| Tensor::rand([count, vocab], options).topk(columns, -1, true, true).1;
         let labels = match labels {
-            Kindly::One => {
+            LabelKind::One => {
                 Labels::Tokens { ids: ids(1), probabilities: Tensor::ones([count, 1], (Kind::Float, Device::Cpu)) }
             }
-            Kindly::TopK => {
+            LabelKind::TopK => {
                 let p = Tensor::randn([count, 4], options).softmax(-1, Kind::Double).sort(-1, true).0;
                 Labels::Tokens { ids: ids(4), probabilities: p }
             }
-            Kindly::States => {
+            LabelKind::States => {
                 let index = Tensor::randint(4, [count], (Kind::Int64, Device::Cpu));
                 Labels::States { states: random(4, width), index }
             }
@@ -148,12 +148,12 @@ proptest! {
     #[test]
     fn numerator_and_gradients_match_autograd(
         seed: u16, terms in terms(), d_pace in prop::option::of(0.1..1.0f64), data: bool, bias: bool, wide: bool,
-        labels in prop_oneof![Just(Kindly::One), Just(Kindly::TopK), Just(Kindly::States)],
+        labels in prop_oneof![Just(LabelKind::One), Just(LabelKind::TopK), Just(LabelKind::States)],
         trained in prop::collection::vec(prop::bool::weighted(0.7), 4..24), block_size in 1usize..7,
         tile in (1usize..30, 1usize..30), scale in 0.2..2.0f64,
     ) {
         prop_assume!(trained.contains(&true));
-        let full = matches!(labels, Kindly::States);
+        let full = matches!(labels, LabelKind::States);
         let terms = if full { terms } else { LossTerms { reverse_kl: 0.0, ..terms } };
         prop_assume!(terms.by_slot() || terms.by_block());
         let settings = LossSettings {
@@ -191,7 +191,7 @@ fn bf16_agrees_with_fp64_within_rounding() {
     let settings =
         LossSettings { terms: LossTerms::DSPARK, ce_label: CeLabel::Labels, weighting: Weighting::Decay(None) };
     let tile = Tile { slots: 16, tokens: 16 };
-    let mut scene = Scene::new(3, Kind::BFloat16, Kindly::States, &[true; 40], 8, 0.7);
+    let mut scene = Scene::new(3, Kind::BFloat16, LabelKind::States, &[true; 40], 8, 0.7);
     let small = scene.loss(&settings, tile, true);
     for x in [&mut scene.hidden, &mut scene.head, &mut scene.codes, &mut scene.rows] {
         *x = x.to_kind(Kind::Double);
