@@ -119,10 +119,14 @@ fn greedy_drafting_of_each_variant_matches() {
         let drafter = drafter(config.clone(), weights, DraftOptions::new(Device::Cpu));
         let (tokens, margins) =
             (ints(&decode, &format!("{name}.tokens")), tensor(&decode, &format!("{name}.smallest_margin")));
-        assert!(f64::try_from(margins.min()).unwrap() > 1e-4, "a tie would hide a difference");
+        let margins = Vec::<f64>::try_from(margins.to_kind(Kind::Double)).unwrap();
+        let mut compared = 0;
         let confidence = format!("{name}.confidence");
         let confidence = decode.names().any(|known| known == confidence).then(|| tensor(&decode, &confidence));
-        for (block, &anchor) in anchors.iter().enumerate() {
+        // A block with a tie within the limit of logits may be drafted either way.
+        let clear = anchors.iter().enumerate().filter(|(block, _)| margins[*block] > OUTPUT);
+        for (block, &anchor) in clear {
+            compared += 1;
             let hidden = hidden.get(block as i64);
             let mut draw = |logits: &Tensor| most_likely(logits);
             let got =
@@ -137,6 +141,7 @@ fn greedy_drafting_of_each_variant_matches() {
                 _ => panic!("{name}: one has a confidence and the other has none"),
             }
         }
+        assert!(2 * compared > anchors.len(), "{name}: most blocks have a tie");
     }
 }
 
@@ -151,10 +156,12 @@ fn teacher_forced_predictions_match_the_logits() {
         let (config, weights) = variant(&case, name);
         let logits = format!("{name}.logits");
         let logits = if case.files.names().any(|known| known == logits) { logits } else { "base_logits".into() };
-        let want = ints_of(&case.want(&logits).argmax(-1, false));
+        let logits = case.want(&logits);
         let got = predict(&config, &weights, &shared(), &hidden, &previous).unwrap();
-        let right = got.iter().zip(&want).filter(|(got, want)| i64::from(**got) == **want).count();
-        assert_eq!(right, want.len(), "{name}");
+        let got = Tensor::from_slice(&got.into_iter().map(i64::from).collect::<Vec<_>>()).unsqueeze(1);
+        let lost = logits.amax([1i64].as_slice(), true) - logits.gather(1, &got, false);
+        let lost = f64::try_from(lost.max()).unwrap();
+        assert!(lost <= OUTPUT, "{name}: a predicted token is {lost} below the most likely one");
     }
 }
 

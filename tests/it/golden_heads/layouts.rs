@@ -1,14 +1,21 @@
 //! Configurations and tensor names of each head, as public trainers write them.
 
 use super::case::*;
+use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::DraftConfig;
 use draftmill::hf::layout::{Layout, Verifier, config_of, speculators_json};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
+/// Layers of the folder's target, which speculators' configurations do not have.
+fn target_layers() -> usize {
+    TargetConfig::load(&path("target")).unwrap().num_hidden_layers
+}
+
 /// Checks that a written configuration is read, has the tensors of the file, and survives both of our layouts.
 fn check(name: &str, entry: &Value, tensors: &Value) -> DraftConfig {
-    let (_, config) = config_of(name, &entry["config.json"], Some(6)).unwrap_or_else(|why| panic!("{name}: {why}"));
+    let (_, config) =
+        config_of(name, &entry["config.json"], Some(target_layers())).unwrap_or_else(|why| panic!("{name}: {why}"));
     let want: BTreeMap<String, Vec<usize>> = serde_json::from_value(tensors.clone()).unwrap();
     assert_eq!(config.tensor_shapes(), want, "{name}");
     assert_eq!(config_of(name, &config.to_json(), None).unwrap(), (Layout::Zlab, config.clone()), "{name}");
@@ -42,7 +49,7 @@ fn layouts_of_each_head_are_read_with_their_tensors() {
 fn our_speculators_layout_has_every_key_of_a_head() {
     for file in ["dspark_layouts.json", "dflash2_layouts.json"] {
         let theirs = &json(file)["speculators_save_pretrained"]["config.json"];
-        let (_, config) = config_of(file, theirs, Some(6)).unwrap();
+        let (_, config) = config_of(file, theirs, Some(target_layers())).unwrap();
         let ours = speculators_json(&config, &Verifier::default()).unwrap();
         for (key, value) in theirs.as_object().unwrap() {
             // Names and versions of the writer, and the flag that vLLM misreads (vllm#56692).
