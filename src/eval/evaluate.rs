@@ -52,7 +52,7 @@ pub fn evaluate(options: &EvalOptions, prompts: Vec<Prompt>, done: &mut dyn FnMu
         ));
     }
     let config = drafter.config();
-    let (block_size, proposed) = (config.block_size, config.head.proposed_tokens(config.block_size));
+    let (block_size, proposed) = (config.block_size, config.proposed_tokens());
     Ok(Report {
         target: options.target.display().to_string(),
         draft: options.draft.display().to_string(),

@@ -299,7 +299,8 @@ impl Worker {
 
     /// Loss and accuracy as in training, sample by sample.
     fn held_out(&self, Models { bench, drafter, samples, .. }: &Models) -> Result<HeldOut, ModelError> {
-        let (mut sum, mut slots) = (MicroReport::default(), vec![SlotCount::default(); proposed(drafter)]);
+        let (mut sum, mut slots) =
+            (MicroReport::default(), vec![SlotCount::default(); drafter.config().proposed_tokens()]);
         for &sample in samples {
             let (ids, mask) = self.setup.store.sample(Split::Validation, sample);
             let lengths = [ids.len() as u32];
@@ -350,7 +351,7 @@ impl Worker {
             };
             records.extend(responses.iter().map(record));
         }
-        let all = Stats::new(&records.iter().collect::<Vec<_>>(), proposed(drafter));
+        let all = Stats::new(&records.iter().collect::<Vec<_>>(), drafter.config().proposed_tokens());
         let acceptance = all.acceptance_pooled.zip(all.acceptance_mean);
         Ok(acceptance.map(|(acceptance, acceptance_mean)| Decoded {
             responses: all.responses,
@@ -378,8 +379,4 @@ fn read_prompts(bench: &LoadedTarget, file: &std::path::Path, wanted: usize) -> 
     let chosen = (0..wanted.min(count)).map(|i| &prompts[i * count / wanted.min(count)]);
     let ids = chosen.map(|prompt| chat.prompt(&prompt.conversation).map_err(unusable));
     ids.collect()
-}
-/// Number of tokens that a block of `drafter` proposes.
-fn proposed(drafter: &Drafter) -> usize {
-    drafter.config().head.proposed_tokens(drafter.config().block_size)
 }

@@ -27,7 +27,7 @@ impl ServeCommands {
             r#"{{"method": "{}", "model": {}, "num_speculative_tokens": {}}}"#,
             head.name(),
             serde_json::Value::from(folder.as_str()),
-            head.proposed_tokens(draft.block_size)
+            draft.proposed_tokens()
         );
         let (algorithm, more) = match head {
             HeadConfig::Dspark(_) => ("DSPARK", format!(" --speculative-dspark-block-size {}", draft.block_size)),

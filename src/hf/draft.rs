@@ -52,6 +52,11 @@ pub struct DraftConfig {
 }
 
 impl DraftConfig {
+    /// Number of tokens that a block proposes.
+    pub fn proposed_tokens(&self) -> usize {
+        self.head.proposed_tokens(self.block_size)
+    }
+
     /// True if a layer has sliding attention.
     pub fn slides(&self) -> bool {
         self.layer_types.contains(&LayerType::Sliding)

@@ -156,7 +156,7 @@ pub fn speculators_json(config: &DraftConfig, verifier: &Verifier) -> Result<Val
             "default_proposal_method": "greedy",
             "proposal_methods": [{
                 "proposal_type": "greedy",
-                "speculative_tokens": config.head.proposed_tokens(config.block_size),
+                "speculative_tokens": config.proposed_tokens(),
                 "verifier_accept_k": 1,
                 "accept_tolerance": 0.0,
             }],

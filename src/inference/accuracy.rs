@@ -4,7 +4,10 @@ use super::sampling::most_likely;
 use crate::model::batch::Packed;
 use crate::model::drafter::Drafter;
 use crate::model::drafter::anchors::Anchors;
-use crate::model::drafter::head::{self, runs::Runs};
+use crate::model::drafter::head::{
+    self,
+    runs::{Runs, leading_runs},
+};
 use crate::model::ops::{HEAD_ROWS, spans};
 use crate::model::target::Target;
 use crate::model::{ModelError, SlotCount};
@@ -34,11 +37,10 @@ pub fn slot_accuracy(
 ) -> Result<SlotAccuracy, ModelError> {
     let _no_grad = tch::no_grad_guard();
     let config = drafter.config();
-    let (size, first_slot) = (config.block_size, config.head.first_slot());
-    let mut counts = vec![SlotCount::default(); size - first_slot];
-    let mut runs = Runs::default();
+    let (layout, first_slot) = (head::layout(config), config.head.first_slot());
+    let mut slots = vec![SlotCount::default(); config.proposed_tokens()];
     if response.len() < 2 {
-        return Ok(SlotAccuracy { slots: counts, runs });
+        return Ok(SlotAccuracy { slots, runs: Runs::default() });
     }
     let ids: Vec<i32> = prompt.iter().chain(response).map(|&id| id as i32).collect();
     let seen = target.extend(&mut target.cache(), &ids, &config.target_layer_ids)?;
@@ -55,26 +57,20 @@ pub fn slot_accuracy(
     let (mask, lengths) = (vec![1; ids.len()], [ids.len() as u32]);
     let packed = Packed::of_ids(&seen.taps, &ids, &mask, &lengths);
     let hidden = drafter.hidden(&packed, &anchors)?;
-    // Distance from the anchor to a slot's label, and the true token before the label.
-    let distance = |slot: usize| slot + 1 - first_slot;
-    let last = ids.len() - 1;
-    let token = |at: usize| i64::from(ids[at.min(last)]);
-    let blocks = 0..anchors.count();
-    let previous: Vec<i64> = blocks
-        .flat_map(|anchor| (0..size).map(move |slot| (anchor, slot)))
-        .map(|(anchor, slot)| token(prompt.len() + anchor + distance(slot).max(1) - 1))
-        .collect();
+    // The true token before each slot's label; a slot that predicts nothing has any.
+    let token = |at: usize| i64::from(ids[at.min(ids.len() - 1)]);
+    let all = (0..anchors.count()).flat_map(|anchor| (0..layout.size).map(move |slot| (anchor, slot)));
+    let before = |(anchor, slot)| token(prompt.len() + anchor + layout.distance(slot).unwrap_or(1) - 1);
+    let previous: Vec<i64> = all.clone().map(before).collect();
     let guesses = head::predict(config, drafter.params(), drafter.shared(), &hidden, &previous)?;
-    for (anchor, block) in guesses.chunks(size).enumerate() {
-        runs.blocks += 1;
-        let mut leads = true;
-        for (slot, guess) in block.iter().enumerate().skip(first_slot) {
-            let Some(label) = labels.get(anchor + distance(slot)) else { break };
-            leads &= guess == label;
-            runs.tokens += u64::from(leads);
-            counts[slot - first_slot].tried += 1;
-            counts[slot - first_slot].right += u64::from(guess == label);
-        }
+    let (mut indices, mut correct) = (Vec::new(), Vec::new());
+    for ((anchor, slot), guess) in all.zip(&guesses) {
+        let label = layout.distance(slot).and_then(|distance| labels.get(anchor + distance));
+        let Some(label) = label else { continue };
+        slots[slot - first_slot].tried += 1;
+        slots[slot - first_slot].right += u64::from(guess == label);
+        indices.push((anchor * layout.size + slot) as i64);
+        correct.push(guess == label);
     }
-    Ok(SlotAccuracy { slots: counts, runs })
+    Ok(SlotAccuracy { slots, runs: leading_runs(&indices, &correct, &layout) })
 }

@@ -133,7 +133,7 @@ impl AdamW {
     /// Updates with libtorch's fused kernel. Returns false if the kernel does not support these tensors; nothing is
     /// changed then.
     fn fused_update(&mut self, gradient: &mut Gradient, norm: &Tensor, update: &Update) -> Result<bool, ModelError> {
-        let own = self.own();
+        let own = self.positions(false);
         let part = |set: &ParamSet| own.iter().map(|&index| set.tensors()[index].shallow_clone()).collect::<Vec<_>>();
         let (mut masters, mut m, mut g) = (part(&self.masters), part(&self.exp_avg), part(gradient));
         let v = self.exp_avg_sq.tensors_mut();
@@ -144,21 +144,19 @@ impl AdamW {
         }
     }
 
-    /// Positions of the tensors that AdamW updates.
-    fn own(&self) -> Vec<usize> {
+    /// Positions of the tensors that Muon updates, or of those that AdamW updates.
+    fn positions(&self, of_muon: bool) -> Vec<usize> {
         let all = self.masters.iter().enumerate();
-        all.filter(|(_, (name, x))| !self.is_muons(name, x)).map(|(index, _)| index).collect()
+        all.filter(|(_, (name, x))| self.is_muons(name, x) == of_muon).map(|(index, _)| index).collect()
     }
 
     /// Updates the matrices, if Muon is on. The gradient is divided and clipped like that of AdamW.
     fn muon_update(&mut self, gradient: &Gradient, norm: f64, update: &Update) -> Result<(), ModelError> {
         let Some(muon) = self.muon else { return Ok(()) };
         let divisor = update.divisor(norm);
-        let matrices: Vec<bool> = self.masters.iter().map(|(name, x)| self.is_muons(name, x)).collect();
-        let weights = self.masters.tensors_mut().iter_mut().zip(self.exp_avg.tensors_mut());
-        for ((weights, gradient), _) in weights.zip(gradient.tensors()).zip(matrices).filter(|(_, matrix)| *matrix) {
-            let (weight, momentum) = weights;
-            muon.update(weight, momentum, &gradient.f_div_scalar(divisor)?, update.learning_rate)?;
+        for index in self.positions(true) {
+            let (weight, momentum) = (&mut self.masters.tensors_mut()[index], &mut self.exp_avg.tensors_mut()[index]);
+            muon.update(weight, momentum, &gradient.tensors()[index].f_div_scalar(divisor)?, update.learning_rate)?;
         }
         Ok(())
     }
@@ -169,7 +167,7 @@ impl AdamW {
         let divisor = update.divisor(norm);
         let exponent = i32::try_from(step).unwrap_or(i32::MAX);
         let (correction1, correction2) = (1.0 - beta1.powi(exponent), 1.0 - beta2.powi(exponent));
-        for (index, v) in self.own().into_iter().zip(self.exp_avg_sq.tensors_mut()) {
+        for (index, v) in self.positions(false).into_iter().zip(self.exp_avg_sq.tensors_mut()) {
             let (master, m) = (&mut self.masters.tensors_mut()[index], &mut self.exp_avg.tensors_mut()[index]);
             let g = gradient.tensors()[index].f_div_scalar(divisor)?;
             if weight_decay != 0.0 {

@@ -30,7 +30,6 @@ pub fn of(config: &Config, plan: &PlanSettings, store: &Store, models: Option<&M
         identity.insert(name.into(), value);
     }
     // Only non-default values, so that older runs can resume.
-    // Absent for AdamW, as in runs from before there was another optimizer.
     if config.optimizer.kind == OptimizerKind::Muon {
         identity.insert("optimizer.kind".into(), config.optimizer.kind.to_string());
     }

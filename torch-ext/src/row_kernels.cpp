@@ -41,6 +41,13 @@ INLINE float exp_f32(float x) {
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
+// Largest of a row's scores and `largest`.
+INLINE float largest_of(const float* scores, int64_t width, float largest) {
+#pragma omp simd reduction(max : largest)
+  for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
+  return largest;
+}
+
 }  // namespace
 
 extern "C" {
@@ -141,9 +148,7 @@ WIDEST void draftmill_swiglu_backward(
 WIDEST void draftmill_online_softmax(
     float* scores, int64_t rows, int64_t width, float* max, float* sum, float* rescale) {
   for (int64_t i = 0; i < rows; ++i, scores += width) {
-    float largest = max[i];
-#pragma omp simd reduction(max : largest)
-    for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
+    const float largest = largest_of(scores, width, max[i]);
     float total = 0.0f;
 #pragma omp simd reduction(+ : total)
     for (int64_t k = 0; k < width; ++k) {
@@ -174,9 +179,7 @@ WIDEST void draftmill_softmax_backward(
 // Softmax of each row in place, and its negative entropy, sum p ln p.
 WIDEST void draftmill_softmax_entropy(float* scores, int64_t rows, int64_t width, float* entropy) {
   for (int64_t i = 0; i < rows; ++i, scores += width) {
-    float largest = -INFINITY;
-#pragma omp simd reduction(max : largest)
-    for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
+    const float largest = largest_of(scores, width, -INFINITY);
     float total = 0.0f, weighted = 0.0f;
 #pragma omp simd reduction(+ : total, weighted)
     for (int64_t k = 0; k < width; ++k) {
@@ -200,9 +203,7 @@ WIDEST void draftmill_compare_rows(
     float* cross, float* shared, float* under) {
   for (int64_t i = 0; i < rows; ++i, scores += width) {
     const float* p = teacher + index[i] * width;
-    float largest = -INFINITY;
-#pragma omp simd reduction(max : largest)
-    for (int64_t k = 0; k < width; ++k) largest = scores[k] > largest ? scores[k] : largest;
+    const float largest = largest_of(scores, width, -INFINITY);
     float total = 0.0f, weighted = 0.0f;
 #pragma omp simd reduction(+ : total, weighted)
     for (int64_t k = 0; k < width; ++k) {

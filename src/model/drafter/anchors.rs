@@ -47,7 +47,7 @@ impl BlockLayout {
     }
 
     /// Distance from the anchor to the label of slot `slot`; `None` if the slot predicts nothing.
-    fn distance(&self, slot: usize) -> Option<usize> {
+    pub fn distance(&self, slot: usize) -> Option<usize> {
         if self.from_anchor { Some(slot + 1) } else { (slot > 0).then_some(slot) }
     }
 }

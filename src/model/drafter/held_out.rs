@@ -25,7 +25,7 @@ impl Drafter {
         let _no_grad = tch::no_grad_guard();
         let layout = head::layout(self.config());
         let first = self.config().head.first_slot();
-        let mut counts = vec![SlotCount::default(); layout.size - first];
+        let mut counts = vec![SlotCount::default(); self.config().proposed_tokens()];
         let slots = anchors.slots(batch, layout, gamma);
         let mut report =
             MicroReport { anchors: anchors.count() as u64, tokens: batch.ids.len() as u64, ..MicroReport::default() };

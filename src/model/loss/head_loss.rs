@@ -17,6 +17,8 @@ pub struct HeadLoss {
     pub cross_entropy: Tensor,
     /// True if no token is more likely than the first label, `[slots]`.
     pub correct: Tensor,
+    /// First label, `[slots]`.
+    pub label: Tensor,
 }
 
 /// Labels of slots.
@@ -65,6 +67,13 @@ pub struct Tile {
     pub tokens: usize,
 }
 
+impl Tile {
+    /// Number of slots, at least 1, whose logits over the whole vocabulary fit into `tiles` tiles.
+    pub fn whole_rows(&self, vocab: i64, tiles: usize) -> usize {
+        (tiles * self.slots * self.tokens / vocab.max(1) as usize).max(1)
+    }
+}
+
 /// Loss of `hidden [slots, D]` against `labels` through `head [V, D]`. With label probabilities `p` and the head's
 /// softmax `q`, a slot's loss is `sum p (ln p - ln q)` and its gradient `(q - p) W` (`docs/dflash.md#loss`).
 ///
@@ -99,6 +108,7 @@ pub fn head_loss(hidden: &Tensor, head: &Tensor, labels: &Labels, tile: Tile) ->
         losses: all(|part| &part.losses)?,
         cross_entropy: all(|part| &part.cross_entropy)?,
         correct: all(|part| &part.correct)?,
+        label: all(|part| &part.label)?,
     })
 }
 
@@ -123,6 +133,7 @@ fn loss_from_tokens(
         losses: loss.f_sum_dim_intlist(&[1i64][..], false, loss.f_kind()?)?,
         cross_entropy: cross_entropies.f_select(1, 0)?,
         correct: label_logits.f_narrow(1, 0, 1)?.f_ge_tensor(&max)?.f_squeeze_dim(1)?,
+        label: ids.f_select(1, 0)?,
     })
 }
 
@@ -148,6 +159,7 @@ fn loss_from_states(
         gradient: product.f_div_(&sum)?.f_sub_(&stats.mean)?,
         losses: cross_entropy.f_sub(&stats.cross_entropy)?.f_add_(&correction)?.f_squeeze_dim(1)?,
         correct: best_logits.f_ge_tensor(&max)?.f_squeeze_dim(1)?,
+        label: stats.best.f_squeeze_dim(1)?,
         cross_entropy: cross_entropy.f_squeeze_dim(1)?,
     })
 }

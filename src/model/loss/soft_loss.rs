@@ -64,6 +64,8 @@ pub struct WeightedLoss {
     pub losses: Tensor,
     /// True if no token is more likely than the label, `[slots]`.
     pub correct: Tensor,
+    /// Label of `ce_label`, `[slots]`.
+    pub label: Tensor,
     /// Acceptance of each slot, `sum min(p, q)`, `[slots]`; `None` if neither a term nor the caller needs it.
     pub acceptance: Option<Tensor>,
 }
@@ -90,7 +92,7 @@ pub fn weighted_loss(
 }
 
 fn tiled(input: &LossInput<'_>, weighting: Weighting, tile: Tile) -> Result<WeightedLoss, ModelError> {
-    let HeadLoss { gradient, losses, cross_entropy, correct } =
+    let HeadLoss { mut gradient, losses, cross_entropy, correct, label } =
         head_loss(input.hidden, input.projection.head, input.labels, tile)?;
     let (slots, device) = (input.slots, input.hidden.device());
     let weights = match weighting {
@@ -100,7 +102,6 @@ fn tiled(input: &LossInput<'_>, weighting: Weighting, tile: Tile) -> Result<Weig
             d_pace(&cross_entropy, &indices, input.block_size as i64, alpha)?
         }
     };
-    let mut gradient = gradient;
     Ok(WeightedLoss {
         gradient: gradient.f_mul_(&weights.f_unsqueeze(1)?)?,
         bias: None,
@@ -109,6 +110,7 @@ fn tiled(input: &LossInput<'_>, weighting: Weighting, tile: Tile) -> Result<Weig
         weights,
         losses,
         correct,
+        label,
         acceptance: None,
     })
 }
@@ -120,7 +122,7 @@ fn soft(
     acceptance: bool,
 ) -> Result<WeightedLoss, ModelError> {
     let head = input.projection.head;
-    let limit = (LOGITS_PER_TILE * tile.slots * tile.tokens / head.size()[0].max(1) as usize).max(1);
+    let limit = tile.whole_rows(head.size()[0], TILES);
     let mut chunks = Vec::new();
     let mut rows_gradient = None::<Tensor>;
     for part in whole_blocks(&input.slots.indices, input.block_size, limit) {
@@ -151,12 +153,13 @@ fn soft(
         weights: all(|chunk| &chunk.weights)?,
         losses: all(|chunk| &chunk.losses)?,
         correct: all(|chunk| &chunk.correct)?,
+        label: all(|chunk| &chunk.label)?,
         acceptance: some(|chunk| chunk.acceptance.as_ref())?,
     })
 }
 
-/// Logits that are held at once, as a multiple of a tile.
-const LOGITS_PER_TILE: usize = 4;
+/// Tiles of logits that are held at once.
+const TILES: usize = 4;
 
 /// Number of trained slots of each block that has any, in order.
 fn blocks_of(indices: &[i64], block_size: usize) -> Vec<usize> {
@@ -203,6 +206,7 @@ struct ChunkLoss {
     weights: Tensor,
     losses: Tensor,
     correct: Tensor,
+    label: Tensor,
     acceptance: Option<Tensor>,
 }
 
@@ -317,6 +321,7 @@ impl<'a> Chunk<'a> {
             weights,
             losses,
             correct,
+            label: label.f_squeeze_dim(1)?,
             acceptance: (acceptance || terms.e2e_tv > 0.0).then(|| alpha.f_squeeze_dim(1)).transpose()?,
         };
         Ok((loss, rows.map(|rows| rows.f_to_kind(kind)).transpose()?))

@@ -2,7 +2,8 @@
 //! checked against all its numbers.
 
 use super::files::{
-    GRADIENT, LOSS, OUTPUT, close, close_to_largest, ints, json, largest, near, number, open, path, same, tensor,
+    GRADIENT, LOSS, OUTPUT, check_gradients, check_norm, close, close_to_largest, ints, json, largest, near, number,
+    open, path, same, tensor,
 };
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::{DraftConfig, LayerType};
@@ -154,16 +155,8 @@ fn check_step(what: &str, want: &Value, report: &MicroReport, gradient: &Gradien
         assert_eq!(report.correct, number(&want["correct"]), "{what}");
         assert_eq!(report.supervised, number(&want["supervised_positions"]), "{what}");
     }
-    let square = |x: &Tensor| f64::try_from((x / denominator).square().sum(Kind::Double)).unwrap();
-    let norm = gradient.tensors().iter().map(square).sum::<f64>().sqrt();
-    near(&format!("{what} gradient norm"), norm / number(&want["grad_l2_norm"]), 1.0, GRADIENT);
-    let names: Vec<&str> = files.names().filter_map(|name| name.strip_prefix(prefix)).collect();
-    assert!(!names.is_empty(), "{what}: the folder has no gradient");
-    for name in names {
-        let want = tensor(files, &format!("{prefix}{name}"));
-        let got = gradient.get(name).unwrap_or_else(|| panic!("{what}: no gradient of {name}")) / denominator;
-        close_to_largest(&format!("{what} {name}"), &got, &want, GRADIENT);
-    }
+    check_norm(what, gradient, denominator, &want["grad_l2_norm"], GRADIENT);
+    check_gradients(what, files, prefix, gradient, denominator, GRADIENT);
 }
 
 fn report_of(trace: &Trace) -> MicroReport {

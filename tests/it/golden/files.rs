@@ -2,6 +2,7 @@
 
 use draftmill::hf::tensors::TensorFiles;
 use draftmill::model::load;
+use draftmill::model::params::Gradient;
 use serde_json::Value;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
@@ -12,8 +13,12 @@ pub const OUTPUT: f64 = 2e-5;
 pub const GRADIENT: f64 = 2e-5;
 
 pub fn path(name: &str) -> PathBuf {
-    let default = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    std::env::var_os("DRAFTMILL_GOLDEN").map_or_else(default, PathBuf::from).join(name)
+    folder("DRAFTMILL_GOLDEN", "tests/golden").join(name)
+}
+
+/// Folder that `variable` names, or `default` of the repository.
+pub fn folder(variable: &str, default: &str) -> PathBuf {
+    std::env::var_os(variable).map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(default), PathBuf::from)
 }
 
 pub fn open(name: &str) -> TensorFiles {
@@ -73,4 +78,30 @@ pub fn number(value: &Value) -> f64 {
 pub fn near(what: &str, got: f64, want: f64, limit: f64) {
     println!("{what}: {got} against {want}, off by {:.1e}", (got - want).abs());
     assert!((got - want).abs() <= limit, "{what}: {got} against {want}, and {limit:e} is allowed");
+}
+
+/// Compares the norm of the whole gradient of a mean.
+pub fn check_norm(what: &str, gradient: &Gradient, denominator: f64, want: &Value, limit: f64) {
+    let square = |x: &Tensor| f64::try_from((x / denominator).square().sum(Kind::Double)).unwrap();
+    let norm = gradient.tensors().iter().map(square).sum::<f64>().sqrt();
+    near(&format!("{what} gradient norm"), norm / number(want), 1.0, limit);
+}
+
+/// Compares every gradient of a mean whose name begins with `prefix`, and returns their number.
+pub fn check_gradients(
+    what: &str,
+    files: &TensorFiles,
+    prefix: &str,
+    gradient: &Gradient,
+    denominator: f64,
+    limit: f64,
+) -> usize {
+    let names: Vec<&str> = files.names().filter_map(|name| name.strip_prefix(prefix)).collect();
+    assert!(!names.is_empty(), "{what}: the folder has no gradient");
+    for name in &names {
+        let want = tensor(files, &format!("{prefix}{name}"));
+        let got = gradient.get(name).unwrap_or_else(|| panic!("{what}: no gradient of {name}")) / denominator;
+        close_to_largest(&format!("{what} {name}"), &got, &want, limit);
+    }
+    names.len()
 }

@@ -1,6 +1,7 @@
 //! Step of the golden folder: packed rows, anchors of kept blocks, the target's last states, and a drafter.
 
-pub use crate::golden::files::{close, close_to_largest, ints, number, tensor};
+use crate::golden::files;
+pub use crate::golden::files::{close, close_to_largest, ints, near, number, tensor};
 use draftmill::hf::config::TargetConfig;
 use draftmill::hf::draft::DraftConfig;
 use draftmill::hf::tensors::TensorFiles;
@@ -21,8 +22,7 @@ pub const SLOT: f64 = 2e-5;
 pub const GRADIENT: f64 = 3e-5;
 
 pub fn path(name: &str) -> PathBuf {
-    let default = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden-heads");
-    std::env::var_os("DRAFTMILL_GOLDEN_HEADS").map_or_else(default, PathBuf::from).join(name)
+    files::folder("DRAFTMILL_GOLDEN_HEADS", "tests/golden-heads").join(name)
 }
 
 pub fn open(name: &str) -> TensorFiles {
@@ -170,24 +170,10 @@ pub fn drafter(config: DraftConfig, weights: ParamSet, options: DraftOptions) ->
 
 /// Compares every gradient whose name begins with `prefix`; returns their number.
 pub fn check_gradients(files: &TensorFiles, prefix: &str, gradient: &Gradient, denominator: f64) -> usize {
-    let names: Vec<&str> = files.names().filter_map(|name| name.strip_prefix(prefix)).collect();
-    assert!(!names.is_empty(), "{prefix}: the folder has no gradient");
-    for name in &names {
-        let want = tensor(files, &format!("{prefix}{name}"));
-        let got = gradient.get(name).unwrap_or_else(|| panic!("{prefix}: no gradient of {name}")) / denominator;
-        close_to_largest(&format!("{prefix}{name}"), &got, &want, GRADIENT);
-    }
-    names.len()
+    files::check_gradients(prefix, files, prefix, gradient, denominator, GRADIENT)
 }
 
 /// Compares the norm of the whole gradient.
 pub fn check_norm(what: &str, gradient: &Gradient, denominator: f64, want: &Value) {
-    let square = |x: &Tensor| f64::try_from((x / denominator).square().sum(Kind::Double)).unwrap();
-    let norm = gradient.tensors().iter().map(square).sum::<f64>().sqrt();
-    near(&format!("{what} gradient norm"), norm / number(want), 1.0, GRADIENT);
-}
-
-pub fn near(what: &str, got: f64, want: f64, limit: f64) {
-    println!("{what}: {got} for {want}");
-    assert!((got - want).abs() <= limit, "{what}: {got}, expected {want}");
+    files::check_norm(what, gradient, denominator, want, GRADIENT);
 }

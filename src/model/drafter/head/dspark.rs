@@ -1,12 +1,11 @@
 //! DSpark: a block drafted from left to right through a Markov head, with a predicted acceptance (docs/heads.md#dspark).
 
 use super::markov::{Markov, MarkovGradients};
-use super::{Draw, HeadInput, HeadOutput, Proposal, output, terms_of};
+use super::{Draw, HeadInput, HeadOutput, Proposal, draft_in_order, output, terms_of, wide_tensor};
 use crate::hf::head::{CONFIDENCE, CONFIDENCE_BIAS, ConfidenceInput, DsparkConfig};
 use crate::model::ModelError;
 use crate::model::drafter::Shared;
 use crate::model::loss::soft_loss::{LowRank, LowRankGradient};
-use crate::model::ops::{linear, wide};
 use crate::model::params::ParamSet;
 use tch::{Kind, Tensor};
 
@@ -23,9 +22,7 @@ struct Confidence {
 /// Returns an error if a tensor is absent or libtorch fails.
 pub fn loss(input: &HeadInput<'_>, config: &DsparkConfig) -> Result<HeadOutput, ModelError> {
     let (hidden, slots) = (input.hidden, input.slots);
-    let device = hidden.device();
-    let previous: Vec<i64> = slots.previous_tokens.iter().map(|&at| input.batch.ids[at as usize].into()).collect();
-    let previous = Tensor::f_from_slice(&previous)?.f_to(device)?;
+    let previous = input.tokens_before()?;
     let markov = Markov::load(config, input.params)?;
     let codes = match &markov {
         Some(markov) => Some(markov.forward(hidden, &previous, &slots.indices, input.config.block_size)?),
@@ -104,42 +101,30 @@ pub fn propose(
     last: u32,
     draw: Draw<'_>,
 ) -> Result<Proposal, ModelError> {
-    let logits = linear(hidden, &shared.head, None)?;
     let (markov, confidence) = (Markov::load(config, params)?, Confidence::load(config, params)?);
-    let mut rows = Vec::new();
-    let (mut tokens, mut predicted) = (Vec::new(), Vec::new());
+    let mut predicted = Vec::new();
     let mut state = markov.as_ref().map(Markov::begin);
-    let mut before = last;
-    for slot in 0..hidden.size()[0] {
-        let (own, mut row) = (hidden.f_narrow(0, slot, 1)?, logits.f_narrow(0, slot, 1)?);
+    let proposal = draft_in_order(shared, hidden, last, draw, |own, mut row, before| {
         let mut embedding = None;
         if let (Some(markov), Some(state)) = (&markov, &mut state) {
-            let id = Tensor::f_from_slice(&[i64::from(before)])?.f_to(hidden.device())?;
-            let known = markov.embed(&id)?;
-            let codes = markov.next(state, &own, &known)?;
+            let known = markov.embed(before)?;
+            let codes = markov.next(state, own, &known)?;
             row = row.f_add(&codes.f_mm(&markov.rows().f_transpose(0, 1)?)?.f_to_kind(row.f_kind()?)?)?;
             embedding = Some(known);
         }
         if let Some(confidence) = &confidence {
-            let logit = confidence.logits(&confidence.features(&own, embedding.as_ref())?)?;
+            let logit = confidence.logits(&confidence.features(own, embedding.as_ref())?)?;
             predicted.push(logit.f_sigmoid()?.f_double_value(&[0])?);
         }
-        let drawn = draw(&row)?;
-        rows.push(row);
-        let Some(&token) = drawn.first() else { break };
-        tokens.push(token);
-        before = token;
-    }
-    Ok(Proposal { tokens, logits: Tensor::f_cat(&rows, 0)?, confidence: confidence.map(|_| predicted) })
+        Ok(row)
+    })?;
+    Ok(Proposal { confidence: confidence.map(|_| predicted), ..proposal })
 }
 
 impl Confidence {
     fn load(config: &DsparkConfig, params: &ParamSet) -> Result<Option<Confidence>, ModelError> {
         let Some(input) = config.confidence else { return Ok(None) };
-        let get = |name: &str| -> Result<Tensor, ModelError> {
-            let tensor = params.need(name)?;
-            Ok(tensor.f_to_kind(wide(tensor.f_kind()?))?)
-        };
+        let get = |name| wide_tensor(params, name);
         Ok(Some(Confidence { weight: get(CONFIDENCE)?, bias: get(CONFIDENCE_BIAS)?, input }))
     }
 

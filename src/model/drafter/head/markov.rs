@@ -1,10 +1,10 @@
 //! Markov head of DSpark: a low-rank bias on the logits of a slot from the token before its label (docs/heads.md#dspark).
 
+use super::wide_tensor;
 use crate::hf::head::{
     DsparkConfig, MARKOV_GATE, MARKOV_GATE_BIAS, MARKOV_JOINT, MARKOV_JOINT_BIAS, MARKOV_W1, MARKOV_W2, MarkovKind,
 };
 use crate::model::ModelError;
-use crate::model::ops::wide;
 use crate::model::params::ParamSet;
 use tch::{Kind, Tensor};
 
@@ -73,10 +73,7 @@ impl Markov {
         if config.rank == 0 {
             return Ok(None);
         }
-        let get = |name: &str| -> Result<Tensor, ModelError> {
-            let tensor = params.need(name)?;
-            Ok(tensor.f_to_kind(wide(tensor.f_kind()?))?)
-        };
+        let get = |name| wide_tensor(params, name);
         let mixer = match config.markov {
             MarkovKind::Vanilla => Mixer::Vanilla,
             MarkovKind::Gated => Mixer::Gated { gate: get(MARKOV_GATE)?, bias: get(MARKOV_GATE_BIAS)? },

@@ -1,7 +1,7 @@
 //! Draft heads: the slots that predict, the modules behind the backbone, the loss, and the proposal of a block.
 //!
 //! Everything that depends on the head stands in this folder, in `hf::head` (configuration and tensors), and for DFlash 2
-//! in `fused::conv`. A new head is a file here, a variant of [`HeadConfig`], and its keys.
+//! in `convolution`. A new head is a file here, a variant of [`HeadConfig`], and its keys.
 
 pub mod dspark;
 pub mod markov;
@@ -18,7 +18,7 @@ use crate::model::batch::Packed;
 use crate::model::loss::head_loss::Labels;
 use crate::model::loss::soft_loss::{LossInput, LossSettings, LowRank, Projection, WeightedLoss, weighted_loss};
 use crate::model::loss::{CeLabel, LossTerms};
-use crate::model::ops::{HEAD_ROWS, argmax, linear, spans};
+use crate::model::ops::{HEAD_ROWS, argmax, linear, spans, wide};
 use crate::model::params::ParamSet;
 use draftmill_actors::messages::engine::MicroReport;
 use tch::{Device, Tensor};
@@ -57,6 +57,14 @@ pub struct HeadInput<'a> {
     pub slots: &'a Slots,
     /// Final hidden states of the slots, `[slots, hidden]`.
     pub hidden: &'a Tensor,
+}
+
+impl HeadInput<'_> {
+    /// True token before the label of each slot, `[slots]`.
+    fn tokens_before(&self) -> Result<Tensor, ModelError> {
+        let ids = self.slots.previous_tokens.iter().map(|&at| i64::from(self.batch.ids[at as usize]));
+        Ok(Tensor::f_from_slice(&ids.collect::<Vec<_>>())?.f_to(self.hidden.device())?)
+    }
 }
 
 /// Loss of a chunk, and gradients of its numerator.
@@ -114,7 +122,7 @@ pub fn propose(
     limit: usize,
     draw: Draw<'_>,
 ) -> Result<Proposal, ModelError> {
-    let slots = config.head.proposed_tokens(config.block_size).min(limit) as i64;
+    let slots = config.proposed_tokens().min(limit) as i64;
     let hidden = hidden.f_narrow(0, config.head.first_slot() as i64, slots)?;
     match config.head {
         HeadConfig::Dspark(head) if slots > 0 => dspark::propose(&head, params, shared, &hidden, last, draw),
@@ -161,6 +169,36 @@ pub fn predict(
         ids.extend(Vec::<i64>::try_from(argmax(&logits)?.f_to_device(Device::Cpu)?)?.into_iter().map(|id| id as u32));
     }
     Ok(ids)
+}
+
+/// Drafts one token after the other for the slots of `hidden [slots, D]`. `row` gives the logits of a slot, `[1, vocab]`,
+/// from its hidden state and its logits through the target's head, `[1, ..]` each, and the token before.
+fn draft_in_order(
+    shared: &Shared,
+    hidden: &Tensor,
+    last: u32,
+    draw: Draw<'_>,
+    mut row: impl FnMut(&Tensor, Tensor, &Tensor) -> Result<Tensor, ModelError>,
+) -> Result<Proposal, ModelError> {
+    let logits = linear(hidden, &shared.head, None)?;
+    let (mut tokens, mut rows) = (Vec::new(), Vec::new());
+    let mut before = last;
+    for slot in 0..hidden.size()[0] {
+        let id = Tensor::f_from_slice(&[i64::from(before)])?.f_to(hidden.device())?;
+        let row = row(&hidden.f_narrow(0, slot, 1)?, logits.f_narrow(0, slot, 1)?, &id)?;
+        let drawn = draw(&row)?;
+        rows.push(row);
+        let Some(&token) = drawn.first() else { break };
+        tokens.push(token);
+        before = token;
+    }
+    Ok(Proposal { tokens, logits: Tensor::f_cat(&rows, 0)?, confidence: None })
+}
+
+/// Tensor `name` in at least fp32.
+fn wide_tensor(params: &ParamSet, name: &str) -> Result<Tensor, ModelError> {
+    let tensor = params.need(name)?;
+    Ok(tensor.f_to_kind(wide(tensor.f_kind()?))?)
 }
 
 /// Loss of the configured terms. `bias` is a trainable part of the logits.

@@ -3,13 +3,12 @@
 //! `score(v) = U(v) + sum_r A[previous, r] (H h)_r C[v, r]` for the candidates `v`, with the logits `U` of the target's head.
 
 use super::runs::leading_runs;
-use super::{Draw, HeadInput, HeadOutput, Proposal, layout, output, terms_of};
-use crate::config::{CeLabel, MissingLabel};
+use super::{Draw, HeadInput, HeadOutput, Proposal, draft_in_order, layout, output, terms_of, wide_tensor};
+use crate::config::MissingLabel;
 use crate::hf::head::{Dflash2Config, PREDECESSORS, SELECTOR_PROJECTION, SUCCESSORS};
 use crate::model::ModelError;
-use crate::model::batch::TargetLabels;
 use crate::model::drafter::Shared;
-use crate::model::ops::{Span, argmax, linear, spans, wide};
+use crate::model::ops::{Span, linear, spans};
 use crate::model::params::ParamSet;
 use tch::{Device, Kind, Tensor};
 
@@ -59,7 +58,7 @@ pub fn loss(input: &HeadInput<'_>, config: &Dflash2Config) -> Result<HeadOutput,
     let selector = Selector::load(config, input.params)?;
     let mut base = terms_of(input, None, false)?;
     let unary = Vec::<bool>::try_from(&base.correct.f_to_device(Device::Cpu)?)?;
-    let own = selector.loss(input, &base.weights)?;
+    let own = selector.loss(input, &base.weights, &base.label)?;
     let weight = input.options.loss.selector_weight;
     let factor = if own.denominator > 0.0 { weight * base.denominator / own.denominator } else { 0.0 };
     base.numerator += factor * own.numerator;
@@ -111,30 +110,16 @@ pub fn propose(
     draw: Draw<'_>,
 ) -> Result<Proposal, ModelError> {
     let selector = Selector::load(config, params)?;
-    let logits = linear(hidden, &shared.head, None)?;
-    let (mut tokens, mut rows) = (Vec::new(), Vec::new());
-    let mut before = last;
-    for slot in 0..hidden.size()[0] {
-        let previous = Tensor::f_from_slice(&[i64::from(before)])?.f_to(hidden.device())?;
-        let row = logits.f_narrow(0, slot, 1)?;
-        let candidates = selector.candidates(&hidden.f_narrow(0, slot, 1)?, &row, &previous)?;
+    draft_in_order(shared, hidden, last, draw, |own, row, before| {
+        let candidates = selector.candidates(own, &row, before)?;
         let scores = candidates.scores()?.f_to_kind(row.f_kind()?)?;
-        let row = row.f_full_like(f64::NEG_INFINITY)?.f_scatter_(1, &candidates.ids, &scores)?;
-        let drawn = draw(&row)?;
-        rows.push(row);
-        let Some(&token) = drawn.first() else { break };
-        tokens.push(token);
-        before = token;
-    }
-    Ok(Proposal { tokens, logits: Tensor::f_cat(&rows, 0)?, confidence: None })
+        Ok(row.f_full_like(f64::NEG_INFINITY)?.f_scatter_(1, &candidates.ids, &scores)?)
+    })
 }
 
 impl Selector {
     fn load(config: &Dflash2Config, params: &ParamSet) -> Result<Selector, ModelError> {
-        let get = |name: &str| -> Result<Tensor, ModelError> {
-            let tensor = params.need(name)?;
-            Ok(tensor.f_to_kind(wide(tensor.f_kind()?))?)
-        };
+        let get = |name| wide_tensor(params, name);
         Ok(Selector {
             predecessors: get(PREDECESSORS)?,
             successors: get(SUCCESSORS)?,
@@ -162,12 +147,11 @@ impl Selector {
         Ok(rows.f_view([ids.size()[0], ids.size()[1], self.successors.size()[1]])?)
     }
 
-    fn loss(&self, input: &HeadInput<'_>, weights: &Tensor) -> Result<SelectorLoss, ModelError> {
-        let (hidden, slots, head) = (input.hidden, input.slots, &input.shared.head);
+    /// Loss with the weight and the label of each slot, `[slots]`.
+    fn loss(&self, input: &HeadInput<'_>, weights: &Tensor, labels: &Tensor) -> Result<SelectorLoss, ModelError> {
+        let (hidden, head) = (input.hidden, &input.shared.head);
         let (device, kind) = (hidden.device(), self.projection.f_kind()?);
-        let on = |values: &[i64]| -> Result<Tensor, ModelError> { Ok(Tensor::f_from_slice(values)?.f_to(device)?) };
-        let before: Vec<i64> = slots.previous_tokens.iter().map(|&at| input.batch.ids[at as usize].into()).collect();
-        let before = on(&before)?;
+        let before = input.tokens_before()?;
         let weights = weights.f_to_kind(kind)?;
         let mut sums = SelectorLoss {
             numerator: 0.0,
@@ -177,15 +161,13 @@ impl Selector {
             d_predecessors: self.predecessors.f_zeros_like()?,
             d_successors: self.successors.f_zeros_like()?,
             d_projection: self.projection.f_zeros_like()?,
-            correct: Vec::with_capacity(slots.indices.len()),
+            correct: Vec::with_capacity(input.slots.indices.len()),
         };
-        let tile = input.options.tile;
-        let rows = (tile.slots * tile.tokens / head.size()[0].max(1) as usize).max(1);
-        for part in spans(hidden.size()[0], rows) {
+        for part in spans(hidden.size()[0], input.options.tile.whole_rows(head.size()[0], 1)) {
             let logits = linear(&part.of(hidden, 0)?, head, None)?;
             let previous = part.of(&before, 0)?;
             let candidates = self.candidates(&part.of(hidden, 0)?, &logits, &previous)?;
-            let labels = labels_of(input, part)?;
+            let labels = part.of(labels, 0)?;
             self.add(&mut sums, input, part, &logits, candidates, &previous, &labels, &weights)?;
         }
         Ok(sums)
@@ -208,7 +190,8 @@ impl Selector {
         let label = labels.f_unsqueeze(1)?;
         let is_label = candidates.ids.f_eq_tensor(&label)?;
         let hit = is_label.f_any_dim(1, true)?;
-        let chosen = candidates.ids.f_gather(1, &candidates.scores()?.f_max_dim(1, true)?.1, false)?;
+        let mut scores = candidates.scores()?;
+        let chosen = candidates.ids.f_gather(1, &scores.f_max_dim(1, true)?.1, false)?;
         let right = chosen.f_eq_tensor(&label)?.f_squeeze_dim(1)?.f_to_device(Device::Cpu)?;
         sums.correct.extend(Vec::<bool>::try_from(&right)?);
         sums.hits += hit.f_sum(Kind::Double)?.f_double_value(&[])?;
@@ -218,12 +201,13 @@ impl Selector {
             MissingLabel::Inject => {
                 let own = logits.f_gather(1, &label, false)?.f_to_kind(kind)?;
                 self.inject(&mut candidates, &label, &own, &hit)?;
+                scores = candidates.scores()?;
                 (candidates.ids.f_eq_tensor(&label)?, hit.f_ones_like()?.f_to_kind(kind)?)
             }
         };
         let gold = is_label.f_to_kind(kind)?;
         let weight = part.of(weights, 0)?.f_unsqueeze(1)?.f_mul(&trains)?;
-        let log_q = candidates.scores()?.f_log_softmax(1, kind)?;
+        let log_q = scores.f_log_softmax(1, kind)?;
         let losses = log_q.f_mul(&gold)?.f_sum_dim_intlist(&[1i64][..], true, kind)?.f_neg()?;
         sums.numerator += losses.f_mul(&weight)?.f_sum(Kind::Double)?.f_double_value(&[])?;
         sums.denominator += weight.f_sum(Kind::Double)?.f_double_value(&[])?;
@@ -265,26 +249,6 @@ impl Selector {
         candidates.unary = replace(&candidates.unary, logit)?;
         candidates.after = self.rows_of(&candidates.ids)?;
         Ok(())
-    }
-}
-
-/// Labels of some slots, `[slots]`: the tokens of `drafter.ce_label`, which accuracy counts too.
-fn labels_of(input: &HeadInput<'_>, part: Span) -> Result<Tensor, ModelError> {
-    let (slots, range) = (input.slots, part.start as usize..(part.start + part.len) as usize);
-    let device = input.hidden.device();
-    let on = |values: &[i64]| -> Result<Tensor, ModelError> { Ok(Tensor::f_from_slice(values)?.f_to(device)?) };
-    match (input.options.loss.ce_label, input.batch.target_labels) {
-        (CeLabel::Data, _) | (_, None) => on(&slots.tokens[range]),
-        (CeLabel::Labels, Some(TargetLabels::TopK(_))) => {
-            let first = slots.labels.chunks(slots.labels_per_slot.max(1)).map(|labels| labels[0]);
-            on(&first.skip(range.start).take(range.len()).collect::<Vec<_>>())
-        }
-        (CeLabel::Labels, Some(TargetLabels::States(states))) => {
-            let at = Tensor::f_from_slice(&slots.previous_tokens[range])?.f_to(states.device())?;
-            let head = &input.shared.head;
-            let states = states.f_index_select(0, &at)?.f_to_device(device)?.f_to_kind(head.f_kind()?)?;
-            argmax(&linear(&states, head, None)?)
-        }
     }
 }
 
