@@ -1,6 +1,6 @@
 //! Arguments of every command, with the texts of `--help`.
 
-use super::{doctor::DoctorArgs, simulate::PolicyName};
+use super::{doctor::DoctorArgs, eval::EvalArgs, simulate::PolicyName};
 use crate::{
     common::exit,
     config::{Auto, Device, Dtype},
@@ -368,57 +368,17 @@ pub struct ExportArgs {
     pub json: bool,
 }
 
-/// Measures acceptance (tokens per verification) and speed of a drafter in speculative decoding with its target
-#[derive(Args, Debug)]
-#[command(after_help = "\
-Prompts are rows of OpenAI `messages`, MT-Bench `turns` or HumanEval `prompt`, also gzipped, in the target's chat template with \
-thinking off. Each response is decoded twice in f32, one prompt at a time: with the drafter, and by the target alone. At \
-temperature 0 both must have the same tokens. Acceptance includes the target's token, so it is between 1 and the block size. \
-The report compares it with the acceptance that the accuracies by position predict.
-
-Examples:
-  draftmill eval --target models/target --draft runs/mine/export --prompts question.jsonl --limit 20
-  draftmill eval --target models/target --draft drafters/demo --prompts HumanEval.jsonl.gz --json --plot acceptance.svg")]
-pub struct EvalArgs {
-    /// Folder of the target, in Hugging Face's layout
-    #[arg(long, value_name = "DIR")]
-    pub target: PathBuf,
-    /// Folder of the drafter, as `draftmill export` writes it
-    #[arg(long, value_name = "DIR")]
-    pub draft: PathBuf,
-    /// JSONL file of prompts
-    #[arg(long, value_name = "FILE")]
-    pub prompts: PathBuf,
-    /// Maximum tokens of a response
-    #[arg(long, value_name = "COUNT", default_value = "256", value_parser = clap::value_parser!(u32).range(1..))]
-    pub max_new_tokens: u32,
-    /// Sampling temperature; 0 = the most likely token
-    #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
-    pub temperature: f64,
-    /// Seed of the sampling
-    #[arg(long, value_name = "SEED", default_value = "0")]
-    pub seed: u64,
-    /// Number of prompts, from the start of the file [default: all]
-    #[arg(long, value_name = "COUNT")]
-    pub limit: Option<usize>,
-    /// Device of both models: cpu, cuda or cuda:N
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    pub device: Device,
-    /// Write the report to stdout as JSON
-    #[arg(long)]
-    pub json: bool,
-    /// Write an SVG plot of acceptance by position and tokens per step
-    #[arg(long, value_name = "FILE.svg")]
-    pub plot: Option<PathBuf>,
-}
-
 /// Reads `step-500` or `500`.
 fn checkpoint_step(text: &str) -> Result<u64, String> {
     let digits = text.strip_prefix("step-").unwrap_or(text);
     digits.parse().map_err(|_| "not a step; write step-500 or 500".to_owned())
 }
 
-fn temperature(text: &str) -> Result<f64, String> {
+/// Reads a sampling temperature.
+///
+/// # Errors
+/// A sentence for any text but a number of at least 0.
+pub fn temperature(text: &str) -> Result<f64, String> {
     let value: Option<f64> = text.parse().ok();
     value
         .filter(|value| value.is_finite() && *value >= 0.0)

@@ -1,14 +1,64 @@
 //! `draftmill eval`.
 
-use super::{EvalArgs, output};
+use super::{args::temperature, output};
 use crate::{
     common::{
         exit::{Exit, Failure},
         guard::Protected,
         text::counted,
     },
+    config::Device,
     eval::{self, EvalOptions, Record},
 };
+use clap::Args;
+use std::path::PathBuf;
+
+/// Measures acceptance (tokens per verification) and speed of a drafter in speculative decoding with its target
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Prompts are rows of OpenAI `messages`, MT-Bench `turns` or HumanEval `prompt`, also gzipped, in the target's chat template with \
+thinking off. Each response is decoded twice in f32, one prompt at a time: with the drafter, and by the target alone. At \
+temperature 0 both must have the same tokens. Acceptance includes the target's token, so it is between 1 and the block size. \
+The report compares it with the acceptance that the accuracies by position predict.
+
+Examples:
+  draftmill eval --target models/target --draft runs/mine/export --prompts question.jsonl --limit 20
+  draftmill eval --target models/target --draft drafters/demo --prompts HumanEval.jsonl.gz --json --plot acceptance.svg")]
+pub struct EvalArgs {
+    /// Folder of the target, in Hugging Face's layout
+    #[arg(long, value_name = "DIR")]
+    pub target: PathBuf,
+    /// Folder of the drafter, as `draftmill export` writes it
+    #[arg(long, value_name = "DIR")]
+    pub draft: PathBuf,
+    /// JSONL file of prompts
+    #[arg(long, value_name = "FILE")]
+    pub prompts: PathBuf,
+    /// Maximum tokens of a response
+    #[arg(long, value_name = "COUNT", default_value = "256", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_new_tokens: u32,
+    /// Sampling temperature; 0 = the most likely token
+    #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
+    pub temperature: f64,
+    /// Seed of the sampling
+    #[arg(long, value_name = "SEED", default_value = "0")]
+    pub seed: u64,
+    /// Least predicted survival of a drafted token that is verified, for a drafter with a confidence head; 0 = verify all
+    #[arg(long, value_name = "P", default_value = "0", value_parser = probability)]
+    pub min_survival: f64,
+    /// Number of prompts, from the start of the file [default: all]
+    #[arg(long, value_name = "COUNT")]
+    pub limit: Option<usize>,
+    /// Device of both models: cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: Device,
+    /// Write the report to stdout as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Write an SVG plot of acceptance by position and tokens per step
+    #[arg(long, value_name = "FILE.svg")]
+    pub plot: Option<PathBuf>,
+}
 
 /// Evaluates a drafter and prints the report.
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
@@ -25,6 +75,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         max_new_tokens: args.max_new_tokens as usize,
         temperature: args.temperature,
         seed: args.seed,
+        min_survival: args.min_survival,
         device: args.device,
     };
     let mut done = 0;
@@ -48,6 +99,11 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         crate::common::fs::write_atomic(path, eval::svg(&report).as_bytes()).map_err(failed)?;
     }
     if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    let value: Option<f64> = text.parse().ok();
+    value.filter(|value| (0.0..=1.0).contains(value)).ok_or_else(|| "write a number from 0 to 1, such as 0.5".into())
 }
 
 #[cfg(feature = "torch")]

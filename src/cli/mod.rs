@@ -20,10 +20,11 @@ mod simulate;
 mod train;
 
 pub use self::args::{
-    CheckArgs, Cli, Command, ConfigArgs, EvalArgs, ExportArgs, GenerateArgs, ImportArgs, LedgerArgs, LogArgs,
-    PrepareArgs, RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
+    CheckArgs, Cli, Command, ConfigArgs, ExportArgs, GenerateArgs, ImportArgs, LedgerArgs, LogArgs, PrepareArgs,
+    RunsArgs, SimulateArgs, TrainArgs, WhichCheckpoint,
 };
 pub use self::doctor::DoctorArgs;
+pub use self::eval::EvalArgs;
 
 use crate::{
     common::{

@@ -2,6 +2,7 @@
 
 use super::{
     EvalOptions,
+    confidence::Confidence,
     prompts::Prompt,
     stats::{Record, Report, Stats, Step},
 };
@@ -31,11 +32,12 @@ pub fn evaluate(options: &EvalOptions, prompts: Vec<Prompt>, done: &mut dyn FnMu
             let bad =
                 |why: String| Failure::new(Exit::Data, format!("the prompt of line {line} cannot be used: {why}"));
             let ids = chat.prompt(&prompt.conversation).map_err(bad)?;
-            let EvalOptions { max_new_tokens, temperature, seed, .. } = *options;
+            let EvalOptions { max_new_tokens, temperature, seed, min_survival, .. } = *options;
             let Some(settings) = bench.settings(ids.len(), max_new_tokens, temperature, seed) else {
                 skipped += 1 + prompt.then.len();
                 continue;
             };
+            let settings = Settings { min_survival, ..settings };
             let (record, answer) = respond(&bench, &drafter, &ids, &settings, stream, prompt.category.clone())
                 .map_err(Failure::of(Exit::Internal))?;
             stream += 1;
@@ -60,8 +62,10 @@ pub fn evaluate(options: &EvalOptions, prompts: Vec<Prompt>, done: &mut dyn FnMu
         max_new_tokens: options.max_new_tokens,
         temperature: options.temperature,
         seed: options.seed,
+        min_survival: options.min_survival,
         skipped_too_long: skipped,
         all: Stats::new(&records.iter().collect::<Vec<_>>(), proposed),
+        confidence: Confidence::new(&records),
         categories: Stats::by_category(&records, proposed),
     })
 }
@@ -101,6 +105,7 @@ fn respond(
     let record = Record {
         category,
         steps: drafted.steps.iter().map(Step::from).collect(),
+        survivals: drafted.survivals,
         tokens: drafted.tokens.len() as u64 - 1,
         seconds,
         plain_tokens: plain.tokens.len() as u64 - 1,

@@ -1,5 +1,6 @@
 //! Evaluation of drafters: acceptance and speed of speculative decoding with the drafter's target.
 
+mod confidence;
 #[cfg(feature = "torch")]
 mod evaluate;
 #[cfg(feature = "torch")]
@@ -32,6 +33,8 @@ pub struct EvalOptions {
     /// Sampling temperature; 0 decodes greedily.
     pub temperature: f64,
     pub seed: u64,
+    /// Least predicted survival of a drafted token that is verified; 0 verifies every token.
+    pub min_survival: f64,
     /// cpu, cuda or cuda:N.
     pub device: Device,
 }

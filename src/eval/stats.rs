@@ -1,5 +1,6 @@
 //! Statistics of an evaluation from the records of its responses: pure arithmetic.
 
+use super::confidence::Confidence;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -18,6 +19,8 @@ pub struct Step {
 pub struct Record {
     pub category: Option<String>,
     pub steps: Vec<Step>,
+    /// Predicted survival of the verified tokens of each step; without a confidence head, each list is empty.
+    pub survivals: Vec<Vec<f64>>,
     /// Tokens after the first one, and their decoding time.
     pub tokens: u64,
     pub seconds: f64,
@@ -83,10 +86,13 @@ pub struct Report {
     pub max_new_tokens: usize,
     pub temperature: f64,
     pub seed: u64,
+    pub min_survival: f64,
     /// Turns skipped because the target has no positions after them.
     pub skipped_too_long: usize,
     #[serde(flatten)]
     pub all: Stats,
+    /// `None` without a confidence head.
+    pub confidence: Option<Confidence>,
     pub categories: Vec<Category>,
 }
 
@@ -170,7 +176,7 @@ pub(super) fn predicted(accuracy: &[Option<f64>]) -> Option<f64> {
     Some(1.0 + sum.sum::<f64>())
 }
 
-fn ratio(part: f64, whole: f64) -> Option<f64> {
+pub(super) fn ratio(part: f64, whole: f64) -> Option<f64> {
     (whole > 0.0).then(|| part / whole)
 }
 
@@ -193,6 +199,7 @@ mod tests {
             plain_seconds: 3.0,
             identical: Some(true),
             slots: vec![(3, 4), (1, 2)],
+            survivals: Vec::new(),
             runs: (4, 4),
         };
         let two = Record {
@@ -204,6 +211,7 @@ mod tests {
             plain_seconds: 0.5,
             identical: Some(false),
             slots: vec![(0, 2), (1, 2)],
+            survivals: Vec::new(),
             runs: (1, 4),
         };
         [one, two, Record { identical: Some(true), slots: vec![(0, 0); 2], ..Record::default() }]

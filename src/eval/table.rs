@@ -1,5 +1,6 @@
 //! Text table of an evaluation report.
 
+use super::confidence::Confidence;
 use super::stats::{Report, Stats};
 use crate::common::text::percent;
 use std::fmt;
@@ -50,6 +51,9 @@ impl fmt::Display for Report {
         }
         by_position(f, all)?;
         histogram(f, all)?;
+        if let Some(found) = &self.confidence {
+            confidence(f, found)?;
+        }
         categories(f, self)
     }
 }
@@ -68,6 +72,24 @@ fn histogram(f: &mut fmt::Formatter<'_>, all: &Stats) -> fmt::Result {
     for (tokens, &steps) in all.tokens_per_step.iter().enumerate() {
         let bar = "█".repeat((steps as f64 / most * BAR).round() as usize);
         writeln!(f, "{}", format!("  {:>6}   {steps:>5}  {bar}", tokens + 1).trim_end())?;
+    }
+    Ok(())
+}
+
+fn confidence(f: &mut fmt::Formatter<'_>, found: &Confidence) -> fmt::Result {
+    writeln!(f, "\n  confidence: mean distance of predicted and measured survival {}", two(found.calibration_error))?;
+    writeln!(f, "  predicted survival   tokens   accepted      cut below   verified per step   acceptance")?;
+    for (bin, cut) in found.calibration.iter().zip(&found.cuts) {
+        writeln!(
+            f,
+            "  {:>18}   {:>6}   {:>8}   {:>12}   {:>17}   {:>10}",
+            fraction(bin.predicted),
+            bin.tokens,
+            fraction(bin.accepted),
+            format!("{:.1}", cut.threshold),
+            two(cut.verified),
+            two(cut.acceptance)
+        )?;
     }
     Ok(())
 }

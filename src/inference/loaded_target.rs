@@ -59,6 +59,7 @@ impl LoadedTarget {
             temperature,
             stop: self.stop.clone(),
             seed,
+            min_survival: 0.0,
         })
     }
 

@@ -30,6 +30,8 @@ pub struct Settings {
     pub stop: Vec<u32>,
     /// Seed of the sampler.
     pub seed: u64,
+    /// Least survival of a drafted token that is verified, as the confidence head predicts it; 0 verifies every token.
+    pub min_survival: f64,
 }
 
 /// Result of one verification by the target.
@@ -44,11 +46,13 @@ pub struct Step {
 }
 
 /// Response to one prompt.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Response {
     /// Tokens including a stop token. The first one comes from the forward over the prompt and belongs to no step.
     pub tokens: Vec<u32>,
     pub steps: Vec<Step>,
+    /// Predicted survival of the verified tokens of each step; without a confidence head, each list is empty.
+    pub survivals: Vec<Vec<f64>>,
 }
 
 /// Answers all prompts in turn, one step of each at a time. Each answer is the same as for its prompt alone.

@@ -52,7 +52,7 @@ impl<'a, D: Proposer> Session<'a, D> {
             Some(drafter) => Some(Draft { drafter, cache: drafter.begin()?, context: seen.taps }),
             None => None,
         };
-        let response = Response { tokens: first, steps: Vec::new() };
+        let response = Response { tokens: first, ..Response::default() };
         let mut session = Session { target, settings, cache, draft, sampler, response, done: false };
         session.done = session.ended();
         Ok(session)
@@ -71,8 +71,10 @@ impl<'a, D: Proposer> Session<'a, D> {
                 let limit = remaining.saturating_sub(1);
                 let sampler = &mut self.sampler;
                 let mut draw = |logits: &Tensor| sampler.choose(logits);
-                let Proposal { tokens, logits, .. } =
-                    draft.drafter.propose(&mut draft.cache, &draft.context, last, limit, &mut draw)?;
+                let proposal = draft.drafter.propose(&mut draft.cache, &draft.context, last, limit, &mut draw)?;
+                let proposal = proposal.cut(self.settings.min_survival)?;
+                self.response.survivals.push(proposal.survival());
+                let Proposal { tokens, logits, .. } = proposal;
                 (Some(logits), tokens)
             }
             None => (None, Vec::new()),

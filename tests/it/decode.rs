@@ -12,7 +12,7 @@ use draftmill::model::drafter::Drafter;
 use tch::Tensor;
 
 fn settings(max_new_tokens: usize) -> Settings {
-    Settings { max_new_tokens, temperature: 0.0, stop: Vec::new(), seed: 7 }
+    Settings { max_new_tokens, temperature: 0.0, stop: Vec::new(), seed: 7, min_survival: 0.0 }
 }
 
 fn one<D: Proposer>(world: &World, drafter: &D, prompt: &[u32], settings: &Settings) -> Response {

@@ -58,7 +58,7 @@ impl Scene {
         fs::write(path, config.to_string()).unwrap();
     }
 
-    fn eval(&self, more: &[&str]) -> Output {
+    pub fn eval(&self, more: &[&str]) -> Output {
         let mut run = Command::new(env!("CARGO_BIN_EXE_draftmill"));
         run.current_dir(&self.0).args(["eval", "--target", "target", "--draft", "draft", "--prompts", "prompts.jsonl"]);
         run.env("OMP_NUM_THREADS", "1").args(["--max-new-tokens", "24"]).args(more).output().unwrap()

@@ -1,5 +1,6 @@
 //! Draft heads and losses through the binary: training, resume, evaluation, export, import.
 
+use crate::eval::Scene;
 use crate::train::{Run, text};
 use serde_json::Value;
 use std::path::Path;
@@ -105,6 +106,37 @@ fn dspark_goes_through_both_layouts_and_starts_a_run() {
         all[at.min(all.len() - 1)]["held_out"]["loss"].as_f64().unwrap()
     };
     assert!(loss(&on, 0) < loss(&run, 0), "{} and {}", loss(&on, 0), loss(&run, 0));
+}
+
+/// `eval` compares the predictions of the confidence head with the acceptance. A cut by them verifies fewer tokens and
+/// leaves the output as it is.
+#[test]
+fn the_confidence_head_is_compared_with_acceptance_and_cuts_blocks() {
+    let run = trained(&["drafter.head=dspark"]);
+    let scene = Scene::new();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(run.dir().join("export").join(name), scene.path("draft").join(name)).unwrap();
+    }
+    let report = |more: &[&str]| -> Value {
+        let output = scene.eval(&[&["--json"], more].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let verified = |report: &Value, cut: usize| report["confidence"]["cuts"][cut]["verified"].as_f64().unwrap();
+    let whole = report(&[]);
+    let bins = whole["confidence"]["calibration"].as_array().unwrap();
+    let tokens: f64 = bins.iter().map(|bin| bin["tokens"].as_f64().unwrap()).sum();
+    assert!((tokens / whole["steps"].as_f64().unwrap() - verified(&whole, 0)).abs() < 1e-9, "{whole}");
+    assert!(verified(&whole, 0) > 3.0, "{whole}");
+    let highest = bins.iter().filter_map(|bin| bin["predicted"].as_f64()).fold(0.0, f64::max);
+    let cut = report(&["--min-survival", &format!("{:.3}", highest / 2.0)]);
+    assert!(verified(&cut, 0) < verified(&whole, 0), "{cut}");
+    assert_eq!((&cut["greedy_identical"], &cut["tokens"]), (&true.into(), &whole["tokens"]));
+    let table = scene.eval(&["--limit", "1"]);
+    assert!(text(&table).contains("confidence: mean distance"), "{}", text(&table));
+    let nonsense = scene.eval(&["--min-survival", "1.5"]);
+    assert_eq!(nonsense.status.code(), Some(2), "{}", text(&nonsense));
+    assert!(text(&nonsense).contains("write a number from 0 to 1, such as 0.5"), "{}", text(&nonsense));
 }
 
 /// DFlash 2 trains with both treatments of a missing label, and its export serves as it was trained.

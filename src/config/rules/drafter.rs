@@ -64,12 +64,6 @@ impl Audit<'_> {
             "is out of range",
             "choose a number of at least 0, such as 1",
         );
-        self.require(
-            drafter.init_method == InitMethod::Random || drafter.head == Head::Dflash,
-            "drafter.init_method",
-            "the least-squares fit is made for the slots of DFlash",
-            "choose \"random\", or drafter.head = \"dflash\"",
-        );
         let kinds = drafter.layer_types.given().map_or(&[][..], Vec::as_slice);
         self.require(
             kinds.is_empty() || kinds.len() == drafter.layers as usize,

@@ -54,7 +54,7 @@ fn check(world: &World, prompts: &[Vec<u32>], settings: &Settings, places: usize
 }
 
 fn settings(max_new_tokens: usize, temperature: f64, stop: Vec<u32>) -> Settings {
-    Settings { max_new_tokens, temperature, stop, seed: 7 }
+    Settings { max_new_tokens, temperature, stop, seed: 7, min_survival: 0.0 }
 }
 
 #[test]

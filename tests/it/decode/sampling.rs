@@ -8,7 +8,7 @@ use draftmill::model::batch::Rows;
 use tch::{Kind, Tensor};
 
 fn settings(temperature: f64, seed: u64) -> Settings {
-    Settings { max_new_tokens: 4, temperature, stop: Vec::new(), seed }
+    Settings { max_new_tokens: 4, temperature, stop: Vec::new(), seed, min_survival: 0.0 }
 }
 
 /// Returns the statistic and its degrees of freedom; cells with an expectation below five are merged.
@@ -65,11 +65,16 @@ fn a_token_that_was_drafted_and_verified_has_the_targets_distribution() {
 #[test]
 fn whole_responses_have_the_targets_distribution() {
     for head in super::scene::heads() {
-        responses_have_the_targets_distribution(head);
+        let drafted = responses_have_the_targets_distribution(head, 0.0);
+        if matches!(head, HeadConfig::Dspark(config) if config.confidence.is_some()) {
+            let cut = responses_have_the_targets_distribution(head, 0.4);
+            assert!(cut > drafted / 10 && cut < drafted * 9 / 10, "{head:?}: {cut} of {drafted} tokens are verified");
+        }
     }
 }
 
-fn responses_have_the_targets_distribution(head: HeadConfig) {
+/// Returns the number of verified tokens.
+fn responses_have_the_targets_distribution(head: HeadConfig, min_survival: f64) -> usize {
     let world = World::random(41, 5);
     let drafter = world.drafter_with(head, 3 - usize::from(head.predicts_from_anchor()), false, 4);
     let prompt = vec![1, 3, 0];
@@ -85,12 +90,14 @@ fn responses_have_the_targets_distribution(head: HeadConfig) {
     }
     assert!((expected.iter().sum::<f64>() - 1.0).abs() < 1e-4);
     let (mut found, mut accepted, mut drafted) = (vec![0u32; 25], 0, 0);
-    for said in speculative(&world.target, &drafter, &vec![prompt; 800], &settings(temperature, 9)).unwrap() {
+    let settings = Settings { min_survival, ..settings(temperature, 9) };
+    for said in speculative(&world.target, &drafter, &vec![prompt; 800], &settings).unwrap() {
         let cell = said.tokens[1..3].iter().fold(0, |cell, &id| cell * 5 + id as usize);
         found[cell] += 1;
         accepted += said.steps.iter().map(|step| step.accepted).sum::<usize>();
         drafted += said.steps.iter().map(|step| step.drafted).sum::<usize>();
     }
     assert!(accepted > drafted / 10 && accepted < drafted * 9 / 10, "both ways are taken: {accepted} of {drafted}");
-    fits(&format!("responses of {head:?}"), &found, &expected);
+    fits(&format!("responses of {head:?} cut at {min_survival}"), &found, &expected);
+    drafted
 }

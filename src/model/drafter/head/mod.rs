@@ -84,8 +84,35 @@ pub struct Proposal {
     pub tokens: Vec<u32>,
     /// Logits that each token was drawn from, `[tokens, vocab]`.
     pub logits: Tensor,
-    /// Predicted acceptance of each token, if the head has a confidence head.
+    /// Predicted acceptance of each token after accepted ones, if the head has a confidence head.
     pub confidence: Option<Vec<f64>>,
+}
+
+impl Proposal {
+    /// Predicted probability that each token and all before it are accepted; empty without a confidence head.
+    pub fn survival(&self) -> Vec<f64> {
+        let product = |all: &mut f64, &own: &f64| {
+            *all *= own;
+            Some(*all)
+        };
+        self.confidence.iter().flatten().scan(1.0, product).collect()
+    }
+
+    /// Drops the tokens from the first one on whose survival is below `least`. The survival of a token depends on the tokens
+    /// before it only, so sampled output keeps the target's distribution.
+    ///
+    /// # Errors
+    /// Returns an error if libtorch fails.
+    pub fn cut(mut self, least: f64) -> Result<Proposal, ModelError> {
+        if let Some(kept) = self.survival().iter().position(|&survival| survival < least) {
+            self.tokens.truncate(kept);
+            self.logits = self.logits.f_narrow(0, 0, kept as i64)?;
+            if let Some(confidence) = &mut self.confidence {
+                confidence.truncate(kept);
+            }
+        }
+        Ok(self)
+    }
 }
 
 /// Function that draws a token from each row of `logits [rows, vocab]`.
