@@ -5,7 +5,7 @@
 //! two threads; `--device cuda:0` and `--dtype bf16` change it. `--attention kernel` or `plain` replaces the device's
 //! default for attention to the context.
 //! `--labels data,16,all` runs a step with each of these labels in turn, from the same anchors, and prints a line for
-//! each; the peak is then the maximum of all.
+//! each; the peak is then the maximum of all. `--head dspark` or `dflash2` trains another head with its default loss.
 
 use crate::{
     machine::{Failed, Outcome},
@@ -13,12 +13,15 @@ use crate::{
     widths::{Widths, widths},
 };
 use draftmill::{
-    config::TopK,
-    hf::draft::DraftConfig,
+    config::{CeLabel, LossTerms, TopK},
+    hf::{
+        draft::DraftConfig,
+        head::{ConfidenceInput, Dflash2Config, DsparkConfig, HeadConfig, MarkovKind},
+    },
     model::{
         adamw::{AdamW, Hyper},
         batch::{Packed, TargetLabels, TopKLabels},
-        drafter::{AttentionBackend, DraftOptions, Drafter, Shared, anchors::Anchors},
+        drafter::{AttentionBackend, DraftOptions, Drafter, Shared, anchors::Anchors, head::LossOptions},
         loss::{head_loss::Tile, weighting::Weighting},
         params::init_params,
     },
@@ -34,6 +37,11 @@ const DATA: &str = "data";
 pub const SEED: u64 = 1;
 /// Number of libtorch threads.
 pub const THREADS: i32 = 2;
+
+/// Published rank of Markov head and selector.
+const RANK: usize = 256;
+
+type Head = (HeadConfig, LossOptions);
 
 /// Options of the measurement; every field is an option of the same name.
 pub struct Shape {
@@ -51,6 +59,7 @@ pub struct Shape {
     attention: AttentionBackend,
     /// `None` selects labels from the data.
     labels: Vec<Option<TopK>>,
+    head: Head,
 }
 
 /// Micro-batch of random features.
@@ -89,12 +98,38 @@ pub fn shape(arguments: &[&str]) -> Outcome<Shape> {
             other => return Err(format!("--attention is kernel or plain, not {other}")),
         },
         labels: given.word("labels", DATA).split(',').map(labels).collect::<Outcome<_>>()?,
+        head: head(given.word("head", "dflash"))?,
     };
     given.done().map(|()| shape)
 }
 
 fn labels(text: &str) -> Outcome<Option<TopK>> {
     if text == DATA { Ok(None) } else { text.parse().map(Some) }
+}
+
+/// A head with the published settings, and its default loss.
+fn head(name: &str) -> Outcome<Head> {
+    match name {
+        "dflash" => Ok((HeadConfig::Dflash, LossOptions::default())),
+        "dspark" => Ok((
+            HeadConfig::Dspark(DsparkConfig {
+                markov: MarkovKind::Vanilla,
+                rank: RANK,
+                confidence: Some(ConfidenceInput::HiddenAndMarkov),
+            }),
+            LossOptions { terms: LossTerms::DSPARK, ce_label: CeLabel::Data, ..LossOptions::default() },
+        )),
+        "dflash2" => Ok((
+            HeadConfig::Dflash2(Dflash2Config {
+                conv_taps: 2,
+                conv_group: 16,
+                selector_rank: RANK,
+                selector_top_k: 16,
+            }),
+            LossOptions::default(),
+        )),
+        other => Err(format!("--head is dflash, dspark or dflash2, not {other}")),
+    }
 }
 
 pub fn config(shape: &Shape) -> DraftConfig {
@@ -165,8 +200,10 @@ pub fn run(arguments: &[&str]) -> Outcome<()> {
     let shape = &shape(arguments)?;
     tch::set_num_threads(THREADS);
     tch::manual_seed(SEED as i64);
-    let config = config(shape);
+    let (head, loss) = shape.head;
+    let config = DraftConfig { head, ..config(shape) };
     let options = DraftOptions {
+        loss,
         tile: shape.tile,
         group_slots: shape.group_slots,
         attention: shape.attention,

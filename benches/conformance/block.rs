@@ -10,7 +10,8 @@ use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 /// Drafts, in f32 on the CPU, the block behind `prompt` and the target's next token. Writes `ids`, `anchor`, the taps
-/// `context [tokens, taps * hidden]` and `logits [block_size - 1, vocab]`. Returns the number of slots.
+/// `context [tokens, taps * hidden]`, the drafted `tokens`, the `logits [tokens, vocab]` that they were drawn from, and the
+/// `confidence` of each, if the head has one. Returns the number of drafted tokens.
 ///
 /// # Errors
 /// A model that cannot be loaded, an empty prompt, or a file that cannot be written.
@@ -29,7 +30,7 @@ pub fn dump_block(target: &Path, draft: &Path, prompt: &[u32], out: &Path) -> Re
     let last = loaded.target.logits(&seen.normed.f_narrow(0, ids.len() as i64 - 1, 1)?)?;
     let anchor = last.f_argmax(-1, false)?.f_int64_value(&[0])?;
     let mut draw = |logits: &Tensor| most_likely(logits);
-    let logits = drafter.propose(&mut drafter.begin()?, &seen.taps, anchor as u32, usize::MAX, &mut draw)?.logits;
+    let proposal = drafter.propose(&mut drafter.begin()?, &seen.taps, anchor as u32, usize::MAX, &mut draw)?;
     // Ids are exact in f32 up to 2^24, far above any vocabulary.
     let list =
         |name: &str, values: Vec<f32>| NamedTensor { name: name.into(), shape: vec![values.len()], data: values };
@@ -37,13 +38,18 @@ pub fn dump_block(target: &Path, draft: &Path, prompt: &[u32], out: &Path) -> Re
         let shape = x.size().iter().map(|&n| n as usize).collect();
         Ok(NamedTensor { name: name.into(), shape, data: Vec::try_from(x.f_contiguous()?.f_view([-1])?)? })
     };
-    let tensors = [
-        list("ids", prompt.iter().map(|&id| id as f32).collect()),
+    let as_f32 = |ids: &[u32]| ids.iter().map(|&id| id as f32).collect();
+    let mut tensors = vec![
+        list("ids", as_f32(prompt)),
+        list("tokens", as_f32(&proposal.tokens)),
         list("anchor", vec![anchor as f32]),
         table("context", &seen.taps)?,
-        table("logits", &logits)?,
+        table("logits", &proposal.logits)?,
     ];
+    if let Some(confidence) = proposal.confidence {
+        tensors.push(list("confidence", confidence.into_iter().map(|value| value as f32).collect()));
+    }
     let written = checkpoint::write_tensors(out, &tensors, f32::to_le_bytes, safetensors::Dtype::F32);
     written.map_err(|error| ModelError::Input(format!("{} cannot be written: {error}", out.display())))?;
-    Ok(logits.size()[0] as usize)
+    Ok(proposal.tokens.len())
 }

@@ -32,6 +32,9 @@ STEPS = {
     "2x512x2": dict(rows=2, anchors=512, layers=2, default=2.0, best=None),
     "4x128x4": dict(rows=4, anchors=128, layers=4, default=2.5, best=None),
 }
+# Peers that train each of the other heads. Labels are the target's whole distribution, which their default losses need.
+HEAD_PEERS = {"dspark": ["specforge", "speculators"], "dflash2": ["speculators"]}
+HEAD_STEPS = ["2x64x2", "4x128x4"]
 RAGGED, EQUAL = "256,230,198,160,121,90,64,37", ",".join(["256"] * 8)
 
 
@@ -129,6 +132,26 @@ def steps(args, python, program, table, details):
     )
 
 
+def heads(args, python, program, table, details):
+    """Compares our training step of DSpark and DFlash 2 with SpecForge's and speculators', and with our own of DFlash."""
+    for head, peers in HEAD_PEERS.items():
+        for name in HEAD_STEPS:
+            shape = STEPS[name]
+            options = [f"--{key}={shape[key]}" for key in ("rows", "anchors", "layers")] + [f"--steps={args.steps}"]
+            split = [word for option in options for word in option.split("=")]
+            step = lambda head: [program, "--step", "--labels", "all", "--head", head, *split]
+            sides = {"ours": step(head), "dflash": step("dflash")}
+            sides.update({peer: [python, HERE / "measure.py", peer, "--head", head, *options] for peer in peers})
+            say(f"training step of {head} {name}")
+            details[f"{head} {name}"] = runs = in_turns(args.pairs, sides)
+            note = ", ".join(f"{side} {median([run['seconds'] for run in runs[side]]):.2f} s" for side in runs)
+            for peer in peers:
+                table.row(f"{head}_vs_{peer} {name}", ratio(runs, peer), at_least=2.0, note=note)
+                memory = 1 / ratio(runs, peer, "peak_over_weights")
+                table.row(f"{head}_memory_vs_{peer} {name}", memory, at_most=0.5, note="peak over the weights, ours to theirs")
+            table.row(f"{head}_vs_our_dflash {name}", 1 / ratio(runs, "dflash"), at_most=1.15)
+
+
 def extraction(args, python, program, table, details):
     """Compares our extraction with transformers' forward with all hidden states and logits."""
     model = cache_dir() / "peers-1" / "target"
@@ -195,7 +218,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", choices=["steps", "extraction", "pipeline", "growth"])
+    parser.add_argument("--only", choices=["steps", "heads", "extraction", "pipeline", "growth"])
     beside = ROOT.parent / "shared" / "reference" / "prototype.py"
     parser.add_argument("--prototype", default=beside if beside.exists() else None)
     args = parser.parse_args()
@@ -204,6 +227,8 @@ def main():
     wanted = lambda name: args.only in (None, name)
     if wanted("steps"):
         steps(args, python, program, table, details)
+    if wanted("heads"):
+        heads(args, python, program, table, details)
     if wanted("extraction"):
         extraction(args, python, program, table, details)
     if wanted("pipeline"):

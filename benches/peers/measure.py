@@ -1,7 +1,7 @@
 """One trainer's step, or one target's forward, alone in this process; prints one line of JSON like `dispatch --step` does.
 
-    python measure.py specforge    --rows 2 --anchors 64 --layers 2 [--chunk-blocks 128]
-    python measure.py speculators  --rows 2 --anchors 64 --layers 2
+    python measure.py specforge    --rows 2 --anchors 64 --layers 2 [--chunk-blocks 128] [--head dspark]
+    python measure.py speculators  --rows 2 --anchors 64 --layers 2 [--head dspark]
     python measure.py prototype    --rows 2 --anchors 64 --layers 2 --module FILE.py
     python measure.py transformers --model DIR --lengths 256,230,... [--padded]
 
@@ -16,6 +16,8 @@ import time
 
 import torch
 
+# Published rank of Markov head and selector.
+RANK = 256
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCK = 576, 9, 3, 64, 1536, 16
 TAPS, TARGET_LAYERS, PROMPT, GAMMA = [1, 7, 14, 20, 27], 30, 64, 7.0
 
@@ -70,27 +72,36 @@ def data(args):
 
 
 def specforge(args):
-    from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
+    from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel, OnlineDSparkModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
+    from specforge.modeling.draft.dspark import DSparkDraftModel
     from specforge.optimizer import BF16Optimizer
 
     config = qwen3(args.layers, args.vocab)
     config.block_size, config.num_target_layers = BLOCK, TARGET_LAYERS
     config.dflash_config = {"target_layer_ids": TAPS, "mask_token_id": args.vocab - 1}
-    draft = DFlashDraftModel(config).float().train()
+    draft_model, online_model = DFlashDraftModel, OnlineDFlashModel
+    if args.head == "dspark":
+        draft_model, online_model = DSparkDraftModel, OnlineDSparkModel
+        config.dflash_config.update(
+            markov_rank=RANK, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True
+        )
+    draft = draft_model(config).float().train()
     head, embedding = torch.nn.Linear(HIDDEN, args.vocab, bias=False), torch.nn.Embedding(args.vocab, HIDDEN)
     for frozen in (head, embedding):
         frozen.requires_grad_(False)
         torch.nn.init.normal_(frozen.weight, std=0.02)
-    model = OnlineDFlashModel(
+    model = online_model(
         draft, head, embedding, args.vocab - 1, BLOCK, attention_backend="sdpa", num_anchors=args.anchors,
         loss_decay_gamma=GAMMA, objective_chunk_blocks=args.chunk_blocks,
     )
     optimizer = BF16Optimizer(draft, lr=1e-4, max_grad_norm=1.0, total_steps=1000)
     ids, hidden, loss_mask = data(args)
 
+    states = (torch.randn(args.rows, args.length, HIDDEN),) if args.head == "dspark" else ()
+
     def step():
-        loss, _, _ = model(ids, hidden, loss_mask)
+        loss, _, _ = model(ids, hidden, loss_mask, *states)
         loss.backward()
         optimizer.step()
 
@@ -100,20 +111,25 @@ def specforge(args):
 def speculators(args):
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
-    from speculators.models.dflash import DFlashSpeculatorConfig
-    from speculators.models.dflash.core import DFlashDraftModel
+    from speculators.models import dflash, dflash2, dspark
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
-    config = DFlashSpeculatorConfig(
+    config_of, draft_of, settings, losses = {
+        "dflash": (dflash.DFlashSpeculatorConfig, dflash.DFlashDraftModel, {}, "ce"),
+        "dspark": (dspark.DSparkSpeculatorConfig, dspark.DSparkDraftModel, {"markov_rank": RANK}, '{"ce": 0.1, "tv": 1.8}'),
+        "dflash2": (dflash2.DFlash2SpeculatorConfig, dflash2.DFlash2DraftModel, {"selector_rank": RANK}, "kl_div"),
+    }[args.head]
+    config = config_of(
+        **settings,
         transformer_layer_config=qwen3(args.layers, args.vocab), draft_vocab_size=args.vocab, block_size=BLOCK,
         aux_hidden_state_layer_ids=TAPS, mask_token_id=args.vocab - 1,
         speculators_config=SpeculatorsConfig(
-            algorithm="dflash", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)],
+            algorithm=args.head, proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)],
             default_proposal_method="greedy", verifier=verifier,
         ),
     )
-    model = DFlashDraftModel(config=config).float().train()
+    model = draft_of(config=config).float().train()
     for frozen in (model.lm_head, model.verifier_lm_head, model.embed_tokens):
         torch.nn.init.normal_(frozen.weight, std=0.02)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -123,12 +139,13 @@ def speculators(args):
     documents = torch.arange(args.rows).repeat_interleave(args.length)[None]
     positions = torch.arange(args.length).repeat(args.rows)[None]
     last = torch.randn(1, args.rows * args.length, HIDDEN)
-    loss_config = resolve_loss_config("ce", "eager")
+    loss_config = resolve_loss_config(losses, "eager")
+    more = {} if args.head == "dflash" else {"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]}
 
     def step():
         _, loss, _ = model(
             flat(hidden), flat(ids), flat(loss_mask), last, documents, positions, loss_config=loss_config, gamma=GAMMA,
-            max_anchors=args.rows * args.anchors,
+            max_anchors=args.rows * args.anchors, **more,
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -212,6 +229,7 @@ def main():
     for name, default in [("rows", 2), ("length", 512), ("anchors", 64), ("layers", 2), ("vocab", 49152), ("steps", 5),
                           ("chunk-blocks", 128)]:
         parser.add_argument("--" + name, type=int, default=default)
+    parser.add_argument("--head", choices=["dflash", "dspark", "dflash2"], default="dflash")
     parser.add_argument("--model")
     parser.add_argument("--module")
     parser.add_argument("--lengths")

@@ -83,7 +83,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         done += 1;
         let produced: usize = record.steps.iter().map(|step| step.produced).sum();
         output::note(&format!(
-            "response {done} of {}: {} in {}",
+            "response {done} to {}: {} in {}",
             counted(count as u64, "prompt"),
             counted(produced as u64, "token"),
             counted(record.steps.len() as u64, "step")
