@@ -54,13 +54,15 @@ def main():
         (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
         for layout in LAYOUTS:
             run(args.mill, "export", "--run", args.run, "--target", target, "--out", folder / layout, "--format", layout, "--dtype", "f32")
-        size = json.loads((folder / "zlab" / "config.json").read_text())["block_size"]
+        config = json.loads((folder / "zlab" / "config.json").read_text())
+        size, dspark = config["block_size"], config["architectures"] == ["Qwen3DSparkModel"]
         evaluated = run(args.mill, "eval", "--target", target, "--draft", folder / "zlab", "--prompts", folder / "prompts.jsonl",
                         "--max-new-tokens", args.tokens, "--json")
         ours = {one["category"]: (one["tokens"], one["steps"]) for one in json.loads(evaluated)["categories"]}
         theirs = {}
         for layout in LAYOUTS:
-            with served(home, target, folder / layout, size - 1, args.threads) as url:
+            speculative = {"method": "dspark" if dspark else "dflash", "num_speculative_tokens": size - (not dspark)}
+            with served(home, target, folder / layout, speculative, args.threads) as url:
                 theirs[layout] = {prompt["category"]: respond(url, prompt["messages"], args.tokens) for prompt in prompts}
     same = report(ours, theirs, size)
     sys.exit(0 if same else 1)
@@ -74,15 +76,14 @@ def run(command, *arguments):
 
 
 @contextlib.contextmanager
-def served(home, target, draft, tokens, threads):
+def served(home, target, draft, speculative, threads):
     """Serves a target with a drafter; gives the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    speculative = {"method": "dflash", "model": str(draft), "num_speculative_tokens": tokens}
     command = [home / "bin" / "vllm", "serve", target.absolute(), "--served-model-name", "target", "--host", "127.0.0.1", "--port", port]
     command += ["--dtype", "float32", "--max-model-len", MODEL_LENGTH, "--enforce-eager", "--no-enable-prefix-caching"]
-    command += ["--speculative-config", json.dumps(speculative)]
+    command += ["--speculative-config", json.dumps({**speculative, "model": str(draft)})]
     env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # vLLM pins its threads to cores by default, which is 30 times slower if other processes use these.
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}

@@ -20,19 +20,20 @@ pub struct ServeCommands {
 impl ServeCommands {
     /// Commands for the export in `dir` with the target in `target`.
     pub fn new(dir: &Path, target: &Path, layout: Layout, draft: &DraftConfig) -> ServeCommands {
-        let head = &draft.head;
         let (folder, target) = (dir.display().to_string(), shell_word(&target.display().to_string()));
+        // Both engines know DFlash 2 as DFlash, and find its head by the architecture in config.json.
+        let (method, algorithm, more) = match draft.head {
+            HeadConfig::Dspark(_) => {
+                ("dspark", "DSPARK", format!(" --speculative-dspark-block-size {}", draft.block_size))
+            }
+            HeadConfig::Dflash | HeadConfig::Dflash2(_) => ("dflash", "DFLASH", String::new()),
+        };
         // Written by hand for the order of the keys; the folder is the only value that needs an escape.
         let speculative = format!(
-            r#"{{"method": "{}", "model": {}, "num_speculative_tokens": {}}}"#,
-            head.name(),
+            r#"{{"method": "{method}", "model": {}, "num_speculative_tokens": {}}}"#,
             serde_json::Value::from(folder.as_str()),
             draft.proposed_tokens()
         );
-        let (algorithm, more) = match head {
-            HeadConfig::Dspark(_) => ("DSPARK", format!(" --speculative-dspark-block-size {}", draft.block_size)),
-            HeadConfig::Dflash | HeadConfig::Dflash2(_) => ("DFLASH", String::new()),
-        };
         let sglang = format!(
             "python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
              --speculative-draft-model-path {}{more}",
@@ -56,7 +57,7 @@ mod tests {
     use super::*;
     use crate::hf::{
         config::TargetConfig,
-        head::{DsparkConfig, MarkovKind},
+        head::{Dflash2Config, DsparkConfig, MarkovKind},
     };
 
     fn draft(head: HeadConfig, block_size: usize) -> DraftConfig {
@@ -79,6 +80,16 @@ mod tests {
             sglang.contains("--speculative-algorithm DSPARK") && sglang.ends_with("-dspark-block-size 7"),
             "{sglang}"
         );
+    }
+
+    /// vLLM 0.32 refuses "dflash2" as a method.
+    #[test]
+    fn dflash2_is_served_by_the_method_of_dflash() {
+        let config = Dflash2Config { conv_taps: 2, conv_group: 8, selector_rank: 8, selector_top_k: 4 };
+        let draft = draft(HeadConfig::Dflash2(config), 8);
+        let commands = ServeCommands::new(Path::new("e"), Path::new("t"), Layout::Zlab, &draft);
+        assert!(commands.vllm.contains(r#"{"method": "dflash", "model": "e", "num_speculative_tokens": 7}"#));
+        assert!(commands.sglang.unwrap().contains("--speculative-algorithm DFLASH "));
     }
 
     /// vllm#56692's thread and Draftmill's own trial: without the method vLLM 0.32 accepted 0 of 1008 drafted tokens and said

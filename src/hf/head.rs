@@ -94,7 +94,7 @@ impl MarkovKind {
 }
 
 impl HeadConfig {
-    /// Name of the head, as in `drafter.head`, in vLLM's `method` and in speculators' `speculators_model_type`.
+    /// Name of the head, as in `drafter.head` and in speculators' `speculators_model_type`.
     pub fn name(&self) -> &'static str {
         match self {
             HeadConfig::Dflash => "dflash",

@@ -1,6 +1,6 @@
 //! Shipped configurations, and the texts that are generated from the types.
 
-use draftmill::config::{self, FIELDS, Wire};
+use draftmill::config::{self, Config, FIELDS, Head, Wire};
 use std::path::{Path, PathBuf};
 
 fn configs() -> PathBuf {
@@ -49,13 +49,29 @@ fn every_shipped_configuration_resolves() {
     seen.sort();
     assert_eq!(
         seen,
-        ["demo-long.toml", "demo.toml", "example.toml", "qwen3-8b-8gpu.toml", "sim-8gpu.toml", "smoke.toml"]
+        [
+            "demo-long.toml",
+            "demo.toml",
+            "example.toml",
+            "qwen3-8b-8gpu.toml",
+            "qwen3-8b-dflash2.toml",
+            "qwen3-8b-dspark.toml",
+            "sim-8gpu.toml",
+            "smoke.toml"
+        ]
     );
 }
 
 #[test]
 fn eight_gpus_are_five_targets_and_three_drafters() {
-    let config = config::load(Some(&configs().join("qwen3-8b-8gpu.toml")), &[]).unwrap().config;
+    for (name, head) in [("8gpu", Head::Dflash), ("dspark", Head::Dspark), ("dflash2", Head::Dflash2)] {
+        let path = configs().join(format!("qwen3-8b-{name}.toml"));
+        eight_devices(&config::load(Some(&path), &[]).unwrap().config, head);
+    }
+}
+
+fn eight_devices(config: &Config, head: Head) {
+    assert_eq!(config.drafter.head, head);
     assert_eq!((config.target.devices.len(), config.drafter.devices.len()), (5, 3));
     let mut devices: Vec<_> = config.target.devices.iter().chain(&config.drafter.devices).collect();
     devices.sort();
