@@ -85,6 +85,7 @@ impl Widths {
             max_position_embeddings: 8192,
             layer_types: vec![LayerType::Full; layers],
             sliding_window: None,
+            sliding_causal: true,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
             pad_token_id: None,

@@ -51,6 +51,9 @@ pub fn start_from(folder: &Path, written: &Written, shape: &DraftConfig) -> Resu
     if let (Some(window), true) = (init.sliding_window, init.sliding_window != shape.sliding_window) {
         sets.push(format!("drafter.sliding_window = {window}"));
     }
+    if init.slides() && init.sliding_causal != shape.sliding_causal {
+        sets.push(format!("drafter.sliding_causal = {}", init.sliding_causal));
+    }
     if init.target_layer_ids != shape.target_layer_ids {
         sets.push(format!("target.layer_ids = {:?}", init.target_layer_ids));
     }

@@ -8,7 +8,7 @@ use super::{
     rules::broken_rules,
     values::{
         CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels, LayerAttention,
-        LeadingAssistant, MarkovHead, MissingLabel, Overlong, SlotWeights, TopK, UnknownRole,
+        LeadingAssistant, MarkovHead, MissingLabel, Overlong, SlotWeights, TopK, UnknownRole, WindowStart,
     },
     wire::{self, Wire},
 };
@@ -114,6 +114,8 @@ pub struct Drafter {
     /// `None`: full attention in all layers.
     pub layer_types: Option<Vec<LayerAttention>>,
     pub sliding_window: u32,
+    pub sliding_causal: bool,
+    pub sliding_start: WindowStart,
     /// With `lk_eta`.
     pub loss: LossTerms,
     pub ce_label: CeLabel,
@@ -253,6 +255,8 @@ pub fn resolve(written: &Written) -> Result<Config, Problems> {
             head,
             layer_types: drafter.layer_types.given().cloned(),
             sliding_window: drafter.sliding_window,
+            sliding_causal: drafter.sliding_causal,
+            sliding_start: drafter.sliding_start,
             loss,
             ce_label,
             confidence_loss_weight: drafter.confidence_loss_weight,

@@ -63,6 +63,7 @@ pub fn draft_config(
         };
         shape.layer_types = kinds.iter().map(kind).collect();
         shape.sliding_window = shape.slides().then_some(drafter.sliding_window as usize);
+        shape.sliding_causal = !shape.slides() || drafter.sliding_causal;
     }
     shape.intermediate_size = or(drafter.intermediate_size, target.intermediate_size);
     shape.num_attention_heads = or(drafter.heads, target.num_attention_heads);

@@ -7,7 +7,7 @@ use super::loss::{LK_ETA, LossTerms};
 use super::values::{
     Auto, ByteSize, CeLabel, Collectives, ConfidenceHead, Dtype, Engine, Head, HiddenFields, InitMethod, Labels,
     LayerAttention, LeadingAssistant, Lengths, Listen, LogFormat, MarkovHead, MissingLabel, MuonScale, OptimizerKind,
-    Overlong, PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole,
+    Overlong, PoolAtShutdown, Schedule, SlotWeights, TimeSpan, TopK, UnknownRole, WindowStart,
 };
 use crate::common::device::Device;
 use draftmill_actors::{planner::plan::JobOrder, pool::DrawPolicy};
@@ -248,6 +248,11 @@ sections! {
         Restart layer_types: Auto<Vec<LayerAttention>> = Auto::Auto;
         /// For sliding layers: positions that a slot sees, its own included.
         Restart sliding_window: u32 = 2048;
+        /// For sliding layers: true = a slot sees the slots before it only, false = all slots of its block.
+        Restart sliding_causal: bool = true;
+        /// For sliding layers in training: "slot" = each slot counts the window from its own position, as engines do, "anchor" =
+        /// all slots see sliding_window positions before the anchor, as speculators trains.
+        Restart sliding_start: WindowStart = WindowStart::Slot;
         /// Slots of a block. With head = "dspark" each predicts a token; otherwise the first one is given.
         Restart block_size: u32 = 16;
         /// Blocks per sample, at random positions that change with every pass. 512 is the value of the DFlash paper.

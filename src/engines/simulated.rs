@@ -149,6 +149,7 @@ pub fn placeholder_draft() -> DraftConfig {
         max_position_embeddings: 2,
         layer_types: vec![LayerType::Full],
         sliding_window: None,
+        sliding_causal: true,
         bos_token_id: None,
         eos_token_ids: Vec::new(),
         pad_token_id: None,

@@ -248,6 +248,7 @@ impl DraftConfig {
             max_position_embeddings: target.max_position_embeddings,
             layer_types: vec![LayerType::Full; num_hidden_layers],
             sliding_window: None,
+            sliding_causal: true,
             bos_token_id: target.bos_token_id,
             eos_token_ids: target.eos_token_ids.clone(),
             pad_token_id: target.pad_token_id,

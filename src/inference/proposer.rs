@@ -7,7 +7,7 @@ use crate::model::drafter::head::{self, Draw, Proposal};
 use crate::model::drafter::layers::Layers;
 use crate::model::ops::{additive_mask, attention};
 use crate::model::target::kv_cache::KvCache;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Interface between decoding and the drafter. Tests implement it with a proposer that is always right.
 pub trait Proposer {
@@ -100,7 +100,10 @@ impl Drafter {
         ids[0] = last.into();
         let ids = Tensor::f_from_slice(&ids)?.f_to(device)?;
         let sliding = match config.sliding_window {
-            Some(window) => Some(sliding_mask(anchor, size, window as i64, (kind, device))?),
+            Some(window) => {
+                let mask = sliding_mask(anchor, size, window as i64, config.sliding_causal, device)?;
+                Some(additive_mask(&mask, kind)?.f_unsqueeze(0)?.f_unsqueeze(0)?)
+            }
             None => None,
         };
 
@@ -125,12 +128,11 @@ impl Drafter {
     }
 }
 
-/// Mask of sliding layers: slot `j` of a block at `anchor` sees context from `anchor + j - (window - 1)` on, and slots
-/// up to `j`.
-fn sliding_mask(anchor: i64, size: i64, window: i64, on: (Kind, tch::Device)) -> Result<Tensor, ModelError> {
-    let key = Tensor::f_arange(anchor + size, (Kind::Int64, on.1))?;
-    let slot = Tensor::f_arange_start(anchor, anchor + size, (Kind::Int64, on.1))?.f_unsqueeze(1)?;
+/// Visible keys of sliding layers, `[size, anchor + size]`: slot `j` of a block at `anchor` sees context from `anchor + j -
+/// (window - 1)` on, and the slots of its block, up to `j` if `causal`.
+fn sliding_mask(anchor: i64, size: i64, window: i64, causal: bool, device: Device) -> Result<Tensor, ModelError> {
+    let key = Tensor::f_arange(anchor + size, (Kind::Int64, device))?;
+    let slot = Tensor::f_arange_start(anchor, anchor + size, (Kind::Int64, device))?.f_unsqueeze(1)?;
     let near = key.f_gt_tensor(&slot.f_sub_scalar(window)?)?.f_logical_or(&key.f_ge(anchor)?)?;
-    let allowed = near.f_logical_and(&key.f_le_tensor(&slot)?)?;
-    Ok(additive_mask(&allowed, on.0)?.f_unsqueeze(0)?.f_unsqueeze(0)?)
+    if causal { Ok(near.f_logical_and(&key.f_le_tensor(&slot)?)?) } else { Ok(near) }
 }

@@ -42,7 +42,8 @@ impl Models {
             )
         });
         if let Some(window) = self.draft.sliding_window {
-            put("drafter.layer_types", format!("{:?}, window {window}", self.draft.layer_types));
+            let block = if self.draft.sliding_causal { "" } else { ", bidirectional" };
+            put("drafter.layer_types", format!("{:?}, window {window}{block}", self.draft.layer_types));
         }
         // Absent for DFlash, as in runs from before there were other heads.
         if self.draft.head != HeadConfig::Dflash {

@@ -130,6 +130,7 @@ fn load_blocking(
             weighting: weighting(config),
             loss: loss_options(config),
             recompute: config.drafter.recompute_layers,
+            window_start: config.drafter.sliding_start,
             ..DraftOptions::new(device)
         };
         let options = DrafterOptions { model, num_anchors: config.drafter.anchors as usize, seed: config.run.seed };

@@ -1,6 +1,6 @@
 //! Shipped configurations, and the texts that are generated from the types.
 
-use draftmill::config::{self, Config, FIELDS, Head, Wire};
+use draftmill::config::{self, Config, FIELDS, Wire};
 use std::path::{Path, PathBuf};
 
 fn configs() -> PathBuf {
@@ -64,14 +64,14 @@ fn every_shipped_configuration_resolves() {
 
 #[test]
 fn eight_gpus_are_five_targets_and_three_drafters() {
-    for (name, head) in [("8gpu", Head::Dflash), ("dspark", Head::Dspark), ("dflash2", Head::Dflash2)] {
+    for (name, head) in [("8gpu", "dflash"), ("dspark", "dspark"), ("dflash2", "dflash2")] {
         let path = configs().join(format!("qwen3-8b-{name}.toml"));
         eight_devices(&config::load(Some(&path), &[]).unwrap().config, head);
     }
 }
 
-fn eight_devices(config: &Config, head: Head) {
-    assert_eq!(config.drafter.head, head);
+fn eight_devices(config: &Config, head: &str) {
+    assert_eq!(config.drafter.head.name(), head);
     assert_eq!((config.target.devices.len(), config.drafter.devices.len()), (5, 3));
     let mut devices: Vec<_> = config.target.devices.iter().chain(&config.drafter.devices).collect();
     devices.sort();

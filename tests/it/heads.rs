@@ -173,6 +173,16 @@ fn sliding_layers_are_trained_and_exported() {
     let refused = Run::new(&[&TAUGHT[..], &[&start]].concat()).train(&[]);
     assert!(text(&refused).contains("drafter.layer_types = [\"full\", \"sliding\"]"), "{}", text(&refused));
     trained(&[&sets[..], &[&start]].concat());
+
+    // The other definitions: bidirectional blocks are part of the shape, the start of the window is not.
+    let other = [&sets[..], &["drafter.sliding_causal=false", "drafter.sliding_start=anchor"]].concat();
+    let run = trained(&other);
+    let export = run.dir().join("export");
+    assert_eq!(self::config(&export)["is_causal"], false);
+    let start = format!("drafter.init_from={}", export.display());
+    let refused = Run::new(&[&TAUGHT[..], &sets, &[&start]].concat()).train(&[]);
+    assert!(text(&refused).contains("drafter.sliding_causal = false"), "{}", text(&refused));
+    trained(&[&other[..], &[&start]].concat());
 }
 
 /// A run that was stopped has the weights of one that was not, bit for bit, and keeps its head and its optimizer.

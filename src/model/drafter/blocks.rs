@@ -1,6 +1,8 @@
 //! Attention layout of a micro-batch's blocks: groups of neighbouring blocks that share a span of the context.
 
+use super::DraftOptions;
 use super::anchors::Anchors;
+use crate::config::WindowStart;
 use crate::hf::draft::{DraftConfig, LayerType};
 use crate::model::ModelError;
 use crate::model::batch::Packed;
@@ -18,6 +20,24 @@ pub struct Blocks {
     full: Vec<AttentionWindow>,
     sliding: Vec<AttentionWindow>,
     sliding_own: Option<Tensor>,
+}
+
+/// Context that a slot of a sliding layer sees.
+#[derive(Clone, Copy, Debug)]
+pub struct Window {
+    /// Number of positions.
+    pub size: i64,
+    pub start: WindowStart,
+}
+
+impl Window {
+    /// First visible position for slot `slot` of a block at `anchor`; may be negative.
+    pub fn first(self, anchor: i64, slot: i64) -> i64 {
+        match self.start {
+            WindowStart::Slot => anchor + slot - (self.size - 1),
+            WindowStart::Anchor => anchor - self.size,
+        }
+    }
 }
 
 /// Group of neighbouring blocks of one row, and the context that they see together.
@@ -51,8 +71,8 @@ pub struct LayerAttention<'a> {
 }
 
 impl Blocks {
-    /// Builds the layout. `group_slots` limits the slots of a group: larger groups give fewer, longer attention calls,
-    /// but more masked scores.
+    /// Builds the layout. `options.group_slots` limits the slots of a group: larger groups give fewer, longer attention
+    /// calls, but more masked scores.
     ///
     /// # Errors
     /// Returns an error if libtorch fails.
@@ -61,14 +81,14 @@ impl Blocks {
         rope: &Rope,
         batch: &Packed<'_>,
         anchors: &Anchors,
-        group_slots: usize,
-        kind: Kind,
+        options: &DraftOptions,
     ) -> Result<Blocks, ModelError> {
         let _no_grad = tch::no_grad_guard();
+        let &DraftOptions { group_slots, kind, window_start, .. } = options;
         let device = batch.hidden.device();
         let size = config.block_size as i64;
         let has = |layer_type| config.layer_types.contains(&layer_type);
-        let window = config.sliding_window.map(|window| window as i64);
+        let window = config.sliding_window.map(|size| Window { size: size as i64, start: window_start });
         let (mut full, mut sliding) = (Vec::new(), Vec::new());
         let (mut context_positions, mut slot_positions) = (Vec::new(), Vec::new());
         for (row, cut) in anchors.rows.iter().zip(anchors.context_lengths()) {
@@ -86,6 +106,7 @@ impl Blocks {
             }
             context_positions.extend(0..cut);
         }
+        let causal = has(LayerType::Sliding) && config.sliding_causal;
         let mut ids = anchors.ids(batch);
         ids.push(config.mask_token_id.into());
         Ok(Blocks {
@@ -94,7 +115,7 @@ impl Blocks {
             ids: Tensor::f_from_slice(&ids)?.f_to_device(device)?,
             full,
             sliding,
-            sliding_own: has(LayerType::Sliding).then(|| own_mask(size, device)).transpose()?,
+            sliding_own: causal.then(|| own_mask(size, device)).transpose()?,
         })
     }
 
@@ -109,21 +130,21 @@ impl Blocks {
 
 impl AttentionWindow {
     /// Builds the window of a group (`docs/dflash.md#attention-mask`). Slot `j` of a block with anchor `a` sees the
-    /// context before `a` and the slots of the same block. On sliding layers it sees context from `a + j - (window - 1)`
-    /// on, and slots up to `j`. Visibility depends on positions only, as blocks overlap (SpecForge#470).
+    /// context before `a` and the slots of the same block. On sliding layers it sees context from `window.first(a, j)` on.
+    /// Visibility depends on positions only, as blocks overlap (SpecForge#470).
     fn new(
         anchors: &[i64],
         size: i64,
-        window: Option<i64>,
+        window: Option<Window>,
         row_start: i64,
         slot: i64,
         device: Device,
     ) -> Result<AttentionWindow, ModelError> {
         let (smallest, largest) = (anchors.first().copied().unwrap_or(0), anchors.last().copied().unwrap_or(0));
-        let from = window.map_or(0, |window| (smallest - (window - 1)).max(0));
+        let from = window.map_or(0, |window| window.first(smallest, 0).max(0));
         let count = anchors.len() as i64;
         // First token that the last slot of the last block sees; the first block sees tokens up to its anchor.
-        let all_from = window.map_or(from, |window| (largest + size - window).max(from));
+        let all_from = window.map_or(from, |window| window.first(largest, size - 1).max(from));
         let unmasked = if all_from < smallest { (all_from, smallest) } else { (from, from) };
         let mut masked = Vec::new();
         for (first, end) in [(from, unmasked.0), (unmasked.1, largest)] {
@@ -135,8 +156,12 @@ impl AttentionWindow {
             let mut mask = position.f_ge_tensor(&anchor)?;
             if let Some(window) = window {
                 let slot_index = Tensor::f_arange(size, (Kind::Int64, device))?.f_reshape([1, size, 1, 1])?;
-                mask =
-                    mask.f_logical_or(&position.f_lt_tensor(&anchor.f_add(&slot_index)?.f_sub_scalar(window - 1)?)?)?;
+                let first = match window.start {
+                    WindowStart::Slot => anchor.f_add(&slot_index)?,
+                    WindowStart::Anchor => anchor,
+                };
+                let first = first.f_add_scalar(window.first(0, 0))?;
+                mask = mask.f_logical_or(&position.f_lt_tensor(&first)?)?;
             }
             masked.push(MaskedSpan { span: Span { start: first - from, len: end - first }, mask });
         }
@@ -169,7 +194,10 @@ mod tests {
         #[test]
         fn visible_tokens_match_the_definition(
             anchors in prop::collection::btree_set(0i64..60, 1..6), size in 1i64..9, window in prop::option::of(1i64..80),
+            from_slot: bool,
         ) {
+            let start = if from_slot { WindowStart::Slot } else { WindowStart::Anchor };
+            let window = window.map(|size| Window { size, start });
             let anchors: Vec<i64> = anchors.into_iter().collect();
             let group = AttentionWindow::new(&anchors, size, window, 1000, 7, Device::Cpu).unwrap();
             let (smallest, largest) = (anchors[0], anchors[anchors.len() - 1]);
@@ -185,7 +213,11 @@ mod tests {
             for position in 0..largest {
                 let sees = |block: usize, slot: i64| {
                     let anchor = anchors[block];
-                    position < anchor && window.is_none_or(|window| position >= anchor + slot - (window - 1))
+                    let near = |Window { size, start }| match start {
+                        WindowStart::Slot => position >= anchor + slot - (size - 1),
+                        WindowStart::Anchor => position >= anchor - size,
+                    };
+                    position < anchor && window.is_none_or(near)
                 };
                 let slots = || (0..anchors.len()).flat_map(|block| (0..size).map(move |slot| (block, slot)));
                 if slots().all(|(block, slot)| sees(block, slot)) {

@@ -39,7 +39,8 @@ impl Drafter {
                 (LayerType::Sliding, Some(window)) => (0..size)
                     .map(|slot| {
                         let from = (anchor + slot - (window as i64 - 1)).clamp(0, anchor);
-                        (slot, 1, from, anchor + slot + 1 - from)
+                        let end = if config.sliding_causal { anchor + slot + 1 } else { anchor + size };
+                        (slot, 1, from, end - from)
                     })
                     .collect(),
                 _ => vec![(0, size, 0, anchor + size)],

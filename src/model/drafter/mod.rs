@@ -27,6 +27,7 @@ use super::loss::weighting::Weighting;
 use super::ops::wide;
 use super::params::{Gradient, ParamSet, Weights};
 use super::rope::Rope;
+use crate::config::WindowStart;
 use crate::hf::config::{RopeScaling, TargetConfig};
 use crate::hf::draft::DraftConfig;
 use crate::hf::tensors::TensorFiles;
@@ -61,6 +62,8 @@ pub struct DraftOptions {
     /// Limit on the slots of an attention group.
     pub group_slots: usize,
     pub attention: AttentionBackend,
+    /// Start of a sliding layer's window in training.
+    pub window_start: WindowStart,
     /// Saves only each layer's input for the backward pass, and recomputes the layer there.
     pub recompute: bool,
 }
@@ -80,6 +83,7 @@ impl DraftOptions {
             tile,
             group_slots: 256,
             attention,
+            window_start: WindowStart::Slot,
             recompute: false,
         }
     }
@@ -274,7 +278,7 @@ impl Drafter {
     }
 
     fn blocks(&self, batch: &Packed<'_>, anchors: &Anchors) -> Result<Blocks, ModelError> {
-        Blocks::new(&self.config, &self.rope, batch, anchors, self.options.group_slots, self.options.kind)
+        Blocks::new(&self.config, &self.rope, batch, anchors, &self.options)
     }
 
     fn fused<'a>(

@@ -4,7 +4,7 @@
 use super::Drafter;
 use super::anchors::{Anchors, decay};
 use super::layers::Layers;
-use crate::hf::draft::LayerType;
+use crate::hf::draft::{DraftConfig, LayerType};
 use crate::model::ModelError;
 use crate::model::batch::Packed;
 use crate::model::ops::{GradGuard, additive_mask, attention, linear, wide};
@@ -91,7 +91,7 @@ impl Dense {
 
     /// Visible keys of each slot, `[rows, slots, width + slots]` row-major: context before the anchor, and the own
     /// block; none in padding blocks.
-    pub fn allowed(&self, block_size: usize, window: Option<usize>) -> Vec<bool> {
+    pub fn allowed(&self, block_size: usize, window: Option<usize>, causal: bool) -> Vec<bool> {
         let slots = self.blocks * block_size;
         let mut allowed = Vec::with_capacity(self.rows * slots * (self.width + slots));
         for row in 0..self.rows {
@@ -101,7 +101,7 @@ impl Dense {
                 let keep = self.keep[row * self.blocks + block];
                 let near = |position: usize| window.is_none_or(|window| position + window > anchor + slot);
                 allowed.extend((0..self.width).map(|position| keep && position < anchor && near(position)));
-                let earlier = |key: usize| window.is_none() || key % block_size <= slot;
+                let earlier = |key: usize| window.is_none() || !causal || key % block_size <= slot;
                 allowed.extend((0..slots).map(|key| keep && key / block_size == block && earlier(key)));
             }
         }
@@ -109,9 +109,10 @@ impl Dense {
     }
 
     /// Additive mask. Padding blocks see themselves, so that no row of scores is fully masked.
-    fn additive(&self, block_size: usize, window: Option<usize>, like: &Tensor) -> Result<Tensor, ModelError> {
+    fn additive(&self, config: &DraftConfig, window: Option<usize>, like: &Tensor) -> Result<Tensor, ModelError> {
+        let block_size = config.block_size;
         let slots = self.blocks * block_size;
-        let mut allowed = self.allowed(block_size, window);
+        let mut allowed = self.allowed(block_size, window, config.sliding_causal);
         for (query, row) in allowed.chunks_mut(self.width + slots).enumerate() {
             let block = query % slots / block_size;
             if !self.keep[query / block_size] {
@@ -159,7 +160,7 @@ impl Drafter {
         let mut layer_outputs = Vec::new();
         for (layer, &layer_type) in layers.layers.iter().zip(&config.layer_types) {
             let window = config.sliding_window.filter(|_| layer_type == LayerType::Sliding);
-            let mask = dense.additive(size, window, &x)?;
+            let mask = dense.additive(config, window, &x)?;
             let normed = layer.inner(&x)?;
             let inner = layer.attended(&normed)?;
             let by_row = |x: &Tensor| x.f_reshape([rows, -1, x.size()[1], x.size()[2]]);

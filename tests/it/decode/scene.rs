@@ -92,6 +92,7 @@ impl World {
         if sliding {
             config.layer_types[1] = LayerType::Sliding;
             config.sliding_window = Some(4);
+            config.sliding_causal = self.seed.is_multiple_of(2);
         }
         config.head = head;
         let pairs = init_params(&config, self.seed).unwrap().into_pairs();

@@ -178,7 +178,7 @@ fn the_oracle_gives_every_intermediate_result() {
     same("noise ids", &trace.noise_ids, &case.want("noise_ids"));
     same("positions", &trace.positions, &case.want("position_ids"));
     let want = case.want("attention_mask");
-    let allowed = Tensor::from_slice(&dense.allowed(config.block_size, None)).reshape(want.size());
+    let allowed = Tensor::from_slice(&dense.allowed(config.block_size, None, true)).reshape(want.size());
     same("mask", &allowed, &want);
     close("context feature", &trace.context, &case.want("context_feature"), OUTPUT);
     for (index, output) in trace.layer_outputs.iter().enumerate() {
@@ -293,7 +293,7 @@ fn sliding_layers_match() {
 
         let (drafter, dense) = (case.drafter(config.clone(), case.gamma()), case.dense());
         let mask = tensor(&files, "attention_mask_sliding");
-        let allowed = Tensor::from_slice(&dense.allowed(config.block_size, Some(window))).reshape(mask.size());
+        let allowed = Tensor::from_slice(&dense.allowed(config.block_size, Some(window), true)).reshape(mask.size());
         same("mask", &allowed, &mask);
         let trace = drafter.trace(&dense).unwrap();
         let hidden = case.kept(&tensor(&files, "output_hidden"));

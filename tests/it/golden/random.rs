@@ -56,6 +56,7 @@ pub fn scene(seed: u64) -> Scene {
         max_position_embeddings: 512,
         layer_types,
         sliding_window: window,
+        sliding_causal: window.is_none() || !seed.is_multiple_of(3),
         bos_token_id: None,
         eos_token_ids: Vec::new(),
         pad_token_id: None,

@@ -91,18 +91,27 @@ impl Case {
 
     /// Reads a case of speculators: rows packed one after another, and states of the target before its final norm.
     pub fn packed_rows(name: &str) -> Case {
+        Case::packed_rows_of(name, "")
+    }
+
+    /// As [`Case::packed_rows`], with `prefix` before the names of the inputs.
+    pub fn packed_rows_of(name: &str, prefix: &str) -> Case {
         let (json, files) = (json(&format!("{name}.json")), open(&format!("{name}.safetensors")));
-        let documents = ints(&files, "document_ids");
+        let of = |input: &str| format!("{prefix}{input}");
+        let documents = ints(&files, &of("document_ids"));
         let real = documents.iter().filter(|&&document| document >= 0).count();
         let lengths: Vec<u32> = documents[..real].chunk_by(|a, b| a == b).map(|row| row.len() as u32).collect();
-        let rows = |name: &str| tensor(&files, name).squeeze_dim(0).narrow(0, 0, real as i64);
+        let rows = |name: &str| tensor(&files, &of(name)).squeeze_dim(0).narrow(0, 0, real as i64);
         let target = TensorFiles::open(&path("target")).unwrap();
         let eps = TargetConfig::load(&path("target")).unwrap().rms_norm_eps;
         let norm = tensor(&target, "model.norm.weight");
         let states = rms_norm(&rows("verifier_last_hidden_pre_norm"), &norm, eps).unwrap();
-        let kept: Vec<i64> =
-            (0i64..).zip(ints(&files, "anchor_valid")).filter(|(_, valid)| *valid != 0).map(|(at, _)| at).collect();
-        let anchors = ints(&files, "anchors");
+        let kept: Vec<i64> = (0i64..)
+            .zip(ints(&files, &of("anchor_valid")))
+            .filter(|(_, valid)| *valid != 0)
+            .map(|(at, _)| at)
+            .collect();
+        let anchors = ints(&files, &of("anchors"));
         let mut starts = vec![0];
         starts.extend(lengths.iter().scan(0, |end, &len| {
             *end += i64::from(len);
@@ -116,8 +125,8 @@ impl Case {
         let anchors = Anchors { rows: (0..lengths.len()).map(of_row).collect() };
         Case {
             hidden: rows("context_hidden"),
-            ids: ints(&files, "input_ids")[..real].iter().map(|&id| id as i32).collect(),
-            loss_mask: ints(&files, "loss_mask")[..real].iter().map(|&x| x as u8).collect(),
+            ids: ints(&files, &of("input_ids"))[..real].iter().map(|&id| id as i32).collect(),
+            loss_mask: ints(&files, &of("loss_mask"))[..real].iter().map(|&x| x as u8).collect(),
             labels: Some(TargetLabels::States(states)),
             kept: Tensor::from_slice(&kept),
             anchors,
