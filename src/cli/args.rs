@@ -1,6 +1,6 @@
 //! Arguments of every command, with the texts of `--help`.
 
-use super::{doctor::DoctorArgs, eval::EvalArgs, simulate::PolicyName};
+use super::{doctor::DoctorArgs, eval::EvalArgs, numbers::temperature, simulate::PolicyName};
 use crate::{
     common::exit,
     config::{Auto, Device, Dtype},
@@ -372,17 +372,6 @@ pub struct ExportArgs {
 fn checkpoint_step(text: &str) -> Result<u64, String> {
     let digits = text.strip_prefix("step-").unwrap_or(text);
     digits.parse().map_err(|_| "not a step; write step-500 or 500".to_owned())
-}
-
-/// Reads a sampling temperature.
-///
-/// # Errors
-/// A sentence for any text but a number of at least 0.
-pub fn temperature(text: &str) -> Result<f64, String> {
-    let value: Option<f64> = text.parse().ok();
-    value
-        .filter(|value| value.is_finite() && *value >= 0.0)
-        .ok_or_else(|| "write a number of at least 0, such as 0.7".into())
 }
 
 /// Checkpoint to export.

@@ -1,6 +1,9 @@
 //! `draftmill eval`.
 
-use super::{args::temperature, output};
+use super::{
+    numbers::{probability, temperature},
+    output,
+};
 use crate::{
     common::{
         exit::{Exit, Failure},
@@ -8,10 +11,13 @@ use crate::{
         text::counted,
     },
     config::Device,
-    eval::{self, EvalOptions, Record},
+    eval::{self, EvalOptions, Marks, Record},
 };
 use clap::Args;
-use std::path::PathBuf;
+use std::{
+    io::{IsTerminal, stdout},
+    path::PathBuf,
+};
 
 /// Measures acceptance (tokens per verification) and speed of a drafter in speculative decoding with its target
 #[derive(Args, Debug)]
@@ -49,6 +55,9 @@ pub struct EvalArgs {
     /// Number of prompts, from the start of the file [default: all]
     #[arg(long, value_name = "COUNT")]
     pub limit: Option<usize>,
+    /// Show the text of the first responses, with the accepted drafted tokens in green, or in brackets without a terminal
+    #[arg(long, value_name = "COUNT", conflicts_with = "json")]
+    pub show: Option<u32>,
     /// Device of both models: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: Device,
@@ -76,11 +85,13 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         temperature: args.temperature,
         seed: args.seed,
         min_survival: args.min_survival,
+        show: args.show.map_or(0, |count| count as usize),
         device: args.device,
     };
-    let mut done = 0;
+    let (mut done, mut shown) = (0, Vec::new());
     let report = evaluate(&options, prompts, &mut |record: &Record| {
         done += 1;
+        shown.extend(record.shown.clone());
         let produced: usize = record.steps.iter().map(|step| step.produced).sum();
         output::note(&format!(
             "response {done} to {}: {} in {}",
@@ -98,12 +109,16 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         };
         crate::common::fs::write_atomic(path, eval::svg(&report).as_bytes()).map_err(failed)?;
     }
-    if args.json { output::print_json(&report) } else { output::print(&report.to_string()) }
-}
-
-fn probability(text: &str) -> Result<f64, String> {
-    let value: Option<f64> = text.parse().ok();
-    value.filter(|value| (0.0..=1.0).contains(value)).ok_or_else(|| "write a number from 0 to 1, such as 0.5".into())
+    if args.json {
+        return output::print_json(&report);
+    }
+    output::print(&report.to_string())?;
+    let plain = !stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some();
+    let marks = if plain { Marks::Brackets } else { Marks::Colour };
+    for one in shown {
+        output::print(&format!("\n{}", one.text(marks)))?;
+    }
+    Ok(())
 }
 
 #[cfg(feature = "torch")]

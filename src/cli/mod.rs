@@ -13,6 +13,7 @@ mod ledger;
 mod log_throttle;
 mod log_writer;
 mod logging;
+mod numbers;
 mod output;
 mod prepare;
 mod runs;

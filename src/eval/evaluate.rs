@@ -4,6 +4,7 @@ use super::{
     EvalOptions,
     confidence::Confidence,
     prompts::Prompt,
+    show::{self, Shown},
     stats::{Record, Report, Stats, Step},
 };
 use crate::inference::loaded_target::LoadedTarget;
@@ -38,8 +39,14 @@ pub fn evaluate(options: &EvalOptions, prompts: Vec<Prompt>, done: &mut dyn FnMu
                 continue;
             };
             let settings = Settings { min_survival, ..settings };
-            let (record, answer) = respond(&bench, &drafter, &ids, &settings, stream, prompt.category.clone())
-                .map_err(Failure::of(Exit::Internal))?;
+            let (mut record, drafted, answer) =
+                respond(&bench, &drafter, &ids, &settings, stream).map_err(Failure::of(Exit::Internal))?;
+            record.category = prompt.category.clone();
+            if records.len() < options.show {
+                let pieces = show::pieces(&drafted, &record.steps, |ids| chat.decode(ids)).map_err(bad)?;
+                let last = prompt.conversation.turns.last().map(|turn| turn.content.clone()).unwrap_or_default();
+                record.shown = Some(Shown { prompt: last, pieces });
+            }
             stream += 1;
             done(&record);
             records.push(record);
@@ -89,21 +96,19 @@ fn load(options: &EvalOptions) -> Result<(LoadedTarget, Drafter), Failure> {
     Ok((bench, drafter))
 }
 
-/// Decodes with and without the drafter. Returns the record of both and the target's own answer.
+/// Decodes with and without the drafter. Returns the record of both, the response with the drafter, and the target's own.
 fn respond(
     bench: &LoadedTarget,
     drafter: &Drafter,
     prompt: &[u32],
     settings: &Settings,
     stream: u64,
-    category: Option<String>,
-) -> Result<(Record, Vec<u32>), ModelError> {
+) -> Result<(Record, Vec<u32>, Vec<u32>), ModelError> {
     let target = &bench.target;
     let (drafted, seconds) = timed(Session::begin(target, Some(drafter), prompt, settings, stream)?)?;
     let (plain, plain_seconds) = timed(Session::<Drafter>::begin(target, None, prompt, settings, stream)?)?;
     let SlotAccuracy { slots, runs } = slot_accuracy(target, drafter, prompt, &plain.tokens)?;
     let record = Record {
-        category,
         steps: drafted.steps.iter().map(Step::from).collect(),
         survivals: drafted.survivals,
         tokens: drafted.tokens.len() as u64 - 1,
@@ -113,8 +118,9 @@ fn respond(
         identical: (settings.temperature == 0.0).then_some(drafted.tokens == plain.tokens),
         slots: slots.iter().map(|slot| (slot.right, slot.tried)).collect(),
         runs: (runs.tokens, runs.blocks),
+        ..Record::default()
     };
-    Ok((record, plain.tokens))
+    Ok((record, drafted.tokens, plain.tokens))
 }
 
 impl From<&inference::Step> for Step {

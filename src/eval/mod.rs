@@ -8,6 +8,7 @@ pub mod evaluator;
 mod plot;
 mod prompts;
 pub mod schedule;
+mod show;
 mod stats;
 mod table;
 
@@ -16,6 +17,7 @@ pub use self::evaluate::evaluate;
 pub use self::{
     plot::{is_plot, svg},
     prompts::{MAX_ROW_BYTES, Prompt, PromptError, parse, read},
+    show::{Marks, Piece, Shown},
     stats::{Category, Record, Report, Stats, Step},
 };
 
@@ -35,6 +37,8 @@ pub struct EvalOptions {
     pub seed: u64,
     /// Least predicted survival of a drafted token that is verified; 0 verifies every token.
     pub min_survival: f64,
+    /// Number of responses whose text is kept, from the first one.
+    pub show: usize,
     /// cpu, cuda or cuda:N.
     pub device: Device,
 }

@@ -1,6 +1,7 @@
 //! Statistics of an evaluation from the records of its responses: pure arithmetic.
 
 use super::confidence::Confidence;
+use super::show::Shown;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -33,6 +34,8 @@ pub struct Record {
     pub slots: Vec<(u64, u64)>,
     /// Tokens of the leading correct runs of blocks at all positions of the plain response, and number of blocks.
     pub runs: (u64, u64),
+    /// Text of the response, if it was asked for.
+    pub shown: Option<Shown>,
 }
 
 /// Statistics of a set of responses. Acceptance is the number of tokens per verification, including the target's own token.
@@ -201,6 +204,7 @@ mod tests {
             slots: vec![(3, 4), (1, 2)],
             survivals: Vec::new(),
             runs: (4, 4),
+            shown: None,
         };
         let two = Record {
             category: Some("b".into()),
@@ -213,6 +217,7 @@ mod tests {
             slots: vec![(0, 2), (1, 2)],
             survivals: Vec::new(),
             runs: (1, 4),
+            shown: None,
         };
         [one, two, Record { identical: Some(true), slots: vec![(0, 0); 2], ..Record::default() }]
     }

@@ -148,6 +148,12 @@ mod torch {
         for part in ["2 responses", "tokens per step pooled", "identical to plain decoding", "writing", "predicted"] {
             assert!(table.contains(part), "{part} is not in\n{table}");
         }
+        let shown = run(&["--limit", "1", "--show", "1"]);
+        let (report, text) = shown.split_once("\n\nt5 t6 t7\n").unwrap_or_else(|| panic!("no prompt in\n{shown}"));
+        assert!(report.contains("category") && text.starts_with("  t") && text.matches('\n').count() == 1, "{shown}");
+        // The target's tokens are its own; the drafted ones are in brackets.
+        assert_eq!(text.replace(['[', ']'], "").split_whitespace().count(), 24, "{shown}");
+
         let sampled = |seed: &str| {
             let report: Value = serde_json::from_str(&run(&["--json", "--temperature", "1", "--seed", seed])).unwrap();
             assert_eq!(report["greedy_identical"], Value::Null);

@@ -7,7 +7,7 @@
 //!
 //! With DFlash and DFlash 2, all masked slots copy both. With DSpark, the anchor's slot predicts the first token, so only
 //! this slot copies the anchor. The other slots know the token before their label through the Markov head, which starts
-//! from a regression of its own.
+//! from a second regression.
 //!
 //! The first drafted token is then right about as often as a linear map allows. The rest is left to training, and so is
 //! one third of the heads.
