@@ -3,7 +3,8 @@
 //! The *survival* of a drafted token is the probability that it and all drafted tokens before it are accepted. The head
 //! predicts it as the product of the confidences up to the token.
 
-use super::stats::{Record, ratio};
+use super::ratio;
+use super::record::Record;
 use serde::Serialize;
 
 /// Number of bins of the calibration, and of tenths among the thresholds.

@@ -4,8 +4,9 @@ use super::{
     EvalOptions,
     confidence::Confidence,
     prompts::Prompt,
-    show::{self, Shown},
-    stats::{Record, Report, Stats, Step},
+    record::{Record, Shown, Step},
+    show,
+    stats::{Report, Stats},
 };
 use crate::inference::loaded_target::LoadedTarget;
 use crate::{

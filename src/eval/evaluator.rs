@@ -3,8 +3,9 @@
 
 use super::{
     prompts,
+    record::Record,
     schedule::{DueEval, EvalIntervals, EvalKinds, EvalSchedule, EvalSlot, Evaluator, FinalWeights},
-    stats::{self, Record, Stats},
+    stats::{self, Stats},
 };
 use crate::{
     common::clock::now,

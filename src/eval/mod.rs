@@ -7,6 +7,7 @@ mod evaluate;
 pub mod evaluator;
 mod plot;
 mod prompts;
+mod record;
 pub mod schedule;
 mod show;
 mod stats;
@@ -17,8 +18,9 @@ pub use self::evaluate::evaluate;
 pub use self::{
     plot::{is_plot, svg},
     prompts::{MAX_ROW_BYTES, Prompt, PromptError, parse, read},
-    show::{Marks, Piece, Shown},
-    stats::{Category, Record, Report, Stats, Step},
+    record::{Piece, Record, Shown, Step},
+    show::Marks,
+    stats::{Category, Report, Stats},
 };
 
 use crate::config::Device;
@@ -41,4 +43,9 @@ pub struct EvalOptions {
     pub show: usize,
     /// cpu, cuda or cuda:N.
     pub device: Device,
+}
+
+/// `part / whole`, or `None` if `whole` is 0.
+fn ratio(part: f64, whole: f64) -> Option<f64> {
+    (whole > 0.0).then(|| part / whole)
 }

@@ -1,23 +1,7 @@
 //! Text of a response with its drafted tokens marked.
 
-use super::stats::Step;
+use super::record::{Piece, Shown, Step};
 use std::fmt::Write;
-
-/// Part of a response whose tokens have one origin.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
-    pub text: String,
-    /// True for tokens that the drafter proposed and the target accepted.
-    pub drafted: bool,
-}
-
-/// Response to show.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Shown {
-    /// Last turn of the prompt.
-    pub prompt: String,
-    pub pieces: Vec<Piece>,
-}
 
 /// Marks around drafted tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,42 +1,10 @@
 //! Statistics of an evaluation from the records of its responses: pure arithmetic.
 
 use super::confidence::Confidence;
-use super::show::Shown;
+use super::ratio;
+use super::record::{Record, Step};
 use serde::Serialize;
 use std::collections::BTreeMap;
-
-/// One verification.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
-    /// Drafted tokens that were verified.
-    pub drafted: usize,
-    pub accepted: usize,
-    /// Tokens that the step adds to the response.
-    pub produced: usize,
-}
-
-/// One response, decoded with and without the drafter.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Record {
-    pub category: Option<String>,
-    pub steps: Vec<Step>,
-    /// Predicted survival of the verified tokens of each step; without a confidence head, each list is empty.
-    pub survivals: Vec<Vec<f64>>,
-    /// Tokens after the first one, and their decoding time.
-    pub tokens: u64,
-    pub seconds: f64,
-    /// The same values without a drafter.
-    pub plain_tokens: u64,
-    pub plain_seconds: f64,
-    /// True if both outputs have the same tokens; `None` if they are sampled.
-    pub identical: Option<bool>,
-    /// Correct and total predictions of each slot after the anchor, given the true context.
-    pub slots: Vec<(u64, u64)>,
-    /// Tokens of the leading correct runs of blocks at all positions of the plain response, and number of blocks.
-    pub runs: (u64, u64),
-    /// Text of the response, if it was asked for.
-    pub shown: Option<Shown>,
-}
 
 /// Statistics of a set of responses. Acceptance is the number of tokens per verification, including the target's own token.
 /// The field names are keys of the JSON output.
@@ -177,10 +145,6 @@ pub(super) fn predicted(accuracy: &[Option<f64>]) -> Option<f64> {
         all
     });
     Some(1.0 + sum.sum::<f64>())
-}
-
-pub(super) fn ratio(part: f64, whole: f64) -> Option<f64> {
-    (whole > 0.0).then(|| part / whole)
 }
 
 #[cfg(test)]
