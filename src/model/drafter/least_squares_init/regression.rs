@@ -15,8 +15,8 @@ pub struct Regression {
     /// Sum of the inputs, `[inputs]`.
     sum: Tensor,
     rows: usize,
-    /// Inputs with the output 0, `[1, inputs]`.
-    zeros: Vec<Tensor>,
+    /// Input with the output 0, `[1, inputs]`.
+    zero: Option<Tensor>,
 }
 
 /// Solution of a regression.
@@ -42,7 +42,7 @@ impl Regression {
             products: zeros(&[inputs, outputs])?,
             sum: zeros(&[inputs])?,
             rows: 0,
-            zeros: Vec::new(),
+            zero: None,
         })
     }
 
@@ -59,13 +59,10 @@ impl Regression {
         Ok(())
     }
 
-    /// Adds `x [1, inputs]` with the output 0 as often as all rows so far, without effect on the moments of the fit.
-    ///
-    /// # Errors
-    /// Returns an error if libtorch fails.
-    pub fn map_to_zero(&mut self, x: &Tensor) -> Result<(), ModelError> {
-        self.zeros.push(x.copy());
-        Ok(())
+    /// Fits 0 for the input `x [1, inputs]`, with the weight of all other rows together. The moments of the fit are those of
+    /// the other rows.
+    pub fn map_to_zero(&mut self, x: Tensor) {
+        self.zero = Some(x);
     }
 
     /// Number of rows so far.
@@ -81,7 +78,7 @@ impl Regression {
         let count = self.rows as f64;
         let square = self.squares.f_div_scalar(count)?;
         let mut penalised = square.copy();
-        for x in &self.zeros {
+        if let Some(x) = &self.zero {
             penalised = penalised.f_add(&x.f_transpose(0, 1)?.f_mm(x)?)?;
         }
         let map = ridge(&penalised, &self.products.f_div_scalar(count)?, RIDGE)?.f_transpose(0, 1)?;
