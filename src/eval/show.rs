@@ -1,6 +1,8 @@
 //! Text of a response with its drafted tokens marked.
 
-use super::record::{Piece, Shown, Step};
+use super::record::Shown;
+#[cfg(any(test, feature = "torch"))]
+use super::record::{Piece, Step};
 use std::fmt::Write;
 
 /// Marks around drafted tokens.
@@ -20,6 +22,7 @@ const PROMPT: usize = 100;
 ///
 /// # Errors
 /// Returns the error of `decode`.
+#[cfg(any(test, feature = "torch"))]
 pub fn pieces<E>(
     tokens: &[u32],
     steps: &[Step],
