@@ -30,8 +30,8 @@ LENGTHS = (1, 5, 40)
 HEADS = {
     "dflash": [],
     "dspark": ["drafter.markov_rank=16"],
-    "dspark-gated": ["drafter.head=dspark", "drafter.markov_head=gated", "drafter.markov_rank=16"],
-    "dspark-rnn": ["drafter.head=dspark", "drafter.markov_head=rnn", "drafter.markov_rank=16", "drafter.confidence_head=hidden"],
+    "dspark-gated": ["drafter.markov_head=gated", "drafter.markov_rank=16"],
+    "dspark-rnn": ["drafter.markov_head=rnn", "drafter.markov_rank=16", "drafter.confidence_head=hidden"],
     "dflash2": ["drafter.selector_rank=16", "drafter.conv_group=8"],
 }
 

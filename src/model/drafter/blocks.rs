@@ -155,13 +155,10 @@ impl AttentionWindow {
             let position = Tensor::f_arange_start(first, end, (Kind::Int64, device))?;
             let mut mask = position.f_ge_tensor(&anchor)?;
             if let Some(window) = window {
-                let slot_index = Tensor::f_arange(size, (Kind::Int64, device))?.f_reshape([1, size, 1, 1])?;
-                let first = match window.start {
-                    WindowStart::Slot => anchor.f_add(&slot_index)?,
-                    WindowStart::Anchor => anchor,
-                };
-                let first = first.f_add_scalar(window.first(0, 0))?;
-                mask = mask.f_logical_or(&position.f_lt_tensor(&first)?)?;
+                // First visible position of each slot, relative to its anchor.
+                let first: Vec<i64> = (0..size).map(|slot| window.first(0, slot)).collect();
+                let first = Tensor::f_from_slice(&first)?.f_to(device)?.f_reshape([1, size, 1, 1])?;
+                mask = mask.f_logical_or(&position.f_lt_tensor(&anchor.f_add(&first)?)?)?;
             }
             masked.push(MaskedSpan { span: Span { start: first - from, len: end - first }, mask });
         }

@@ -47,8 +47,9 @@ pub struct LeastSquaresInit<'a> {
     mask: Tensor,
     /// From `[e, c]` of an anchor to the state that predicts the token after it.
     first: Regression,
-    /// From `[e, c]` to the state that predicts the second token, where `e` is the embedding of the first one.
-    second: Regression,
+    /// From `[e, c]` to the state that predicts the second token, where `e` is the embedding of the first one; `None` without
+    /// a Markov head that it can set.
+    second: Option<Regression>,
     anchors: Vec<i64>,
 }
 
@@ -75,14 +76,15 @@ impl<'a> LeastSquaresInit<'a> {
         let eye = Tensor::f_eye(width, (Kind::Float, Device::Cpu))?;
         let _ = fc.f_narrow(1, newest as i64 * width, width)?.f_add_(&eye)?;
         let mask = to_f64(&shared.embedding.f_get(config.mask_token_id.into())?)?;
+        let regression = || Regression::new(2 * width, width);
         Ok(LeastSquaresInit {
             config,
             shared,
             start,
             norm: to_f64(norm)?,
             mask,
-            first: Regression::new(2 * width, width)?,
-            second: Regression::new(2 * width, width)?,
+            first: regression()?,
+            second: markov_rank(config).map(|_| regression()).transpose()?,
             anchors: Vec::new(),
         })
     }
@@ -118,12 +120,15 @@ impl<'a> LeastSquaresInit<'a> {
         // Anchors whose second token is supervised too.
         let kept = (0..at.len()).filter(|&index| at.binary_search(&(at[index] + 1)).is_ok());
         let kept: Vec<i64> = kept.map(|index| index as i64).collect();
-        if self.markov_rank().is_some() && !kept.is_empty() {
+        if self.second.is_some() && !kept.is_empty() {
             let next: Vec<i64> = kept.iter().map(|&index| at[index as usize] + 1).collect();
             let known: Vec<i64> = next.iter().map(|&at| i64::from(ids[at as usize])).collect();
             let context = context.f_index_select(0, &Tensor::f_from_slice(&kept)?)?;
             let x = Tensor::f_cat(&[self.embedded(&known)?, context], 1)?;
-            self.second.add(&x, &states(&next)?.f_sub(&self.mask)?)?;
+            let y = states(&next)?.f_sub(&self.mask)?;
+            if let Some(second) = &mut self.second {
+                second.add(&x, &y)?;
+            }
         }
         self.anchors.extend(tokens);
         Ok(())
@@ -149,8 +154,8 @@ impl<'a> LeastSquaresInit<'a> {
             self.first.map_to_zero(Tensor::f_cat(&[&self.unit(&self.mask.f_unsqueeze(0)?)?, &zeros], 1)?);
         }
         let fit = self.first.solve()?;
-        if let Some(rank) = self.markov_rank() {
-            let known = self.set_markov(rank)?;
+        if let (Some(rank), Some(second)) = (markov_rank(config), self.second.take().filter(|it| it.rows() > 0)) {
+            let known = self.set_markov(rank, &second)?;
             let _ = fit.map.f_narrow(1, 0, width)?.f_sub_(&known)?;
         }
         let ((of_anchor, anchors), (of_context, context)) = (fit.part(0, width)?, fit.part(width, width)?);
@@ -205,22 +210,11 @@ impl<'a> LeastSquaresInit<'a> {
         Ok(self.start)
     }
 
-    /// Rank of a Markov head that the fit can set: its bias must be linear in the embedding.
-    fn markov_rank(&self) -> Option<i64> {
-        match self.config.head {
-            HeadConfig::Dspark(head) if head.markov == MarkovKind::Vanilla && head.rank > 0 => Some(head.rank as i64),
-            _ => None,
-        }
-    }
-
     /// Sets the Markov head to the part of the second regression that reads the token before the label. Returns the map
     /// from that token's embedding to the final state whose logits are the bias, `[D, D]`.
-    fn set_markov(&mut self, rank: i64) -> Result<Tensor, ModelError> {
+    fn set_markov(&mut self, rank: i64, second: &Regression) -> Result<Tensor, ModelError> {
         let width = self.config.hidden_size as i64;
-        if self.second.rows() == 0 {
-            return Ok(Tensor::f_zeros([width, width], (Kind::Double, Device::Cpu))?);
-        }
-        let (of_known, known) = self.second.solve()?.part(0, width)?;
+        let (of_known, known) = second.solve()?.part(0, width)?;
         let scale = self.scale()?.f_unsqueeze(1)?;
         let map = of_known.f_mul(&scale)?;
         let kept = rank.min(width);
@@ -322,6 +316,14 @@ impl<'a> LeastSquaresInit<'a> {
         let least = size.f_mean(Kind::Double)?.f_mul_scalar(0.2)?;
         let sign = self.norm.f_ge(0.0)?.f_to_kind(Kind::Double)?.f_mul_scalar(2.0)?.f_sub_scalar(1.0)?;
         Ok(size.f_maximum(&least)?.f_mul(&sign)?)
+    }
+}
+
+/// Rank of a Markov head that the fit can set: its bias must be linear in the embedding.
+fn markov_rank(config: &DraftConfig) -> Option<i64> {
+    match config.head {
+        HeadConfig::Dspark(head) if head.markov == MarkovKind::Vanilla && head.rank > 0 => Some(head.rank as i64),
+        _ => None,
     }
 }
 
